@@ -86,10 +86,6 @@ def told(function: Callable[..., Any], *args: Any, **named: Any) -> None:
         recorder.note(function, None, args, named)
 
 
-def is_recording() -> bool:
-    return _recorder.get() is not None
-
-
 def give_up(why: str) -> None:
     """What follows no tape can tell."""
     if (recorder := _recorder.get()) is not None:
@@ -107,7 +103,6 @@ def repeat(
     what: tuple[Any, ...],
     compute: Callable[..., Any],
     inputs: Sequence[Tensor | None],
-    first: int = 1,
 ) -> Any:
     """``compute(*inputs)``, by a tape if there is one.
 
@@ -117,7 +112,6 @@ def repeat(
         compute: depends on nothing but the inputs, the plan and the memory of its group; returns tensors, in tuples
             and dicts.
         inputs: tensors that are not written.
-        first: how many calls are computed before one is recorded, which takes the host ten times as long.
     """
     key = *what, *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in inputs]
     found = tapes.get(key, 0)
@@ -125,7 +119,7 @@ def repeat(
         if found.play is not None:
             return found.play(*inputs)
         found = 0
-    if not first <= found < first + TRIES or len(tapes) > MOST_TAPES or not _are_unlike(inputs):
+    if not 0 < found <= TRIES or len(tapes) > MOST_TAPES or not _are_unlike(inputs):
         tapes[key] = found + 1
         return compute(*inputs)
     recorder = _Recorder(inputs)

@@ -1,4 +1,4 @@
-"""FlashAttention-4 on a stand-in that launches what release 4.0.0b36 launches: what a tape sees of it.
+"""Calls of FlashAttention-4 that skip its Python, on a stand-in that launches what release 4.0.0b36 launches.
 
 `test_flash_attn.py` has what its Python is told, and the package itself on GPUs.
 """
@@ -18,14 +18,14 @@ import torch
 from checks import gap
 from dense import dense_attention
 from inside import CAUSAL, FULL, BackwardTile, Distances, Scores, Segments, inner, room
-from test_flash_attn import Calls, both, bottom_right, install, stand_in_backward, stand_in_forward
+from test_flash_attn import Calls, bottom_right, install, stand_in_backward, stand_in_forward
 from torch import Tensor
 from torch._guards import active_fake_mode
 
 from cp_mesh import UnsupportedError
 
 flash_attn = room("flash_attn")
-flash_attn_4, tape = room("flash_attn_4"), room("tape")
+flash_attn_4 = room("flash_attn_4")
 FA4, MOST_SEQUENCES = inner("flash_attn_4", "FA4", "MOST_SEQUENCES")
 
 BLOCK_Q, BLOCK_K = 48, 80
@@ -42,8 +42,8 @@ class Package:
     Sums of dq, dk and dv pass from kernel to kernel in fp32 buffers, [heads, rows * D] in each batch row.
     """
 
-    def __init__(self, calls: Calls, extra: tuple[Any, ...] = ()) -> None:
-        self.calls, self.more = calls, extra
+    def __init__(self, calls: Calls, extra: bool = False, swapped: bool = False) -> None:
+        self.calls, self.more, self.swapped = calls, (None,) * extra, swapped
 
     def functions(self) -> dict[str, Any]:
         names = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
@@ -79,8 +79,7 @@ class Package:
             self.fwd_kernel,
             (causal, softcap),
             q,
-            k,
-            v,
+            *((v, k) if self.swapped else (k, v)),
             out,
             lse,
             softmax_scale,
@@ -164,6 +163,7 @@ class Package:
         return dq, dk, dv
 
     def fwd_kernel(self, causal, softcap, q, k, v, out, lse, scale, *others: Any) -> None:
+        k, v = (v, k) if self.swapped else (k, v)
         for rows, keys in _parts(q, k, *others[:4]):
             keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, *_bounds(causal, *others[5:7]))
             x = (_batched(x)[:, part] for x, part in ((q, rows), (k, keys), (v, keys)))
@@ -237,7 +237,7 @@ def calls() -> Calls:
 
 
 @contextmanager
-def installed(calls: Calls, **options: Any) -> Iterator[None]:
+def installed(calls: Calls, **options: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         install(patch, "flash_attn.cute.cache_utils", CUTE_DSL_CACHE_ENABLED=True)
         kept = sys.modules["flash_attn.cute.cache_utils"]
@@ -298,69 +298,52 @@ OTHERS = {
 }  # fmt: skip
 
 
-def told(cover: Any, num_q: int, num_k: int, heads: int, kv_heads: int, spread: bool = False, **how: Any) -> list[Any]:
-    """Four calls with other numbers in each, by a tape if it can be; compared with the dense formula."""
-    tapes: dict[Any, Any] = {}
-    for _ in range(4):
-        q, k, v = draw(1, num_q, heads, 8), *(draw(1, num_k, kv_heads, 8) for _ in range(2))
-        dout = draw(1, num_q, heads, 8)
-        dout = dout[:, :1].expand_as(dout) if spread else dout  # over heads, as the gradient of their sum is
-        leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        if isinstance(cover, Segments):
-            allowed = cover.allowed(torch.arange(num_q), torch.arange(num_k))
-        else:
-            allowed = Distances.of(cover, num_q, num_k).pairs(num_q, num_k)[None]
-        out, _ = dense_attention(*leaves, allowed, 0.3)
-        want = torch.autograd.grad(out, leaves, dout.double())
-        got = tape.repeat(tapes, (), both(cover, Scores(0.3), **how), [q, k, v, dout])
-        for mine, right in zip(got, (out, *want), strict=True):
-            assert gap(mine, right) <= 1e-5
-    return [type(x) for x in tapes.values()]
-
-
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("name", TILES)
-def test_a_tape_skips_its_python(package: None, calls: Calls, name: str, heads: tuple[int, int]) -> None:
-    assert told(*TILES[name], *heads) == [tape.Tape]
-    assert [called for called, _ in calls] == 2 * ["_flash_attn_fwd", "_flash_attn_bwd"]  # computed, and recorded
-    assert [called for called, _ in calls.compiled] == ["_flash_attn_fwd", "_flash_attn_bwd"]  # without a launch, first
+def test_later_calls_skip_its_python(package: None, calls: Calls, name: str, heads: tuple[int, int]) -> None:
+    """With other lengths, bounds and numbers of sequences too; numbers are right before and after."""
+    attend(*TILES[name], *heads)
+    assert [called for called, _ in calls.compiled] == [called for called, _ in calls]  # without a launch, first
+    assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd"]
+    for tile in (OTHERS[name], TILES[name]):
+        attend(*tile, *heads)
+    assert len(calls) == 2
 
 
-@pytest.mark.parametrize("how", [{"deterministic": True}, {"spread": True}], ids=str)
-def test_other_backwards_have_tapes_too(package: None, calls: Calls, how: dict[str, bool]) -> None:
-    assert told(*TILES["causal"], 2, 2, **how) == [tape.Tape] and len(calls) == 4
-
-
-class Holder(NamedTuple):
-    tensor: Any
-
-
-@pytest.mark.parametrize("extra", [1 << 40, object(), Holder(torch.zeros(1))], ids=["address", "object", "holder"])
-def test_what_may_hold_an_address_is_not_recorded(extra: Any) -> None:
-    """The next call's tensors are elsewhere."""
+def test_kinds_have_kernels_of_their_own() -> None:
+    """Numbers are right whatever else was launched before."""
     calls = Calls()
-    with installed(calls, extra=(extra,)):
-        assert told(*TILES["causal"], 2, 2) == [int]
-    assert [called for called, _ in calls] == 4 * ["_flash_attn_fwd", "_flash_attn_bwd"]
-
-
-def told_in_package(name: str, extra: tuple[Any, ...]) -> None:
-    """For planted bugs: a tape if nothing stands against it, and right numbers."""
-    with installed(Calls(), extra=extra):
-        assert told(*TILES[name], 4, 2) == [int if extra else tape.Tape]
-
-
-def test_kinds_are_compiled_once(package: None, calls: Calls) -> None:
-    """Other lengths, bounds and numbers of sequences are no other kinds; softcaps, heads and strides of zero are."""
-    for tiles in (TILES, OTHERS):
-        for tile in tiles.values():
+    with installed(calls):
+        for tile in (*TILES.values(), *OTHERS.values()):
             for heads in ((2, 2), (4, 2)):
                 attend(*tile, *heads)
                 attend(*tile, *heads, softcap=1.5)
-        assert len(calls.compiled) == 2 * len(TILES) * 2 * 2
-    attend(*TILES["causal"], 2, 2, spread=True)
-    attend(CAUSAL, 40, 40, 2, 2)  # short tiles have kernels of their own
-    assert len(calls.compiled) == 2 * len(TILES) * 2 * 2 + 3
+    assert len(calls) == 2 * len(TILES) * 2 * 2
+
+
+def test_a_release_that_differs_keeps_its_python() -> None:
+    calls = Calls()
+    with installed(calls, extra=True):
+        for _ in range(2):
+            attend(*TILES["causal"], 2, 2)
+    assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd"]
+
+
+def test_a_release_that_takes_keys_for_values_keeps_its_python() -> None:
+    """Tensors alike in everything but where they are."""
+    calls = Calls()
+    with installed(calls, swapped=True):
+        for _ in range(2):
+            attend(*TILES["causal"], 2, 2)
+    assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd"]
+
+
+def test_a_gradient_that_is_spread_over_heads_has_kernels_of_its_own(package: None, calls: Calls) -> None:
+    """Strides of zero are compiled for: of a sum over heads, say."""
+    for spread in (True, False, True, False):
+        attend(*TILES["causal"], 2, 2, spread=spread)
+    passes = [called for called, _ in calls]
+    assert passes.count("_flash_attn_fwd") == 1 and passes.count("_flash_attn_bwd") == 3  # never kept where spread
 
 
 def test_a_kind_that_is_new_in_a_capture_is_refused(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,14 +353,34 @@ def test_a_kind_that_is_new_in_a_capture_is_refused(package: None, monkeypatch: 
     flash_attn_4._refuse_in_capture(torch.zeros(1))
 
 
+def test_another_block_size_keeps_its_python(package: None, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers would have other sizes than the compiled kernels take."""
+    module = sys.modules["flash_attn.cute.interface"]
+    other = SimpleNamespace(m_block_size=2 * BLOCK_Q, n_block_size=BLOCK_K, dKV_swapAB=False)
+    monkeypatch.setattr(module, "_tile_size_bwd_sm90", lambda *arguments: other)
+    for _ in range(2):
+        attend(*TILES["causal"], 2, 2)
+    assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd"]
+
+
+def test_short_tiles_and_deterministic_ones_keep_its_python(package: None, calls: Calls) -> None:
+    """For short tiles it has kernels of their own; deterministic ones take buffers that are not ours to know."""
+    for _ in range(2):
+        attend(CAUSAL, 40, 40, 2, 2)
+    assert len(calls) == 4
+    for _ in range(2):
+        attend(*TILES["causal"], 2, 2, deterministic=True)
+    assert [called for called, _ in calls[4:]] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd"]
+
+
 def test_sequences_of_any_number_are_one_variant(package: None, calls: Calls) -> None:
     """The longest is said to be as long as several blocks, and more than 256 sequences take several calls."""
     cover = blocks_of(*[1] * (2 * MOST_SEQUENCES + 3))
     length = 3 * len(cover.blocks[0]) - 2
     attend(cover, length, length, 2, 2)
-    assert [called for called, _ in calls] == 3 * ["_flash_attn_fwd"] + 3 * ["_flash_attn_bwd"]
-    assert [called for called, _ in calls.compiled] == ["_flash_attn_fwd", "_flash_attn_bwd"]
-    for call in (calls[0][1], calls[3][1]):
+    (name, told), *others = calls
+    assert name == "_flash_attn_fwd" and [called for called, _ in others] == ["_flash_attn_bwd"]
+    for call in (told, others[0][1]):
         assert len(call["seqused_q"]) == MOST_SEQUENCES and call["max_seqlen_q"] == call["max_seqlen_k"] == 1024
 
 

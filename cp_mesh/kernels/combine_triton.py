@@ -14,7 +14,9 @@ three, as of dq, dk and dv. So few kernels are compiled, and none that only a ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from cp_mesh._torch import raw_stream
-from cp_mesh.tape import give_up, is_recording, told
+from cp_mesh.tape import call, give_up
 
 BLOCK_ELEMENTS = 4096
 FEW, MANY = 2, 9  # places for pieces that a kernel is compiled for; `combine.MAX_PIECES` and a sum of earlier ones
@@ -44,14 +46,13 @@ def merge_pieces(
     """
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
-    outs, lses = [out for _, out, _ in pieces], [lse for *_, lse in pieces]
-    places = _places([x.dtype for x in outs])
-    own = [_unspecialised(begin, x.shape[2], *x_lse.stride()) for begin, x, x_lse in pieces]
-    rows = tuple(_unspecialised(0, 0, *lses[-1].stride()) if i is None else own[i] for i in places)
-    strides = tuple(outs[-1 if i is None else i].stride() for i in places)
-    num_blocks, sizes = _blocks(out)
-    pieces_there = _placed(outs, places), strides, _placed(lses, places), rows
-    _launch(merge_kernel, num_blocks, out, (*pieces_there, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes))
+    begins, outs, lses = zip(*pieces, strict=True)
+    ready = _merge(begins, *(tuple(map(_like, xs)) for xs in (outs, lses)), *map(_like, (out, lse, sinks)), out.device)
+    places, rows, strides, sizes = ready.numbers
+    outs, lses = _placed(outs, places), _placed(lses, places)
+    _launch(
+        merge_kernel, ready, out, (outs, strides, lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes)
+    )
 
 
 def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> None:
@@ -61,45 +62,93 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
         sums: of each, at least one piece (begin, x [B, K, n, D]), rows begin to begin + n, any strides and dtypes; and
             where it is written.
     """
-    block_dim = triton.next_power_of_2(max(into.shape[3] for _, into in sums))
-    block_rows = max(1, BLOCK_ELEMENTS // block_dim)
-    dtypes = [[x.dtype for _, x in pieces] for pieces, _ in sums]
-    num_blocks, many = 0, max(len(_places(each)) for each in dtypes)
-    arguments = []
-    for i in range(max(NUM_SUMS, len(sums))):
-        last = min(i, len(sums) - 1)
-        pieces, into = sums[last]
-        B, H, S, D = into.shape
-        B = B if i == last else 0  # one that fills up has no blocks
-        places = _places(dtypes[last], many)
-        xs = [x for _, x in pieces]
-        own = [_unspecialised(begin, x.shape[2]) for begin, x in pieces]
-        rows = tuple(_unspecialised(0, 0) if j is None else own[j] for j in places)
-        strides = tuple(xs[-1 if j is None else j].stride() for j in places)
-        sizes = _unspecialised(num_blocks, B, H, S, int(into.stride(1) < into.stride(2)))
-        arguments.append((_placed(xs, places), strides, rows, into, into.stride(), sizes, D))
-        num_blocks += B * H * triton.cdiv(S, block_rows)
-    _launch(sum_kernel, num_blocks, sums[0][1], (*zip(*arguments, strict=True), block_rows, block_dim))
+    ready = _sum(
+        tuple((tuple((begin, _like(x)) for begin, x in pieces), _like(into)) for pieces, into in sums),
+        sums[0][1].device,
+    )
+    places, *numbers = ready.numbers
+    sums = [*sums, *[sums[-1]] * (len(places) - len(sums))]
+    xs = tuple(_placed([x for _, x in pieces], each) for (pieces, _), each in zip(sums, places, strict=True))
+    _launch(sum_kernel, ready, sums[0][1], (xs, *numbers[:2], tuple(into for _, into in sums), *numbers[2:]))
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
     """The sum over D of a · b, less ``minus`` [B, H, S]: fp32 [B, H, S], contiguous, of [B, H, S, D], any strides."""
     dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
     minus = None if minus is None else minus.float().contiguous()
-    num_blocks, sizes = _blocks(a)
-    _launch(dots_kernel, num_blocks, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *sizes))
+    ready = _dots(*map(_like, (a, b, minus)), a.device)
+    _launch(dots_kernel, ready, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *ready.numbers))
     return dots
 
 
-def _launch(kernel: Any, num_blocks: int, on: Tensor, args: tuple[Any, ...]) -> None:
-    """As ``kernel[grid](*args)`` on a tensor's device; a tape calls what Triton compiled, with no look at ``args``."""
+Like = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # what Triton may compile for; and the shape
+
+
+def _like(x: Tensor | None) -> Like | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+
+
+@dataclass(eq=False)
+class _Ready:
+    """A launch for tensors that are alike, kept: how many blocks, and the arguments that are no tensors.
+
+    ``runner`` is what Triton compiled for them, called at once, without its look at every argument (host time).
+    """
+
+    num_blocks: int
+    numbers: tuple[Any, ...]
+    runner: Callable[..., Any] | None = None
+
+
+def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
+    """As ``kernel[grid](*args)`` on a tensor's device."""
+    if ready.runner is not None and torch.cuda.current_device() == on.get_device():
+        call(ready.runner, *args, stream=raw_stream(on.get_device()))
+        return
+    give_up("a kernel that Triton compiles")
     with torch.cuda.device_of(on):
-        compiled = kernel[(num_blocks,)](*args, num_warps=NUM_WARPS)
-    if is_recording():
-        if isinstance(compiled, CompiledKernel):
-            told(compiled[(num_blocks, 1, 1)], *args, stream=raw_stream(on.get_device()))
-        else:
-            give_up("what Triton interprets")
+        compiled = kernel[(ready.num_blocks,)](*args, num_warps=NUM_WARPS)
+    if on.is_cuda and isinstance(compiled, CompiledKernel):
+        ready.runner = compiled[(ready.num_blocks, 1, 1)]
+
+
+@lru_cache(maxsize=1024)
+def _merge(begins: tuple[int, ...], outs: tuple[Like, ...], lses: tuple[Like, ...], out: Like, *others: Any) -> _Ready:
+    """Rows and strides of all pieces, also of those that fill up, and sizes. Others: lse, sinks and the device."""
+    places = _places([dtype for _, _, dtype, _ in outs])
+    pieces = zip(begins, outs, lses, strict=True)
+    rows = [_unspecialised(begin, x[0][2], *lse[1]) for begin, x, lse in pieces]
+    rows = [_unspecialised(0, 0, *lses[-1][1]) if i is None else rows[i] for i in places]
+    strides = [outs[-1 if i is None else i][1] for i in places]
+    num_blocks, sizes = _blocks(out)
+    return _Ready(num_blocks, (places, tuple(rows), tuple(strides), sizes))
+
+
+@lru_cache(maxsize=1024)
+def _sum(sums: tuple[tuple[tuple[tuple[int, Like], ...], Like], ...], device: torch.device) -> _Ready:
+    """Of each sum: places, strides and rows of its pieces; strides of the result, sizes, head dim."""
+    block_dim = triton.next_power_of_2(max(shape[3] for _, (shape, *_) in sums))
+    block_rows = max(1, BLOCK_ELEMENTS // block_dim)
+    dtypes = [[dtype for _, (_, _, dtype, _) in pieces] for pieces, _ in sums]
+    num_blocks, many = 0, max(len(_places(each)) for each in dtypes)
+    numbers = []
+    for i in range(max(NUM_SUMS, len(sums))):
+        last = min(i, len(sums) - 1)
+        pieces, ((B, H, S, D), into_strides, *_) = sums[last]
+        B = B if i == last else 0  # one that fills up has no blocks
+        places = _places(dtypes[last], many)
+        rows = [_unspecialised(begin, shape[2]) for begin, (shape, *_) in pieces]
+        rows = [_unspecialised(0, 0) if j is None else rows[j] for j in places]
+        strides = [pieces[-1 if j is None else j][1][1] for j in places]
+        sizes = _unspecialised(num_blocks, B, H, S, int(into_strides[1] < into_strides[2]))
+        numbers.append((places, tuple(strides), tuple(rows), into_strides, sizes, D))
+        num_blocks += B * H * triton.cdiv(S, block_rows)
+    return _Ready(num_blocks, (*zip(*numbers, strict=True), block_rows, block_dim))
+
+
+@lru_cache(maxsize=1024)
+def _dots(a: Like, *others: Any) -> _Ready:
+    return _Ready(*_blocks(a))
 
 
 Places = tuple[int | None, ...]
@@ -117,7 +166,12 @@ def _places(dtypes: Sequence[torch.dtype], num: int = 0) -> Places:
 def _placed(xs: Sequence[Tensor], places: Places) -> tuple[Tensor, ...]:
     """The pieces at their places. Empty ones have no rows: of what is named there only the dtype matters."""
     filled = tuple(xs[-1 if i is None else i] for i in places)
-    return filled if places[0] is not None else (xs[0].new_empty(4, dtype=torch.float32), *filled[1:])
+    return (_nothing(xs[0].device), *filled[1:]) if places[0] is None else filled
+
+
+@lru_cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(4, dtype=torch.float32, device=device)
 
 
 def _unspecialised(*values: int) -> tuple[int, ...]:
@@ -125,12 +179,12 @@ def _unspecialised(*values: int) -> tuple[int, ...]:
     return tuple(2 * value + 3 for value in values)
 
 
-def _blocks(out: Tensor) -> tuple[int, tuple[int, int, int, bool]]:
+def _blocks(out: Like) -> tuple[int, tuple[int, int, int, bool]]:
     """How many blocks, and the compile-time sizes: HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, HEADS_FIRST."""
-    B, H, S, D = out.shape
+    (B, H, S, D), strides, *_ = out
     block_dim = triton.next_power_of_2(D)
     block_rows = max(1, BLOCK_ELEMENTS // block_dim)
-    return B * H * triton.cdiv(S, block_rows), (D, block_rows, block_dim, out.stride(1) < out.stride(2))
+    return B * H * triton.cdiv(S, block_rows), (D, block_rows, block_dim, strides[1] < strides[2])
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (package flash-attn-4): what is compiled, and what a tape is told of its launches.
+"""FlashAttention-4 (package flash-attn-4): what is compiled, and calls that skip its Python.
 
 Calls are as in `flash_attn`. Its softcap computes tanh with a relative error of 2⁻¹¹.
 
@@ -11,19 +11,19 @@ packed documents take two variants, full and causal, of each pass, whatever the 
 A variant must have been compiled before it is captured in a CUDA graph.
 
 **Host time.** Its Python checks arguments and looks for what it compiled: 73 us of a forward call and 95 of a backward
-(Dao-AILab/flash-attention, issue 2426). A pass that is repeated goes without (`cp_mesh.tape`): its allocations are
-operators, and its launches are told to the tape, whatever the release, unless it gives a kernel what may hold an
-address.
+(Dao-AILab/flash-attention, issue 2426). So the first call of a kind goes through its Python, and what it
+launches is recorded; if that is what `_forward_launches` and `_backward_launches` say, later calls launch it at once. A
+release that differs, short tiles and deterministic calls keep its Python.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.flash_attn import HALF, bshd, import_once, lacks, writable
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.tape import call, give_up, is_recording
+from cp_mesh.tape import call as call_kernel
+from cp_mesh.tape import give_up
 
 LONGEST = 1024
 MOST_SEQUENCES = 256  # its BIN_BATCH_SEARCH_THRESH
@@ -76,42 +77,88 @@ class Packed(NamedTuple):
     max_k: int
 
 
-_compiled: set[tuple[Any, ...]] = set()
-"""Kinds of calls of which a kernel is compiled for each pass."""
+class Call(NamedTuple):
+    """One call of either pass; q, k and v are [B, S, H, D], or [S, H, D] with packed sequences.
+
+    Attributes:
+        left, right: the `Band`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    packed: Packed | None = None
+
+    @property
+    def causal(self) -> bool:
+        return self.left is None and self.right == 0
+
+    def keywords(self) -> dict[str, Any]:
+        """Of both passes, for the package's Python."""
+        given: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "window_size_left": self.left,
+            "window_size_right": self.right,
+        }
+        if self.packed is not None:
+            given |= {"cu_seqlens_q": self.packed.q_begins, "cu_seqlens_k": self.packed.k_begins}
+            given |= {"seqused_q": self.packed.q_lens, "seqused_k": self.packed.k_lens}
+            given |= {"max_seqlen_q": max(self.packed.max_q, LONGEST), "max_seqlen_k": max(self.packed.max_k, LONGEST)}
+        return {"q": self.q, "k": self.k, "v": self.v} | given
+
+    def kind(self, name: str, *more: Any) -> tuple[Any, ...]:
+        """Equal for calls that launch the same compiled kernels."""
+        tensors = (self.q, self.k, self.v)
+        return (
+            name, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1], self.q.shape[-2] // self.k.shape[-2],
+            self.left is None, self.right is None, self.causal, self.softcap, self.packed is None,
+            self.packed is None and (self.q.shape[1] <= SHORT, self.k.shape[1] <= SHORT),
+            tuple(0 in x.stride() for x in tensors), *more,
+        )  # fmt: skip
+
+    @property
+    def may_be_direct(self) -> bool:
+        longer = self.packed is not None or min(self.q.shape[1], self.k.shape[1]) > SHORT
+        return longer and not any(0 in x.stride() for x in (self.q, self.k, self.v))
+
+
+Launches = list[tuple[Any, ...]]  # the arguments of one compiled kernel after the other
+_compiled: dict[tuple[Any, ...], tuple[Callable[..., Any], ...]] = {}
+"""By kind, what is launched at once; nothing for kinds that keep the package's Python."""
 _recording = threading.Lock()
 
 
 def _run(
+    call: Call,
+    kind: tuple[Any, ...],
+    keeps_python: bool,
     name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cover: Band | Pairs | Segments,
-    scores: Scores,
-    packed: Packed | None,
-    **of_pass: Any,
+    keywords: Callable[[], dict[str, Any]],
+    launches: Callable[[], Launches],
 ) -> None:
-    """Call the package's function of that name; q, k and v are [B, S, H, D], or [S, H, D] with packed sequences."""
-    left, right = _window(cover)
-    given = {
-        "q": q, "k": k, "v": v, "softmax_scale": scores.scale, "window_size_left": left, "window_size_right": right,
-    } | of_pass  # fmt: skip
-    if packed is not None:
-        given |= {"cu_seqlens_q": packed.q_begins, "cu_seqlens_k": packed.k_begins}
-        given |= {"seqused_q": packed.q_lens, "seqused_k": packed.k_lens}
-        given |= {"max_seqlen_q": max(packed.max_q, LONGEST), "max_seqlen_k": max(packed.max_k, LONGEST)}
-    tensors = [x for x in given.values() if isinstance(x, Tensor)]
-    kind = (
-        name, q.device, q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2], left is None, right is None,
-        left is None and right == 0, packed is None and (q.shape[1] <= SHORT, k.shape[1] <= SHORT), packed is None,
-        scores.softcap, of_pass.get("deterministic"), tuple(0 in x.stride() for x in tensors),
-    )  # fmt: skip
-    if kind not in _compiled:
-        _refuse_in_capture(q)
+    """Call the package's function of that name, or launch what it once launched for a call of this kind."""
+    compiled = _compiled.get(kind)
+    if compiled:
+        for kernel, arguments in zip(compiled, launches(), strict=True):
+            call_kernel(kernel, *arguments)
+        return
+    give_up("FlashAttention-4's own Python, which launches what no mode sees")
+    if compiled is None:
+        given = keywords()
+        _refuse_in_capture(given["q"])
         _compile(name, given)
-        _compiled.add(kind)
-    with _told_launches() if is_recording() else nullcontext():
-        getattr(_package(), name)(**given)
+        with _recording:
+            recorded = _recorded(name, given)
+        pointers = {x.data_ptr() for x in given.values() if isinstance(x, Tensor)}
+        may_be_direct = call.may_be_direct and not keeps_python
+        direct = may_be_direct and _same([arguments for _, arguments in recorded], launches, pointers)
+        _compiled[kind] = tuple(kernel for kernel, _ in recorded) if direct else ()
+    else:
+        getattr(_package(), name)(**keywords())
 
 
 def _refuse_in_capture(x: Tensor) -> None:
@@ -147,11 +194,11 @@ def _compile(name: str, given: dict[str, Any]) -> None:
         )
 
 
-class _TellingCache:
-    """Stands for a cache of compiled kernels: those taken from it by this thread tell a tape what they are given."""
+class _RecordingCache:
+    """Stands for a cache of compiled kernels: those taken from it are recorded when this thread launches them."""
 
-    def __init__(self, cache: Any) -> None:
-        self._cache, self._thread = cache, threading.get_ident()
+    def __init__(self, cache: Any, recorded: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+        self._cache, self._recorded, self._thread = cache, recorded, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
@@ -164,34 +211,124 @@ class _TellingCache:
 
     def __getitem__(self, key: Any) -> Callable[..., Any]:
         kernel = self._cache[key]
-        return partial(_launch, kernel) if threading.get_ident() == self._thread else kernel
+
+        def launch(*arguments: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self._recorded.append((kernel, arguments))
+            return kernel(*arguments)
+
+        return launch
 
 
-def _launch(kernel: Callable[..., Any], *arguments: Any) -> Any:
-    if not all(map(_is_told, arguments)):
-        give_up("what FlashAttention-4 gives its kernels")
-    return call(kernel, *arguments)
-
-
-def _is_told(x: Any) -> bool:
-    """Whether a tape sees what a kernel is given: a tensor, or a number that is no address; not what holds either."""
-    if isinstance(x, tuple):
-        return all(_is_told(y) and not isinstance(y, Tensor) for y in x)
-    return x is None or isinstance(x, Tensor | float | str) or (isinstance(x, int) and abs(x) < 1 << 31)
-
-
-@contextmanager
-def _told_launches() -> Iterator[None]:
+def _recorded(name: str, given: dict[str, Any]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Call the package's function; which compiled kernels it launched, with their arguments."""
+    recorded: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     functions = [x for x in vars(_package()).values() if hasattr(x, "compile_cache")]
-    with _recording:
-        caches = [function.compile_cache for function in functions]
-        try:
-            for function, cache in zip(functions, caches, strict=True):
-                function.compile_cache = _TellingCache(cache)
-            yield
-        finally:
-            for function, cache in zip(functions, caches, strict=True):
-                function.compile_cache = cache
+    caches = [function.compile_cache for function in functions]
+    try:
+        for function, cache in zip(functions, caches, strict=True):
+            function.compile_cache = _RecordingCache(cache, recorded)
+        getattr(_package(), name)(**given)
+    finally:
+        for function, cache in zip(functions, caches, strict=True):
+            function.compile_cache = cache
+    return recorded
+
+
+def _same(recorded: Launches, launches: Callable[[], Launches], given: set[int]) -> bool:
+    """Whether ours do the same: tensors that were ``given`` are the very same, buffers of the call are alike."""
+    try:
+        ours = launches()
+    except (AttributeError, TypeError):  # of a release that differs
+        return False
+    if [len(x) for x in recorded] != [len(x) for x in ours]:
+        return False
+    buffers: dict[int, int] = {}
+    for theirs, own in zip(sum(recorded, ()), sum(ours, ()), strict=True):
+        if isinstance(theirs, Tensor) and isinstance(own, Tensor):
+            alike = (theirs.shape, theirs.stride(), theirs.dtype) == (own.shape, own.stride(), own.dtype)
+            # a begin of sequences may be their copy of ours, as it must lie at 16 bytes
+            swapped = theirs.data_ptr() in given and theirs.data_ptr() != own.data_ptr()
+            if not alike or swapped or buffers.setdefault(own.data_ptr(), theirs.data_ptr()) != theirs.data_ptr():
+                return False
+        elif isinstance(theirs, Tensor) or isinstance(own, Tensor) or type(theirs) is not type(own) or theirs != own:
+            return False
+    return True
+
+
+def _forward_launches(call: Call, out: Tensor, lse: Tensor) -> Launches:
+    """One kernel; as release 4.0.0b36 launches it on compute capability 9.0."""
+    left, right = (None, None) if call.causal else (call.left, call.right)
+    aux = _package().AuxData(None, None)
+    packed = call.packed[:4] if call.packed else (None,) * 4
+    return [(call.q, call.k, call.v, out, lse, call.scale, *packed, None, left, right, None, None, aux, None, None)]
+
+
+def _backward_launches(
+    call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Launches:
+    """What prepares, the kernel itself, and what rounds its fp32 sums: of dq, and of dk and dv where heads share keys.
+
+    The sums of dq are cleared by the first. Buffers are as release 4.0.0b36 makes them.
+    """
+    q, k = call.q, call.k
+    left, right = (None, None) if call.causal else (call.left, call.right)
+    local = (left, right) != (None, None)
+    m_block, n_block, *wide = _backward_blocks(_package(), q.shape[-1], call.v.shape[-1], call.causal, local)
+    q_begins, k_begins, q_lens, k_lens = call.packed[:4] if call.packed else (None,) * 4
+
+    def padded(x: Tensor, begins: Tensor | None, block: int) -> int:
+        return (x.shape[-3] + (block if begins is None else len(begins) * block) - 1) // block * block
+
+    rows, keys = padded(q, q_begins, m_block), padded(k, k_begins, n_block)
+    before = q.shape[:-3]
+    # one allocation for two buffers, and one launch that clears two: host time
+    delta, lse_log2 = q.new_empty((2, *before, q.shape[-2], rows), dtype=torch.float32)
+    dq_sum = q.new_empty((*before, q.shape[-2], rows * wide[0]), dtype=torch.float32)
+    of_q, of_k = (q_begins, q_lens), (k_begins, k_lens)
+    after: Launches = [(dq_sum, dq, call.scale, *of_q, None, None)]
+    dk_sum, dv_sum = dk, dv
+    if q.shape[-2] != k.shape[-2]:
+        sizes = [(*before, k.shape[-2], keys * dim) for dim in wide]
+        counts = [math.prod(size) for size in sizes]
+        sums = k.new_zeros(sum(counts), dtype=torch.float32).split_with_sizes(counts)
+        dk_sum, dv_sum = (x.view(size) for x, size in zip(sums, sizes, strict=True))
+        after += [(dk_sum, dk, call.scale, *of_k, None, None), (dv_sum, dv, 1.0, *of_k, None, None)]
+    return [
+        (out, dout, delta, lse, lse_log2, dq_sum, *of_q, None, None, None, 1.0, None, None),
+        (q, k, call.v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, call.scale, q_begins, k_begins, q_lens, k_lens,
+         left, right, None, None, None, _package().AuxData(None, None), None, None),
+        *after,
+    ]  # fmt: skip
+
+
+@lru_cache
+def _backward_blocks(package: Any, dim: int, v_dim: int, causal: bool, local: bool) -> tuple[int, int, int, int]:
+    """Rows and keys of a block, and the head dims of its fp32 sums."""
+    tile = package._tile_size_bwd_sm90(dim, v_dim, causal, local)
+    step = 64 if tile.dKV_swapAB else 32
+    return tile.m_block_size, tile.n_block_size, *(-(-x // step) * step for x in (dim, v_dim))
+
+
+def _run_forward(call: Call, out: Tensor, lse: Tensor) -> None:
+    def keywords() -> dict[str, Any]:
+        return call.keywords() | {"softcap": call.softcap, "return_lse": True, "out": out, "lse": lse}
+
+    launches = partial(_forward_launches, call, out, lse)
+    _run(call, call.kind("forward"), False, "_flash_attn_fwd", keywords, launches)
+
+
+def _run_backward(
+    call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, deterministic: bool = False
+) -> None:
+    def keywords() -> dict[str, Any]:
+        tensors = {"out": out, "dout": dout, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        return call.keywords() | tensors | {"softcap": call.softcap or 0.0, "deterministic": deterministic}
+
+    launches = partial(_backward_launches, call, dout, out, lse, dq, dk, dv)
+    spread = 0 in dout.stride()  # of a sum over heads, say: it is compiled for, as those of q, k and v are
+    kind = call.kind("backward", deterministic, spread)
+    _run(call, kind, deterministic or spread, "_flash_attn_bwd", keywords, launches)
 
 
 def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:
@@ -213,18 +350,16 @@ def _narrow(x: Tensor, dim: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, scores: Scores) -> tuple[Tensor, Tensor]:
-    dim, v_dim = _head_dims(q, k, v, backward=False)
-    q_, k_, v_ = (bshd(_widen(x, n)) for x, n in ((q, dim), (k, dim), (v, v_dim)))
-    B, Sq, H, _ = q_.shape
-    out, lse = q.new_empty((B, Sq, H, v_dim)), q.new_empty((B, H, Sq), dtype=accumulation_dtype(q.dtype))
+    (dim, v_dim), (B, H, S, _) = _head_dims(q, k, v, backward=False), q.shape
+    out, lse = q.new_empty((B, S, H, v_dim)), q.new_empty((B, H, S), dtype=accumulation_dtype(q.dtype))
+    q_, k_, v_ = (bshd(_widen(x, to)) for x, to in ((q, dim), (k, dim), (v, v_dim)))
     if isinstance(cover, Segments):
-        out.zero_()
-        lse.fill_(float("-inf"))  # rows of no block have no key
-    for row, packed in _calls(cover, q):
-        _run(
-            "_flash_attn_fwd", q_[row], k_[row], v_[row], cover, scores, packed,
-            softcap=scores.softcap, return_lse=True, out=out[row], lse=lse[row],
-        )  # fmt: skip
+        out.zero_(), lse.fill_(float("-inf"))  # rows of no block have no key
+        for row, packed in _by_batch_row(cover, q):
+            call = Call(q_[row], k_[row], v_[row], *_window(cover), scores.scale, scores.softcap, packed)
+            _run_forward(call, out[row], lse[row])
+    else:
+        _run_forward(Call(q_, k_, v_, *_window(cover), scores.scale, scores.softcap), out, lse)
     return _narrow(bshd(out), v.shape[3]), lse
 
 
@@ -234,15 +369,16 @@ def _backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Ten
     q, k, v, dout, out = *(_widen(x, dim) for x in (t.q, t.k)), *(_widen(x, v_dim) for x in (t.v, t.dout, t.out))
     grads = dq, dk, dv = torch.empty_like(q), writable(t.dk, k), writable(t.dv, v)
     q_, k_, v_, dout_, out_, dq_, dk_, dv_ = (bshd(x) for x in (q, k, v, dout, out, *grads))
+    scale, softcap = t.scores.scale, t.scores.softcap
     if isinstance(t.cover, Segments):
         for x in grads:  # rows and keys of no block
             x.zero_()
-    for row, packed in _calls(t.cover, q):
-        _run(
-            "_flash_attn_bwd", q_[row], k_[row], v_[row], t.cover, t.scores, packed,
-            softcap=t.scores.softcap or 0.0, deterministic=deterministic, out=out_[row], dout=dout_[row],
-            lse=t.lse[row], dq=dq_[row], dk=dk_[row], dv=dv_[row],
-        )  # fmt: skip
+        for row, packed in _by_batch_row(t.cover, q):
+            call = Call(q_[row], k_[row], v_[row], *_window(t.cover), scale, softcap, packed)
+            _run_backward(call, dout_[row], out_[row], t.lse[row], dq_[row], dk_[row], dv_[row], deterministic)
+    else:
+        call = Call(q_, k_, v_, *_window(t.cover), scale, softcap)
+        _run_backward(call, dout_, out_, t.lse, dq_, dk_, dv_, deterministic)
     return _narrow(dq, t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
 
 
@@ -252,15 +388,12 @@ def _window(cover: Band | Pairs | Segments) -> tuple[int | None, int | None]:
     return cover.left, cover.right
 
 
-def _calls(cover: Band | Pairs | Segments, x: Tensor) -> Iterator[tuple[Any, Packed | None]]:
-    """Batch rows and sequences of each call: all batch rows, or one with its sequences.
+def _by_batch_row(cover: Segments, x: Tensor) -> Iterator[tuple[int, Packed]]:
+    """Batch row and sequences of each call: a call takes sequences of one batch row.
 
     Their lengths are told beside where they begin, so sequences may leave rows and keys out. Those the kernel neither
     reads nor writes.
     """
-    if not isinstance(cover, Segments):
-        yield slice(None), None
-        return
     tables = cover.on(x.device)
     for row in range(x.shape[0]):
         t = tables[row if len(tables) > 1 else 0]

@@ -163,23 +163,21 @@ def _(backward: Any) -> Any:
     return with_arguments(backward, t=lambda tile: tile._replace(v=tile.v.roll(1, dims=1)))
 
 
-@plant("rows outside of all sequences are not cleared", "flash_attn_4:_run", "sequences")
+@plant("rows outside of all sequences are not cleared", "flash_attn_4:_run_forward", "sequences")
 def _(run: Any) -> Any:
-    def uncleared(name: str, *given: Any, **of_pass: Any) -> None:
-        run(name, *given, **of_pass)
-        if name == "_flash_attn_fwd":
-            of_pass["out"].masked_fill_(torch.isneginf(of_pass["lse"]).mT[..., None], torch.nan)
+    def uncleared(call: Any, out: Any, lse: Any) -> None:
+        run(call, out, lse)
+        out.masked_fill_(torch.isneginf(lse).mT[..., None], torch.nan)
 
     return uncleared
 
 
-@plant("gradients of keys outside of all sequences are not cleared", "flash_attn_4:_run", "sequences")
+@plant("gradients of keys outside of all sequences are not cleared", "flash_attn_4:_run_backward", "sequences")
 def _(run: Any) -> Any:
-    def uncleared(name: str, *given: Any, **of_pass: Any) -> None:
-        run(name, *given, **of_pass)
-        if name == "_flash_attn_bwd":
-            dk = of_pass["dk"]
-            dk.masked_fill_((dk == 0).all(-1, keepdim=True), 1.0)
+    def uncleared(*given: Any) -> None:
+        run(*given)
+        dk = given[5]
+        dk.masked_fill_((dk == 0).all(-1, keepdim=True), 1.0)
 
     return uncleared
 
@@ -193,11 +191,27 @@ plant("a deterministic backward of bands that it was not tried for", "merge:_squ
 
 
 # --- merging
-plant("launches of FlashAttention-4 are not told", "flash_attn_4:_launch", "kernels launched directly")(
-    lambda _: lambda kernel, *arguments: kernel(*arguments)
+@plant("fp32 sums of dk are not cleared", "flash_attn_4:_backward_launches", "kernels launched directly")
+def _(launches: Any) -> Any:
+    def uncleared(found: Any) -> Any:
+        if len(found) == 5:
+            found[1][7].add_(1.0)
+        return found
+
+    return with_result(launches, uncleared)
+
+
+plant("calls of unlike bands share a kernel", "flash_attn_4:Call.kind", "kernels launched directly")(
+    lambda kind: with_result(kind, lambda found: (*found[:6], *found[9:]))
 )
-plant("addresses that a kernel is given are recorded", "flash_attn_4:_is_told", "kernels launched directly")(
-    lambda _: lambda x: True
+plant("another softcap shares a kernel", "flash_attn_4:Call.kind", "kernels launched directly")(
+    lambda kind: with_result(kind, lambda found: (*found[:9], *found[10:]))
+)
+plant("what a release launches is not compared", "flash_attn_4:_same", "kernels launched directly")(
+    lambda same: lambda recorded, launches, given: True
+)
+plant("tensors in each other's place pass for the same", "flash_attn_4:_same", "kernels launched directly")(
+    lambda same: lambda recorded, launches, given: same(recorded, launches, set())
 )
 
 
