@@ -129,9 +129,9 @@ class _Attention(torch.autograd.Function):
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
         keys, ctx.plan = keys & KEYS_BELOW_AUTOGRAD, None
         if keys.highestPriorityTypeId() in _DEVICES:  # nobody sees the op: its backward may have the plan
-            from cp_mesh.call import passes
-
             with below_autograd():
+                from cp_mesh.call import passes  # as in `_compute`
+
                 (out, lse, kept, *of_heads), ctx.plan = passes.forward_and_plan(*inputs)
         else:
             out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
