@@ -17,7 +17,7 @@ from checks import GQA, Case, coverage, forget_plans, num_pairs, parity_on_ranks
 from dense import dense_attention, dense_mask, make_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import KERNELS, Options, Pairs, Request, Segments, inner, make_schedule, room
+from inside import KERNELS, Options, Request, Segments, inner, make_schedule, room
 from ranks import mesh
 from test_flash_attn import Calls, fa4_functions, install
 from test_kernels_gpu import block_rms, play_ring
@@ -434,7 +434,7 @@ def test_plans_go_with_their_batch(no_collector: None) -> None:
     made = planned_for(mask)
     tiles = made.tiles(None)
     kept = [weakref.ref(x) for x in (made, made.schedule, made.mask, made.mask.documents, tiles[0].cover)]
-    assert isinstance(tiles[0].cover, Pairs) and planned_for(batch(0)) is planned_for(batch(0)) is made
+    assert isinstance(tiles[0].cover, contract.Pairs) and planned_for(batch(0)) is planned_for(batch(0)) is made
     del made, tiles
     planned_for(batch(1))
     assert planned_for(mask) is kept[0]()
