@@ -22,7 +22,7 @@ from cp_mesh import ArgumentError, Contiguous, Mask, ZigZag
 
 plan = room("call.plan")
 stages = room("ring_loop")
-gradient_of_sinks = inner("ring_loop", "gradient_of_sinks")
+gradient_of_sinks = inner("sinks", "gradient_of_sinks")
 
 B, H, K, S, D, E = 2, 8, 4, 26, 6, 4
 

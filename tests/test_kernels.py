@@ -37,7 +37,8 @@ flex = room("kernel")
 choose_kernel = inner("table", "choose_kernel")
 accumulation_dtype = inner("combine", "accumulation_dtype")
 KeyGradients = inner("merge", "KeyGradients")
-VECTORS, kept_weights, philox = inner("scores", "VECTORS", "kept_weights", "philox")
+VECTORS = inner("scores", "VECTORS")
+kept_weights, philox = inner("dropout", "kept_weights", "philox")
 
 SCALE = 0.3
 SCORES = Scores(SCALE)

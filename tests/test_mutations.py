@@ -218,6 +218,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
             for name in ("documents", "key_padding", "layout_index")
         ),
     ),
+    "plans of batches": alone((test_segments.test_plans_go_with_their_batch, (None,))),
     "blocks": alone(
         (test_blocks.test_reaches_are_the_mask, ()),
         *((test_blocks.test_blocks_of_runs_are_exact, (mask, 3)) for mask in ("causal", "two-sided window", "prefix")),

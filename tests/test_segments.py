@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
@@ -357,6 +359,14 @@ class Group:
 GROUP = Group()  # its plans are kept
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Trainers turn it off."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def planned(documents: Tensor, spec: str = "1,,,0,") -> plan.Plan:
     return planned_with(24, "zigzag", spec, documents=documents)
 
@@ -407,6 +417,38 @@ def test_plans_are_told_apart_by_every_element_of_a_tensor(name):
             made = planned_with(160, layout, **{name: tensor})
             held = made.layout.tensor if name == "layout_index" else getattr(made.mask, name)
             assert torch.equal(held, tensor), f"element {i}"
+
+
+def batch(number: int) -> Mask:
+    """Another one for each number; its tiles are pairs."""
+    return Mask(documents=ids_of([3, 17, 4]), key_padding=torch.arange(24)[None] != number)
+
+
+def planned_for(mask: Mask) -> plan.Plan:
+    return planned_with(24, documents=mask.documents, key_padding=mask.key_padding)
+
+
+def test_plans_go_with_their_batch(no_collector: None) -> None:
+    """With the first plan of another one: until then layers find it that each make the mask anew, and keep none."""
+    mask = batch(0)
+    made = planned_for(mask)
+    tiles = made.tiles(None)
+    kept = [weakref.ref(x) for x in (made, made.schedule, made.mask, made.mask.documents, tiles[0].cover)]
+    assert isinstance(tiles[0].cover, contract.Pairs) and planned_for(batch(0)) is planned_for(batch(0)) is made
+    del made, tiles
+    planned_for(batch(1))
+    assert planned_for(mask) is kept[0]()
+    del mask
+    planned_for(batch(2))
+    assert [x() for x in kept] == [None] * len(kept)
+
+
+def test_plans_of_batches_that_live_are_few(no_collector: None) -> None:
+    """Those of two that take turns stay, as of parts of a batch under pipelining."""
+    masks = [batch(number) for number in range(20)]
+    kept = [weakref.ref(planned_for(mask)) for mask in masks]
+    assert [x() is not None for x in kept] == [False] * 4 + [True] * 16
+    assert all(planned_for(masks[-1 - i % 2]) is kept[-1 - i % 2]() for i in range(50))
 
 
 def traffic(rank: int) -> list[str]:

@@ -24,9 +24,8 @@ from cp_mesh.comm.groups import flat, is_cp_axis, names_of_axes
 from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.geometry.layouts import Layout, chunk_bounds
 from cp_mesh.kernels.combine import dense_strides
-from cp_mesh.kernels.scores import TERMS, Dim
+from cp_mesh.kernels.scores import TERMS
 
-_OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "rows"}  # parts of q, as terms call them
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
 _WHOLE = (
@@ -144,7 +143,7 @@ def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup |
 def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
     """The placements of a tensor of `spec.Tensors`, by its name and shape, and of its gradient, on an axis that shards
     this part of q, or nothing ("whole")."""
-    dim = TERMS[name].dim_of(_OF_TERMS[part], shape) if name in TERMS and part in _OF_TERMS else None
+    dim = TERMS[name].dim_of("rows" if part == "sequence" else part, shape) if name in TERMS else None
     if dim is not None:
         return Shard(dim), Shard(dim)
     return Replicate(), Replicate() if part == "whole" else Partial()

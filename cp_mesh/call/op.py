@@ -15,9 +15,8 @@ the backward returns gradients too: this rank's share of a sum over ranks, and e
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from itertools import compress
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,18 +69,10 @@ attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 
 
-@lru_cache(maxsize=1)
-def _passes() -> ModuleType:
-    """What the ops compute. Loaded by their first call: graphs that name the ops need no plan, method or kernel."""
-    from cp_mesh.call import passes
-
-    return passes
-
-
 def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
-    compute = _passes().forward if op is attention_op else _passes().backward
-    results: tuple[Tensor, ...] = compute(*inputs)
-    return results
+    from cp_mesh.call import passes  # by the first call: graphs that name the ops need no plan, method or kernel
+
+    return passes.forward(*inputs) if op is attention_op else passes.backward(*inputs)
 
 
 for _op in (attention_op, attention_backward_op):
@@ -95,7 +86,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     q, k, v = call.format.to_bhsd(q, k, v)
     method, shapes, dtype = None, [], accumulation_dtype(q.dtype)
     if call.options.keeps:
-        from cp_mesh.call.methods import METHODS  # as in `_passes`
+        from cp_mesh.call.methods import METHODS  # as in `_compute`
 
         method = METHODS.get(call.options.method)
     if method is not None and method.kept_shapes is not None:
@@ -139,7 +130,9 @@ class _Attention(torch.autograd.Function):
         ctx.plan = None
         if _is_plain(keys):  # nobody sees the op: its backward may have the plan
             with below_autograd():
-                (out, lse, kept, *of_heads), ctx.plan = _passes().forward_and_plan(*inputs)
+                from cp_mesh.call import passes  # as in `_compute`
+
+                (out, lse, kept, *of_heads), ctx.plan = passes.forward_and_plan(*inputs)
         else:
             out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
@@ -193,9 +186,10 @@ def _call_backward(given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
     """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
     if is_seen((*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
+    from cp_mesh.call import passes
+
     with below_autograd():
-        results: tuple[Tensor, ...] = _passes().backward(*given, plan=plan)
-        return results
+        return passes.backward(*given, plan=plan)
 
 
 class _Gradients(torch.autograd.Function):

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.kernels.table import KERNELS, choose_kernel
+
+MOST = 16  # plans that hold memory of the device
 
 
 def make_plan(
@@ -62,7 +65,7 @@ def make_plan(
     """
     plans, scores = state_of(group, Plans), None
     contents: tuple[Content | None, ...] = (None,) * 4
-    resolve = plans.many
+    resolve: Callable[..., Plan] = plans.many
     has_functions = bool(options.score_mod or options.mask_mod)
     if has_functions or tensors.are_there():
         of_mask = {"documents": tensors.documents, "key_padding": tensors.key_padding, "blocks": tensors.blocks}
@@ -88,7 +91,7 @@ def make_plan(
     if options.method == "double_ring" and not options.inner_ring_size:
         options = options._replace(inner_ring_size=ranks_of_a_host(group))
     hosts = plans.num_hosts if options.method == "auto" else None
-    plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), hosts, options)
+    plan: Plan = resolve(contents, *shapes, features, seq_len, group.size(), group.rank(), hosts, options)
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)
     if plan.reads_tensors:
@@ -109,10 +112,10 @@ def refuse_copies(plan: Plan) -> None:
 
 
 def _resolve(
+    contents: tuple[Content | None, ...],
     q: Operand,
     k: Operand,
     v: Operand,
-    contents: tuple[Content | None, ...],
     of_tensors: frozenset[str] | None,
     seq_len: int,
     cp_size: int,
@@ -182,12 +185,22 @@ def _resolve(
 class Plans:
     """The plans of one group, by shapes, options and what masks and layouts hold.
 
-    Few are kept of those that hold memory of the device: each batch has others.
+    Few are kept of those that hold memory of the device. They are those of a batch, and go with its masks: at the first
+    plan of another batch, since layers that each make the mask anew have none between them.
     """
 
     def __init__(self) -> None:
-        self.many, self.few = lru_cache(256, typed=True)(_resolve), lru_cache(16, typed=True)(_resolve)
+        self.many = lru_cache(256, typed=True)(_resolve)
+        self._few: dict[tuple[Any, ...], Plan] = {}
         self.num_hosts: int | None = None  # once somebody asked
+
+    def few(self, contents: tuple[Content | None, ...], *others: Any) -> Plan:
+        """A plan that holds what these contents are copied to."""
+        if (plan := self._few.get((contents, *others))) is None:
+            kept = [x for x in self._few if x[0] == contents or not any(y and y.is_gone for y in x[0])][1 - MOST :]
+            self._few = {x: self._few[x] for x in kept}
+            plan = self._few[contents, *others] = _resolve(contents, *others)
+        return plan
 
 
 def scores_of_call(

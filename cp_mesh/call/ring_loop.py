@@ -38,6 +38,7 @@ from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, make_delta
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.kernels.scores.sinks import gradient_of_sinks, include_sinks, share_of_keys
 
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
@@ -203,27 +204,6 @@ def begin_backward(
         else:
             dout = (dout * share_of_keys(lse, sinks)[..., None]).to(dout.dtype)  # rounded once
     return BackwardRows(dout, make_delta(dout, out, dlse) if kernel.uses_delta else out, lse, scores, of_scores)
-
-
-def include_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """The lse [B, H, S] of all keys and the sink: what a backward is given where no gradient comes through lse."""
-    return torch.logaddexp(lse, sinks[:, None])
-
-
-def share_of_keys(lse: Tensor, sinks: Tensor) -> Tensor:
-    """[B, H, S], what the sink leaves to the keys: w = exp(lse) / (exp(lse) + exp(sink)); 0 for a query with no key.
-
-    With P the softmax without sinks, out = w·PV and dS = P ∘ (w·dO Vᵀ - w·rowsum(dO ∘ out) + dlse), dV = Pᵀ(w·dO). So a
-    backward that is given w·dO and the lse *without* sinks is right, whatever the sinks are. Given the lse with sinks,
-    it would need dlse / w, which is infinite in float32 where a sink is above lse by 88.
-    """
-    return torch.sigmoid(lse - sinks[:, None]).nan_to_num_(0.0)  # NaN where neither has a weight
-
-
-def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H], the sum over this rank's rows of -P · rowsum(dout · out), P the sink's probability."""
-    taken = torch.sigmoid(sinks[:, None] - lse).nan_to_num_(0.0)  # NaN where neither has a weight: out is 0
-    return -(taken * make_delta(dout, out)).sum((0, 2))
 
 
 def backward_of_heads(

@@ -232,7 +232,9 @@ def backward(
             heads += num_heads
             call.bring_home(grads, (dq_part, dk_part, dv_part), (q.dtype, dtype, dtype))
             del grads  # before the next chunk
-        shares = call.shares(asked, of_scores) | (own.of_scores if own is not None else call.share_of_sinks(of_sinks))
+        if of_sinks:
+            of_scores["sinks"] = torch.cat(of_sinks)
+        shares = call.shares(asked, of_scores) | (own.of_scores if own is not None else {})
     return dq, call.summed(dk, k), call.summed(dv, v), shares
 
 
@@ -329,14 +331,6 @@ class _Call:
         if self._settings.repeats == 1:
             return arrived
         return dense_like(x).copy_(arrived.unflatten(1, (x.shape[1], self._settings.repeats)).sum(2))
-
-    def share_of_sinks(self, of_own: Sequence[Tensor]) -> dict[str, Tensor]:
-        """This rank's share of the gradient of sinks [H], from those of its heads, chunk by chunk."""
-        if not of_own:
-            return {}
-        share = of_own[0].new_zeros(self._num_heads)
-        share[slice(*self._heads)] = torch.cat([*of_own])
-        return {"sinks": share}
 
     def shares(self, scores: Scores, of_own: ScoreGradients) -> dict[str, Tensor]:
         """This rank's shares of the gradients of tensors of the scores, from those of its heads and all rows."""

@@ -8,6 +8,7 @@ and what planning reads of it is kept on it. A tensor that nobody owns is read i
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -69,23 +70,36 @@ class Content:
     """A tensor on the host as a key of a cache: tensors of equal content are equal keys.
 
     Attributes:
-        tensor: an owned one.
+        tensor: a view of an owned one, or a copy of another: it may be kept, and keeps no tensor of a mask alive.
     """
 
-    def __init__(self, tensor: Tensor, key: tuple[Any, ...]) -> None:
-        self.tensor, self._key = tensor, key
+    def __init__(self, tensor: Tensor, key: tuple[Any, ...], notes: _Notes | None = None) -> None:
+        self.tensor, self._key, self._notes = tensor, key, None if notes is None else weakref.ref(notes)
 
     @classmethod
     def of(cls, tensor: Tensor) -> Content:
         """Of an owned tensor what is known of it; of others, also on a device, what a copy holds now."""
-        tensor = tensor if is_owned(tensor) else owned(tensor)
-        return cls(tensor, read_once(tensor, _digest))
+        if is_owned(tensor):
+            return read_once(tensor, _content)
+        copy = owned(tensor)
+        return cls(copy, read_once(copy, _digest))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is of an owned tensor, which is no more."""
+        return self._notes is not None and self._notes() is None
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Content) and self._key == other._key)
+
+
+def _content(tensor: Tensor) -> Content:
+    view, notes = tensor.detach(), getattr(tensor, _NOTES)
+    setattr(view, _NOTES, _Notes(notes))
+    return Content(view, _digest(tensor), notes)
 
 
 def _digest(tensor: Tensor) -> tuple[Any, ...]:

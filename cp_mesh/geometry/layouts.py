@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -241,10 +240,9 @@ LAYOUTS: dict[str, type[Layout]] = {
 }
 
 
-_OWN = frozenset((*LAYOUTS.values(), Replicated))  # partitions by construction; only users' layouts are checked
+_OWN = frozenset(LAYOUTS.values())  # partitions by construction; only users' layouts are checked
 
 
-@lru_cache(maxsize=64)
 def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
     """Refuse a layout, of a class listed later, whose ranks do not hold every position once, in rising runs.
 
@@ -252,7 +250,8 @@ def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
         ArgumentError: naming a position.
     """
     for length, of_stream in layout.streams if isinstance(layout, Joint) else ():
-        check_layout(of_stream, length, cp_size)
+        if isinstance(of_stream, Layout):
+            check_layout(of_stream, length, cp_size)
     if type(layout) in _OWN:
         return
     shards = [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)]

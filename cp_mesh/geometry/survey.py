@@ -221,7 +221,7 @@ def geometry(
     return found if sources is None else found.of_sources(sources)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)  # few: a key holds documents of a batch. `explain` asks for rank after rank, half its time
 def _geometry(
     layout: Layout,
     mask_spec: str,

@@ -8,8 +8,7 @@ they do; the blocks of a causal mask in a layout of runs need one layer a side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
@@ -34,6 +33,7 @@ class Segments:
     blocks: tuple[Tensor, ...]
     left: int | None
     right: int | None
+    _tables: dict[torch.device, list[SequenceTable]] = field(default_factory=dict, init=False, repr=False)
 
     def bands(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """(lo, hi) [n]: the band ``lo <= i - j <= hi`` of each block, in its own indices."""
@@ -68,10 +68,6 @@ class Segments:
         if device not in self._tables:
             self._tables[device] = [SequenceTable.of(blocks, device) for blocks in self.blocks]
         return self._tables[device]
-
-    @cached_property
-    def _tables(self) -> dict[torch.device, list[SequenceTable]]:
-        return {}
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,8 @@ from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, VECTORS, ScoreGradients, Scores, Where, kept_weights
+from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, VECTORS, ScoreGradients, Scores, Where
+from cp_mesh.kernels.scores.dropout import kept_weights
 
 ROWS = 512  # query rows whose scores are held at a time
 
@@ -66,7 +67,7 @@ def _added(scores: Scores, where: Where, first_row: int, num_kv_heads: int) -> T
     total = torch.zeros((1, 1, 1, 1), device=where.q_pos.device)
     for name in ADDED:
         if (x := getattr(scores, name)) is not None:
-            total = total + TERMS[name].added(x, where)
+            total = total + TERMS[name].file.added(x, where)
     return total[:, None] if total.shape[1] == 1 else rearrange(total, "b (k g) i j -> b k g i j", k=num_kv_heads)
 
 
@@ -76,7 +77,7 @@ def _add_gradients(total: ScoreGradients, scores: Scores, dscores: Tensor, where
     total, scores = total.part(rows=rows), scores.rows(*rows)
     for name, grad in total.items():
         if name in ADDED:
-            TERMS[name].add_gradient(grad, getattr(scores, name), dscores, where)
+            TERMS[name].file.add_gradient(grad, getattr(scores, name), dscores, where)
 
 
 def _dropout_factors(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:

@@ -324,12 +324,12 @@ def _(masked_scores: Any) -> Any:
     return mutant
 
 
-@plant("gradients of sinks are those of all ranks on each of them", "ring_loop:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of all ranks on each of them", "sinks:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * torch.distributed.get_world_size())
 
 
-@plant("gradients of sinks are those of the first rows", "ring_loop:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of the first rows", "sinks:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     def first(x: Any) -> Any:
         return x[:, :, :3]
@@ -337,12 +337,12 @@ def _(gradient_of_sinks: Any) -> Any:
     return with_arguments(gradient_of_sinks, dout=first, out=first, lse=first)
 
 
-@plant("gradients of sinks are those of one rank", "ring_loop:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of one rank", "sinks:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * (torch.distributed.get_rank() == 0))
 
 
-plant("the gradient of a sink has the other sign", "ring_loop:gradient_of_sinks", "scores")(
+plant("the gradient of a sink has the other sign", "sinks:gradient_of_sinks", "scores")(
     lambda gradient_of_sinks: with_result(gradient_of_sinks, torch.neg)
 )
 
@@ -381,7 +381,7 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-plant("no sink in the backward", "ring_loop:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
+plant("no sink in the backward", "sinks:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
 
 
 @plant("the gradient of lse as if lse had the sink", "ring:RING", "scores")
@@ -393,7 +393,7 @@ def _(method: Any) -> Any:
     return replace(method, backward=with_call(method.backward, with_sink))
 
 
-plant("the sink takes nothing where a gradient comes through lse", "ring_loop:share_of_keys", "scores")(
+plant("the sink takes nothing where a gradient comes through lse", "sinks:share_of_keys", "scores")(
     lambda share_of_keys: lambda lse, sinks: torch.ones_like(lse)
 )
 
@@ -452,12 +452,12 @@ plant("distances of local rows", "scores:Where.distance", "scores")(
 plant("dropout by local rows", "kernels.reference:_dropout_factors", "scores")(
     lambda factors: with_arguments(factors, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
 )
-plant("the distances of a table are clipped one early", "scores:RelativeBias.added", "scores")(
+plant("the distances of a table are clipped one early", "relative_bias:added", "scores")(
     lambda added: with_arguments(added, x=lambda table: torch.cat([table[:, 1:2], table[:, 1:]], 1))
 )
 
 
-@plant("clipped distances have no gradient", "scores:RelativeBias.add_gradient", "scores")
+@plant("clipped distances have no gradient", "relative_bias:add_gradient", "scores")
 def _(add_gradient: Any) -> Any:
     def unclipped(total: Any, dscores: Any, where: Any) -> dict[str, Any]:
         return {"dscores": dscores * (where.distance.abs() < total.shape[1] // 2)}
@@ -465,12 +465,12 @@ def _(add_gradient: Any) -> Any:
     return with_call(add_gradient, unclipped)
 
 
-plant("columns of a bias in the order of the tile", "scores:Bias.added", "scores")(
-    lambda added: lambda self, x, where: x[..., : len(where.k_pos)]
+plant("columns of a bias in the order of the tile", "scores.bias:added", "scores")(
+    lambda added: lambda x, where: x[..., : len(where.k_pos)]
 )
 
 
-@plant("gradients of a bias in the order of the tile", "scores:Bias.add_gradient", "scores")
+@plant("gradients of a bias in the order of the tile", "scores.bias:add_gradient", "scores")
 def _(add_gradient: Any) -> Any:
     def by_tile(where: Any) -> dict[str, Any]:
         return {"where": where._replace(k_pos=torch.arange(len(where.k_pos)))}
@@ -478,7 +478,7 @@ def _(add_gradient: Any) -> Any:
     return with_call(add_gradient, by_tile)
 
 
-plant("slopes without the sign of their gradient", "scores:AlibiSlopes.add_gradient", "scores")(
+plant("slopes without the sign of their gradient", "alibi_slopes:add_gradient", "scores")(
     lambda add_gradient: with_arguments(add_gradient, dscores=lambda dscores: -dscores)
 )
 

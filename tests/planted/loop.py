@@ -245,8 +245,8 @@ plant("every part of the heads is given what the first one kept", "ulysses:_Call
 plant("keys that were kept are values", "ulysses:_Call.views", "Ulysses")(
     lambda views: with_result(views, lambda found: [found[0], found[2], found[1], found[3]])
 )
-plant("shares of sinks are of other heads", "ulysses:_Call.share_of_sinks", "Ulysses")(
-    lambda share: with_result(share, lambda found: {name: x.roll(1, 0) for name, x in found.items()})
+plant("shares of sinks are of other heads", "ulysses:_Call.shares", "Ulysses")(
+    lambda shares: with_result(shares, lambda found: found | {x: found[x].roll(1, 0) for x in found if x == "sinks"})
 )
 
 

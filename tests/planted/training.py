@@ -36,6 +36,12 @@ plant("plans are told apart by a sample of their tensors", "host_tensors:_digest
 plant("plans are told apart by the first elements of their tensors", "host_tensors:_digest", "planned once")(
     read_in_part(lambda tensor: tensor[..., :128])
 )
+plant("plans outlive their batch", "host_tensors:Content.is_gone", "plans of batches")(
+    lambda is_gone: lambda self: False
+)
+plant("layers that make their mask anew plan anew", "host_tensors:Content.__hash__", "plans of batches")(
+    lambda _: lambda self: id(self)
+)
 
 
 # --- the op

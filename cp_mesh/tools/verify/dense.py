@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.scores import Scores, kept_weights
+from cp_mesh.kernels.scores import Scores
+from cp_mesh.kernels.scores.dropout import kept_weights
 
 MAX_SCORES = 1 << 25  # scores that are held at a time
 

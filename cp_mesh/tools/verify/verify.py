@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.call.function import Asked, as_numbers, attention, with_degree
 from cp_mesh.call.plan import make_plan
-from cp_mesh.call.ring_loop import gradient_of_sinks, include_sinks
+from cp_mesh.call.ring_loop import begin_backward
 from cp_mesh.call.spec import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
@@ -26,7 +26,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import make_schedule
-from cp_mesh.kernels.combine import accumulation_dtype, make_delta
+from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import KernelTile
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, Scores
@@ -196,8 +196,7 @@ def verify(
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, by_documents)
         tiles = replace(plan, layout=Contiguous(), schedule=schedule, prepared={}).tiles(None)
         of_kernel = make_scores(options, Tensors(**whole_tensors), wide)
-        of_kernel = replace(of_kernel, wanted=frozenset(wanted) - {"sinks"})
-        alone = _one_device(plan.kernel, tiles, of_kernel, q, k, v, dout)
+        alone = _one_device(plan.kernel, tiles, of_kernel, q, k, v, dout, wanted)
     dq, dk, dv, *others = grads
     got = Dense(out.detach(), lse, dq, dk, dv, dict(zip(leaves, others, strict=True)))
     report = _compare(plan.kernel.name, got, exact, plain, alone, rows, group)
@@ -289,22 +288,19 @@ def _allowed(off: Tensor, want: Tensor, rows: Tensor, factor: float) -> Tensor:
 
 
 def _one_device(
-    kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, wanted: Any
 ) -> Dense:
     """A whole sequence by one kernel alone."""
     forward = kernel.begin_forward(q, v.shape[3], scores)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
-    delta = make_delta(dout, out) if kernel.uses_delta else None
-    of_sinks, of_all = {}, lse
-    if scores.sinks is not None:
-        of_sinks["sinks"] = gradient_of_sinks(dout, out, lse, scores.sinks)
-        of_all = include_sinks(lse, scores.sinks)
-    backward = kernel.begin_backward(dout, q, out, of_all, delta, scores)
+    rows = begin_backward(dout, out, lse, None, scores, kernel, wanted)
+    delta = rows.out_or_delta if kernel.uses_delta else None
+    backward = kernel.begin_backward(dout, q, out, rows.lse, delta, rows.scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
-    of_tensors = backward.score_gradients()
-    return Dense(out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_sinks | of_tensors)
+    of_scores = rows.of_scores | backward.score_gradients()
+    return Dense(out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_scores)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -1,0 +1,44 @@
+"""Which weights dropout keeps: a function of `Scores.dropout_seed`, and of the weight's batch row, head and positions.
+
+The weight of (batch row b, h, p, t) is dropped if a word of the pair is below floor(dropout_p * 2**32). With
+Philox-4x32-10 of Salmon et al. 2011, doi:10.1145/2063384.2063405, and key = (low, high 32 bits of seed), a query has
+the first two words, x and y, of the counter (p, 0, h, b + offset), modulo 2**32, and a key the first word z of
+(t, 1, 0, 0). The pair's is (u ^ u >> 15 ^ y) · 0x846CA68B with u = (x ^ z) · 0x7FEB352D, modulo 2**32: one step of a
+published hash, lowbias32 (github.com/skeeto/hash-prospector).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cp_mesh.kernels.scores import Scores
+
+
+def philox(key: Sequence[Tensor], counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Four words of 32 bits from a key of two and a counter of four: the low bits of int64 that broadcast."""
+    low = 0xFFFFFFFF
+    k0, k1 = (x & low for x in key)
+    c0, c1, c2, c3 = (x & low for x in counter)
+    for _ in range(10):
+        # 64 bits of unsigned products: the same bits as those of int64
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return c0, c1, c2, c3
+
+
+def kept_weights(scores: Scores, num_batch: int, num_heads: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """bool [B, H, rows, keys]: which weights are kept."""
+    assert scores.dropout_seed is not None
+    low, zero = 0xFFFFFFFF, torch.zeros((), dtype=torch.int64, device=q_pos.device)
+    seed, offset = scores.dropout_seed.unbind()
+    heads = torch.arange(scores.first_head, scores.first_head + num_heads, device=q_pos.device)[:, None, None]
+    batches = torch.arange(scores.first_batch, scores.first_batch + num_batch, device=q_pos.device)
+    key = seed, seed >> 32
+    x, y, *_ = philox(key, (q_pos[:, None], zero, heads, batches[:, None, None, None] + offset))
+    z, *_ = philox(key, (k_pos, zero + 1, zero, zero))
+    word = (x ^ z) * 0x7FEB352D & low
+    word = (word ^ word >> 15 ^ y) * 0x846CA68B & low
+    return word >= math.floor(scores.dropout_p * 2**32)
