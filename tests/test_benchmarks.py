@@ -200,6 +200,29 @@ def test_registration_times_every_way(tmp_path: Path) -> None:
     assert rows == [(way, which, True) for which in passes for way in ways]
 
 
+def test_layers_are_timed(tmp_path: Path) -> None:
+    path = tmp_path / "layers.csv"
+    given = [
+        "--device",
+        "cpu",
+        "--kernel",
+        "reference",
+        "--rows",
+        "16",
+        "--layers",
+        "2",
+        "--steps",
+        "1",
+        "--head-dim",
+        "8",
+    ]
+    done = run_script(BENCHMARKS / "layers.py", [*given, "--csv", path], num_ranks=2)
+    assert done.returncode == 0, done.printed
+    with path.open() as file:
+        rows = [(row["mask"], row["way"], float(row["all_us"]) > 0) for row in csv.DictReader(file)]
+    assert rows == [(mask, way, True) for mask in ("dense", "packed") for way in ("cp_mesh", "computed")]
+
+
 @pytest.mark.nightly("benchmarks")
 def test_the_import_is_timed() -> None:
     done = run_script(BENCHMARKS / "importing.py", ["--repeats", "1"])
