@@ -42,8 +42,8 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     B, H, Sq, Sk = shape
     mask_mod = tile.scores.mask_mod
     of_mask_mod = (1, 1) if mask_mod is None else mask_mod.sizes(B, H)
-    B, H = B if any(2 in dims for dims in tile.rows.dims) else of_mask_mod[0], of_mask_mod[1]
-    device, num_k = tile.rows.bounds.device, -(-Sk // BLOCK)
+    B, H = B if tile.rows.by_batch else of_mask_mod[0], of_mask_mod[1]
+    device, num_k = tile.rows.positions[0].device, -(-Sk // BLOCK)
     num_q = min(-(-Sq // BLOCK), max(1, PAIRS // (num_k * BLOCK**2)))  # of a part of the rows
 
     def of_rows(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The functions of one tile, of local indices: users' score_mod and mask_mod, and the call's mask.
 
-What differs between tiles is data, never code: positions of rows, document ids, bounds of the mask, the first head and
-batch row.
+What differs between tiles is data, never code: positions of rows, what the mask says of them, the first head and batch
+row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex.programs import traced
 from cp_mesh.kernels.flex.reads import reads_of
 from cp_mesh.kernels.scores import Scores, name_of_captured
-from cp_mesh.kernels.triton_attention import distances
 
 TABLES = 16
 """What is kept for each tile: tables of blocks, of the last masks."""
@@ -33,72 +32,33 @@ class Rows:
     """What the functions read of a tile's rows beside captured tensors.
 
     Attributes:
-        bounds: int32 [5], of `distances`.
         positions: int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and
             then cannot scatter at what is computed of it.
+        intervals: of `Mask.key_intervals`, first and last [Sk], or [B, Sk] if they differ by batch row.
         documents: ids [Sq] and [Sk], or [B, Sq] and [B, Sk]; empty without documents.
-        padding: uint8 [Sk] or [B, Sk], whether a key is kept; empty without padding.
-        starts: int32 [Sk] or [B, Sk], where the block of a key begins; empty without blocks.
     """
 
-    bounds: Tensor
     positions: tuple[Tensor, Tensor]
+    intervals: tuple[Tensor, ...]
     documents: tuple[Tensor, ...]
-    padding: tuple[Tensor, ...]
-    starts: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, cover: Pairs) -> Rows:
         """Of a tile whose rows are padded as q, k and v are: by the last one, again and again."""
-        positions = cover.q_pos.contiguous(), cover.k_pos.contiguous()
-        mask, positions = cover.mask, (padded(cover, positions[0], False, 0), padded(cover, positions[1], True, 0))
-
-        def at(x: Tensor | None, positions: Tensor) -> tuple[Tensor, ...]:
-            if x is None:
-                return ()
-            x = x.squeeze(0) if x.ndim == 2 and len(x) == 1 else x
-            return (x[..., positions].contiguous(),)
-
-        documents = at(mask.documents, positions[0]) + at(mask.documents, positions[1])
-        padding = at(None if mask.key_padding is None else mask.key_padding.view(torch.uint8), positions[1])
-        starts = at(None if mask.blocks is None else mask.starts, positions[1])
-        bounds = torch.tensor(distances(mask), dtype=torch.int32, device=positions[0].device)
-        q_pos, k_pos = (x.int().repeat(2 if len(x) == 1 else 1) for x in positions)
-        return cls(bounds, (q_pos, k_pos), documents, padding, starts)
+        mask, q_pos, k_pos = cover.mask, padded(cover, cover.q_pos, False, 0), padded(cover, cover.k_pos, True, 0)
+        tensors = *mask.key_intervals(k_pos), mask.document_ids(q_pos), mask.document_ids(k_pos)
+        first, last, *documents = (x.squeeze(0) for x in tensors if x is not None)
+        q_pos, k_pos = (x.int().repeat(2 if len(x) == 1 else 1) for x in (q_pos, k_pos))
+        return cls((q_pos, k_pos), (first, last), tuple(documents))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.bounds, *self.positions, *self.documents, *self.padding, *self.starts
+        return *self.positions, *self.intervals, *self.documents
 
     @property
-    def dims(self) -> tuple[tuple[int, ...], ...]:
-        """Of ids, padding and starts: which there are, and which differ between batch rows. Code depends on it."""
-        return tuple(tuple(x.ndim for x in tensors) for tensors in (self.documents, self.padding, self.starts))
-
-
-def _allowed(rows: Rows) -> Callable[..., Tensor]:
-    """`Mask.allowed` of scalars: of a batch row, local rows, their positions, and `Rows.tensors` but positions."""
-    of_documents, of_padding, of_starts = rows.dims
-
-    def allowed(b: Tensor, i: Tensor, j: Tensor, p: Tensor, t: Tensor, bounds: Tensor, *tensors: Tensor) -> Tensor:
-        nearest, nearest_of_prefix, farthest, prefix, end = (_index(bounds, [b * 0 + n]) for n in range(5))
-        left = iter(tensors)
-
-        def read(ndim: int, at: Tensor) -> Tensor:
-            return _index(next(left), [b, at] if ndim == 2 else [at])
-
-        ids = [read(ndim, at) for ndim, at in zip(of_documents, (i, j), strict=False)]
-        kept = [read(ndim, j) != 0 for ndim in of_padding]
-        least = torch.where(t < prefix, nearest_of_prefix, nearest)
-        for ndim in of_starts:  # in blocks keys are seen as far ahead as those of a prefix
-            least = torch.minimum(least, torch.maximum(read(ndim, j) - t, nearest_of_prefix))
-        distance = p - t
-        seen = (distance >= least) & (distance <= farthest) & (t < end)
-        if ids:
-            seen = seen & (ids[0] == ids[1]) & (ids[1] >= 0)
-        return seen & kept[0] if kept else seen
-
-    return allowed
+    def by_batch(self) -> bool:
+        """Whether pairs differ by batch row."""
+        return self.intervals[0].ndim == 2
 
 
 def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
@@ -149,7 +109,7 @@ class Tile:
         codes = tuple(
             x and (x.handle, reads and reads.key) for x, reads in zip(functions, (self._score, self._mask), strict=True)
         )
-        self.key = codes, self.rows.dims, self.wanted, self._stepped, self._is_padded
+        self.key = codes, len(self.rows.tensors), self.wanted, self._stepped, self._is_padded
         self.cover = cover
 
     def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
@@ -160,14 +120,19 @@ class Tile:
         return self._score.graph(score, *self._globals(b, h, i, j, *tensors[:3]), *reads).to(self._dtype)
 
     def mask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
-        numbers, bounds, q_pos, k_pos = tensors[:4]
-        num = 1 + len(self.rows.tensors)
+        numbers, q_pos, k_pos, first, last, *ids = tensors[: 1 + len(self.rows.tensors)]
         indices = self._globals(b, h, i, j, numbers, q_pos, k_pos)
-        seen = _allowed(self.rows)(b, i, j, *indices[2:], bounds, *tensors[4:num])
+
+        def read(x: Tensor, row: Tensor) -> Tensor:
+            return _index(x, [b, row] if x.ndim == 2 else [row])
+
+        seen = (indices[2] >= read(first, j)) & (indices[2] <= read(last, j))
+        if ids:
+            seen = seen & (read(ids[0], i) == read(ids[1], j))
         if self._is_padded:
             of_q, of_k = (_index(numbers, [b * 0 + n]) for n in ENDS)
             seen = seen & (i < of_q) & (j < of_k)
-        return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[num:])
+        return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[1 + len(self.rows.tensors) :])
 
     def _globals(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, numbers: Tensor, *positions: Tensor
