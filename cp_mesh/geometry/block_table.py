@@ -131,7 +131,6 @@ def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
         farthest = np.where(inside, np.maximum(farthest, far[other]), farthest)
     if mask.blocks is not None:  # of a piece, the first key is seen the farthest ahead
         nearest = np.minimum(nearest, mask.starts.amin(0).numpy()[keys.low] - keys.low)
-        whole = np.zeros_like(whole)
     return keys._replace(nearest=nearest, farthest=farthest, whole=whole)
 
 

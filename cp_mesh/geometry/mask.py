@@ -365,7 +365,8 @@ class Mask:
         """
         first, last = (torch.full_like(k_pos[None], x) for x in (NEVER, -NEVER))
         for reach in reversed(self.reaches(NEVER)):
-            near, far = (x if abs(x) < NONE else 2 * x for x in (reach.nearest, reach.farthest))  # beyond all positions
+            near = reach.nearest if reach.nearest > -NONE else -NEVER
+            far = reach.farthest if reach.farthest < NONE else NEVER
             inside = k_pos < reach.end
             first, last = torch.where(inside, k_pos + near, first), torch.where(inside, k_pos + far, last)
         if self.blocks is not None:
@@ -376,7 +377,7 @@ class Mask:
             kept = torch.atleast_2d(self.key_padding)[:, k_pos]
             first, last = first.where(kept, NEVER), last.where(kept, -NEVER)
         first, last = torch.broadcast_tensors(first, last)
-        return first.clamp(-NEVER, NEVER).int(), last.clamp(-NEVER, NEVER).int()
+        return first.int(), last.clamp(max=NEVER).int()
 
     def document_ids(self, positions: Tensor) -> Tensor | None:
         """The document of each position, int32 or int64 [B or 1, L]; None if there are none."""

@@ -7,7 +7,6 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,38 +26,18 @@ ENDS = 10, 11
 _index = torch.ops.aten.index.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """What the functions read of a tile's rows beside captured tensors.
+def rows_of(cover: Pairs) -> tuple[Tensor, ...]:
+    """What functions read of a tile's rows, padded as q, k and v are: by the last one, again and again.
 
-    Attributes:
-        positions: int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and
-            then cannot scatter at what is computed of it.
-        intervals: of `Mask.key_intervals`, first and last [Sk], or [B, Sk] if they differ by batch row.
-        documents: ids [Sq] and [Sk], or [B, Sq] and [B, Sk]; empty without documents.
+    Returns:
+        Positions int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and then
+        cannot scatter at what is computed of it. Then the first and last query of each key [Sk], and with documents
+        their ids [Sq] and [Sk]; [B, Sq] and [B, Sk] where batch rows differ.
     """
-
-    positions: tuple[Tensor, Tensor]
-    intervals: tuple[Tensor, ...]
-    documents: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, cover: Pairs) -> Rows:
-        """Of a tile whose rows are padded as q, k and v are: by the last one, again and again."""
-        mask, q_pos, k_pos = cover.mask, padded(cover, cover.q_pos, False, 0), padded(cover, cover.k_pos, True, 0)
-        tensors = *mask.key_intervals(k_pos), mask.document_ids(q_pos), mask.document_ids(k_pos)
-        first, last, *documents = (x.squeeze(0) for x in tensors if x is not None)
-        q_pos, k_pos = (x.int().repeat(2 if len(x) == 1 else 1) for x in (q_pos, k_pos))
-        return cls((q_pos, k_pos), (first, last), tuple(documents))
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *self.positions, *self.intervals, *self.documents
-
-    @property
-    def by_batch(self) -> bool:
-        """Whether pairs differ by batch row."""
-        return self.intervals[0].ndim == 2
+    mask, q_pos, k_pos = cover.mask, padded(cover, cover.q_pos, False, 0), padded(cover, cover.k_pos, True, 0)
+    of_mask = *mask.key_intervals(k_pos), mask.document_ids(q_pos), mask.document_ids(k_pos)
+    positions = (x.int().repeat(2 if len(x) == 1 else 1) for x in (q_pos, k_pos))
+    return *positions, *(x.squeeze(0) for x in of_mask if x is not None)
 
 
 def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
@@ -87,7 +66,7 @@ class Tile:
 
     def __init__(self, cover: Pairs, scores: Scores, dtype: torch.dtype, computed: bool = True) -> None:
         self.scores, self._dtype = scores, dtype
-        self.rows = kept_of(cover, ("rows",), lambda: Rows.of(cover))
+        self.rows = kept_of(cover, ("rows",), lambda: rows_of(cover))
         device = cover.q_pos.device
         ends = len(cover.q_pos), len(cover.k_pos)
         steps = [(x or Steps(0, 0, 0, 0)) for x in cover.steps]
@@ -103,13 +82,13 @@ class Tile:
         self.reads = () if self._score is None else self._score.reads
         of_score = () if self._score is None else self._score.of_captured(scores.captured[:num])
         of_mask = () if self._mask is None else self._mask.of_captured(scores.captured[num:])
-        self.of_score = self._numbers, *self.rows.positions, *of_score
-        self.of_mask = self._numbers, *self.rows.tensors, *of_mask
+        self.of_score = self._numbers, *self.rows[:2], *of_score
+        self.of_mask = self._numbers, *self.rows, *of_mask
         self.wanted = tuple(name_of_captured(read.source) in scores.wanted for read in self.reads)
         codes = tuple(
             x and (x.handle, reads and reads.key) for x, reads in zip(functions, (self._score, self._mask), strict=True)
         )
-        self.key = codes, len(self.rows.tensors), self.wanted, self._stepped, self._is_padded
+        self.key = codes, len(self.rows), self.wanted, self._stepped, self._is_padded
         self.cover = cover
 
     def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
@@ -120,7 +99,7 @@ class Tile:
         return self._score.graph(score, *self._globals(b, h, i, j, *tensors[:3]), *reads).to(self._dtype)
 
     def mask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
-        numbers, q_pos, k_pos, first, last, *ids = tensors[: 1 + len(self.rows.tensors)]
+        numbers, q_pos, k_pos, first, last, *ids = tensors[: 1 + len(self.rows)]
         indices = self._globals(b, h, i, j, numbers, q_pos, k_pos)
 
         def read(x: Tensor, row: Tensor) -> Tensor:
@@ -132,7 +111,7 @@ class Tile:
         if self._is_padded:
             of_q, of_k = (_index(numbers, [b * 0 + n]) for n in ENDS)
             seen = seen & (i < of_q) & (j < of_k)
-        return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[1 + len(self.rows.tensors) :])
+        return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[1 + len(self.rows) :])
 
     def _globals(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, numbers: Tensor, *positions: Tensor
