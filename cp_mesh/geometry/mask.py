@@ -346,7 +346,7 @@ class Mask:
     def hides_earlier(self, seq_len: int = NONE) -> bool:
         """Whether its integers may hide a key from queries that come after it."""
         reaches = self.reaches(seq_len)
-        return not reaches or reaches[-1].end < seq_len or any(reach.farthest < NONE for reach in reaches)
+        return len(reaches) == 0 or reaches[-1].end < seq_len or any(reach.farthest < NONE for reach in reaches)
 
     @property
     def _ahead(self) -> int:
