@@ -354,30 +354,32 @@ class Mask:
         right = None if self.window is None else self.window[1]
         return NONE if right is None else min(right, NONE)
 
-    def key_intervals(self, k_pos: Tensor) -> tuple[Tensor, Tensor]:
+    def key_intervals(self, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Which queries see each key: those at positions ``first <= p <= last``, if their `document_ids` are equal.
 
         Args:
             k_pos: int64 [Lk] positions of the keys, below `NEVER`, on the device of this mask's tensors.
 
         Returns:
-            first and last, int32 [B or 1, Lk]; `NEVER` and ``-NEVER`` of keys that no query sees.
+            first and last, int32 [B or 1, Lk], `NEVER` and ``-NEVER`` of keys that no query sees; and the keys' ids.
         """
-        first, last = (torch.full_like(k_pos[None], x) for x in (NEVER, -NEVER))
-        for reach in reversed(self.reaches(NEVER)):
+        ids, end = self.document_ids(k_pos), 0
+        first = last = k_pos[None]
+        for reach in self.reaches(NEVER):
             near = reach.nearest if reach.nearest > -NONE else -NEVER
             far = reach.farthest if reach.farthest < NONE else NEVER
-            inside = k_pos < reach.end
-            first, last = torch.where(inside, k_pos + near, first), torch.where(inside, k_pos + far, last)
+            before, end = (k_pos < reach.begin) if reach.begin else None, reach.end
+            first = k_pos[None] + near if before is None else torch.where(before, first, k_pos + near)
+            last = k_pos[None] + far if before is None else torch.where(before, last, k_pos + far)
         if self.blocks is not None:
-            first = torch.where(last < 0, first, torch.minimum(first, self.starts[:, k_pos]))
-        if (ids := self.document_ids(k_pos)) is not None:
-            first, last = first.where(ids >= 0, NEVER), last.where(ids >= 0, -NEVER)
-        if self.key_padding is not None:
-            kept = torch.atleast_2d(self.key_padding)[:, k_pos]
-            first, last = first.where(kept, NEVER), last.where(kept, -NEVER)
+            first = torch.minimum(first, self.starts[:, k_pos])
+        kept = [k_pos < end] if end < NEVER else []
+        kept += [] if ids is None else [ids >= 0]
+        kept += [] if self.key_padding is None else [torch.atleast_2d(self.key_padding)[:, k_pos]]
+        for x in kept:
+            first, last = first.where(x, NEVER), last.where(x, -NEVER)
         first, last = torch.broadcast_tensors(first, last)
-        return first.int(), last.clamp(max=NEVER).int()
+        return first.int(), last.clamp(max=NEVER).int(), ids
 
     def document_ids(self, positions: Tensor) -> Tensor | None:
         """The document of each position, int32 or int64 [B or 1, L]; None if there are none."""

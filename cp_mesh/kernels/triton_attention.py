@@ -413,11 +413,11 @@ class _MaskRows:
 
     def __init__(self, cover: Pairs, blocks: Sequence[Blocks]) -> None:
         self.grain = min(size for block in blocks for size in (block.q, block.k))
-        firsts, lasts = cover.mask.key_intervals(cover.k_pos)
+        firsts, lasts, k_ids = cover.mask.key_intervals(cover.k_pos)
         self._num_masks = len(firsts)
         at = cover.q_pos.int().expand(self._num_masks, -1).contiguous()
         self._q = self._bounded(cover.q_pos, at, at, cover.mask.document_ids(cover.q_pos))
-        self._k = self._bounded(cover.k_pos, firsts, lasts, cover.mask.document_ids(cover.k_pos))
+        self._k = self._bounded(cover.k_pos, firsts, lasts, k_ids)
         self._visits: dict[tuple[Blocks, bool, int | None, int], tuple[Any, ...]] = {}
 
     def _bounded(self, positions: Tensor, firsts: Tensor, lasts: Tensor, ids: Tensor | None) -> _Rows:

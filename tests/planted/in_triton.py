@@ -42,13 +42,13 @@ plant("a block is read a row late", "triton_tiles:load", "a band in Triton")(
     lambda load: lambda x, strides, batch, head, first, *others: load(x, strides, batch, head, first + 1, *others)
 )
 plant("window off by one in Triton", "mask:Mask.key_intervals", "documents in Triton")(
-    lambda key_intervals: with_result(key_intervals, lambda found: (found[0], found[1] - 1))
+    lambda key_intervals: with_result(key_intervals, lambda found: (found[0], found[1] - 1, found[2]))
 )
 plant("documents ignored in Triton", "triton_visits:allowed_pairs", "documents in Triton")(
     lambda allowed_pairs: lambda *given: allowed_pairs(*given[:-1], False)
 )
-plant("excluded tokens see each other in Triton", "mask:Mask.key_intervals", "documents in Triton")(
-    lambda key_intervals: lambda self, k_pos: key_intervals(without_exclusion(self), k_pos)
+plant("excluded tokens see each other in Triton", "mask:Mask.document_ids", "documents in Triton")(
+    lambda document_ids: lambda self, positions: document_ids(without_exclusion(self), positions)
 )
 
 

@@ -35,9 +35,9 @@ def rows_of(cover: Pairs) -> tuple[Tensor, ...]:
         their ids [Sq] and [Sk]; [B, Sq] and [B, Sk] where batch rows differ.
     """
     mask, q_pos, k_pos = cover.mask, padded(cover, cover.q_pos, False, 0), padded(cover, cover.k_pos, True, 0)
-    of_mask = *mask.key_intervals(k_pos), mask.document_ids(q_pos), mask.document_ids(k_pos)
+    first, last, k_ids = mask.key_intervals(k_pos)
     positions = (x.int().repeat(2 if len(x) == 1 else 1) for x in (q_pos, k_pos))
-    return *positions, *(x.squeeze(0) for x in of_mask if x is not None)
+    return *positions, *(x.squeeze(0) for x in (first, last, mask.document_ids(q_pos), k_ids) if x is not None)
 
 
 def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
