@@ -45,6 +45,18 @@ def test_allowed_takes_any_positions_in_any_order(name):
         assert torch.equal(*torch.broadcast_tensors(mask.allowed(q, k), want[:, q][:, :, k]))
 
 
+@each_mask
+def test_intervals_of_keys_are_the_mask(name):
+    mask, generator = make_mask(name, 2, 13), torch.Generator().manual_seed(0)
+    for num_q, num_k in ((13, 13), (1, 5), (4, 0), (0, 3)):
+        q, k = (torch.randperm(13, generator=generator)[:num] for num in (num_q, num_k))
+        (first, last, k_ids), q_ids = mask.key_intervals(k), mask.document_ids(q)
+        got = (q[:, None] >= first[:, None]) & (q[:, None] <= last[:, None])
+        if mask.documents is not None:
+            got = got & (q_ids[:, :, None] == k_ids[:, None])
+        assert torch.equal(got, mask.allowed(q, k)) and {x.dtype for x in (first, last)} == {torch.int32}
+
+
 def test_every_pair_of_bounds():
     for causal, left, right, prefix, length in product(
         (True, False), (None, 0, 1, 3, 9), (None, 0, 2), (0, 2), (None, 5)
@@ -54,6 +66,8 @@ def test_every_pair_of_bounds():
         options = {"causal": causal, "window": (left, right), "prefix": prefix, "length": length}
         got = Mask(**options).allowed(everything(7), everything(7))
         assert torch.equal(got, dense_mask(7, **options)), options
+        first, last, _ = Mask(**options).key_intervals(everything(7))
+        assert torch.equal((everything(7)[:, None] >= first) & (everything(7)[:, None] <= last), got[0]), options
 
 
 @each_mask

@@ -279,7 +279,7 @@ def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: b
     cover = Pairs(mask, q_pos, k_pos)
     blocks = Blocks(16, 32)
     rows = triton_attention._MaskRows(cover, (blocks, Blocks(32, 16)))
-    *_, listed, counts, _ = rows.visits(blocks, keys_inside, apart).tensors
+    *_, listed, counts, _ = rows.visits(blocks, keys_inside, apart)
     none, every = excluded(mask.allowed(q_pos, k_pos), 16, 32)
     even = affine_and_apart(q_pos, k_pos, 16, 32, apart or 1)
     if not keys_inside:
@@ -504,14 +504,14 @@ def test_compiles_for_hopper(
     spills = compiled.spills
     if feature == "none":
         assert max(spills) <= SPILLED[dim], compiled.log
-    rows = compiled.kernels.get("rows_kernel")
+    rows = compiled.kernels.get("grains_kernel")
     assert cover == "band" or "__assertfail" in rows[0].asm["ptx"], "positions above 31 bits"
     for name, kernels in compiled.kernels.items():
         for kernel in kernels:
             assert kernel.metadata.shared <= 227 << 10, name
             if dtype == torch.bfloat16 and max(dims) <= 128 and name in ("forward_kernel", "key_gradients_kernel"):
                 assert 2 * (kernel.metadata.shared + (1 << 10)) <= 228 << 10, f"two programs of {name} do not fit"
-            if dtype == torch.bfloat16 and name not in ("rows_kernel", "blocks_kernel", "words_kernel"):
+            if dtype == torch.bfloat16 and name not in ("grains_kernel", "blocks_kernel", "words_kernel"):
                 assert "wgmma.mma_async" in kernel.asm["ptx"], name
                 assert "cp.async.bulk.tensor" in kernel.asm["ptx"], name
 

@@ -198,7 +198,7 @@ def check_hidden(
     what, hint = "ContextParallel.mask", "mask=Mask(causal=False) leaves all to the functions"
     if mask_mod is None:
         refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
-    of_order_alone = not (mask.window or mask.elementwise or (mask.length is not None and mask.length < sizes[2]))
+    of_order_alone = not (mask.elementwise or mask.hides_earlier(sizes[2]))
     if of_order_alone and _says_causal(mask_mod, sizes[2]):
         return
     if any(isinstance(x, DTensor) for x in of_mask):

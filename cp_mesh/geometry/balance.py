@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.block_table import Array, ends_of_blocks
+from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Balanced, chunk_bounds
 from cp_mesh.geometry.mask import NONE, Documents, Mask
 
@@ -191,7 +191,9 @@ def keys_seen(mask: Mask, seq_len: int) -> Array:
         seq_len: tokens in the whole sequence.
     """
     position, total = np.arange(seq_len), np.zeros(seq_len, dtype=np.int64)
-    ends = [None] if mask.blocks is None else [*np.minimum(ends_of_blocks(mask), position + mask.ahead + 1)]
+    ends: list[Array | None] = [None]
+    if mask.blocks is not None:  # of the keys that each position sees for its block
+        ends = [np.bincount(starts, minlength=seq_len).cumsum() for starts in mask.starts.numpy()]
     rows = _documents(mask, seq_len)
     for i in range(max(len(rows), len(ends)) if rows else 0):  # no batch row has no documents
         documents, end_of_block = rows[i % len(rows)], ends[i % len(ends)]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_mesh.geometry.layouts import Layout, Run
-from cp_mesh.geometry.mask import NONE, Mask
+from cp_mesh.geometry.mask import NONE, Mask, Reach
 
 Array = NDArray[np.int64]
 RECEIVER, SOURCE, Q, Q_END, K, K_END, LEFT, RIGHT = range(8)  # columns of a table of blocks
@@ -130,31 +130,16 @@ def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
         nearest = np.where(inside, np.minimum(nearest, near[other]), nearest)
         farthest = np.where(inside, np.maximum(farthest, far[other]), farthest)
     if mask.blocks is not None:  # of a piece, the first key is seen the farthest ahead
-        of_blocks = mask.starts.amin(0).numpy()[keys.low] - keys.low
-        nearest, whole = np.minimum(nearest, np.maximum(of_blocks, -mask.ahead)), np.zeros_like(whole)
+        nearest = np.minimum(nearest, mask.starts.amin(0).numpy()[keys.low] - keys.low)
     return keys._replace(nearest=nearest, farthest=farthest, whole=whole)
 
 
 def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
     """Positions at which the keys begin or end that queries of a piece need, with 0 and ``seq_len``."""
-    left = None if mask.window is None else mask.window[0]
-    edges = [
-        np.array([0, seq_len]),
-        *(np.minimum(x[pieces.high], pieces.high + mask.ahead + 1) for x in ends_of_blocks(mask)),
-    ]
-    if left is not None:
-        edges.append(pieces.low - left)
-    every = np.unique(np.concatenate(edges))
+    ends = [np.searchsorted(starts, pieces.high, side="right") for starts in mask.starts.numpy()]
+    begins = [pieces.low - reach.farthest for reach in mask.reaches(seq_len)]
+    every = np.unique(np.concatenate([[0, seq_len], *ends, *begins]))
     return every[every >= 0]
-
-
-def ends_of_blocks(mask: Mask) -> Array:
-    """Where the block of each position ends, of a mask with blocks: int64 [B or 1, S]; past itself if it has none."""
-    starts = mask.starts.numpy().astype(np.int64)
-    num = starts.shape[1]
-    begins = np.where(starts == np.arange(num), np.arange(num), num)
-    after = np.concatenate([begins[:, 1:], np.full_like(begins[:, :1], num)], 1)
-    return np.minimum.accumulate(after[:, ::-1], 1)[:, ::-1]
 
 
 def sees(q: Pieces, i: Array, k: Pieces, j: Array) -> NDArray[np.bool_]:
@@ -236,9 +221,9 @@ def increasing(pieces: Pieces, cp_size: int) -> NDArray[np.bool_]:
     return result
 
 
-def is_order(mask: Mask) -> bool:
+def is_order(mask: Mask, seq_len: int) -> bool:
     """Whether a mask compares nothing but the order of positions, and documents."""
-    return mask.causal and mask.window is None and mask.length is None and not mask.prefix and mask.key_padding is None
+    return mask.key_padding is None and mask.reaches(seq_len) == (Reach(0, seq_len, 0, NONE),)
 
 
 def causal_parts(num_q: Any, num_k: Any, right: Any) -> tuple[Any, Any, Any]:

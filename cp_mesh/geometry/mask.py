@@ -1,9 +1,10 @@
 """Mask: who may attend to whom, said on positions.
 
-Two faces. `Mask.allowed` is the specification: a boolean for every (query position, key position). `Mask.reaches` says
-the same of its integers as bounds of the distance ``p - t``: between two runs of equal stride s that distance is
-``(a - b) + s·(i - j)``, so in local indices a mask is exactly a band, which stock kernels take directly
-(`cp_mesh.geometry.block_table`).
+Two faces. `Mask.allowed` is the specification: a boolean for every (query position, key position). All else reads that
+a key is seen by an interval of query positions, if the documents are equal. `Mask.key_intervals` tells it of each key,
+`Mask.reaches` of ranges of keys and the mask's integers alone, as bounds of the distance ``p - t``. Between two runs of
+equal stride s that distance is ``(a - b) + s·(i - j)``, so in local indices these are exactly a band, which stock
+kernels take directly (`cp_mesh.geometry.block_table`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -72,6 +74,8 @@ EXCLUDED = -1
 """A document id of tokens that see nothing and are seen by nobody, as any negative one."""
 NONE = 1 << 30
 """In integers, a bound that is not there; positions are below it."""
+NEVER = 2**31 - 1
+"""Above every position: the first one that sees a key which none sees."""
 
 
 class Reach(NamedTuple):
@@ -317,9 +321,7 @@ class Mask:
     def reaches(self, seq_len: int) -> tuple[Reach, ...]:
         """What its integers mean, said once: which keys are seen at which distances.
 
-        Everything but `allowed`, the specification, derives from these: the schedule's tiles, the weights that
-        `cp_mesh.balance` shares out, and what the Triton kernel reads at each row. Blocks then add pairs, by `starts`,
-        and documents and key padding take pairs away.
+        Blocks then add pairs, and documents and key padding take pairs away.
 
         Args:
             seq_len: tokens in the whole sequence.
@@ -328,18 +330,63 @@ class Mask:
             Reaches in order of their keys, which follow one another from position 0; keys after the last are hidden.
         """
         left = None if self.window is None else self.window[0]
-        farthest, ahead = NONE if left is None else min(left, NONE), -self.ahead
-        behind = max(ahead, 0) if self.causal else ahead
         end = seq_len if self.length is None else min(self.length, seq_len)
-        prefix = min(self.prefix, end)
-        parts = (Reach(0, prefix, ahead, farthest), Reach(prefix, end, behind, farthest))
-        return tuple(part for part in parts if part.begin < part.end)
+        edges = sorted(min(edge, end) for edge in (0, self.prefix, end))
+        return tuple(
+            Reach(
+                begin,
+                after,
+                nearest=0 if self.causal and begin >= self.prefix else -self._ahead,
+                farthest=NONE if left is None else min(left, NONE),
+            )
+            for begin, after in pairwise(edges)
+            if begin < after
+        )
+
+    def hides_earlier(self, seq_len: int = NONE) -> bool:
+        """Whether its integers may hide a key from queries that come after it."""
+        reaches = self.reaches(seq_len)
+        return len(reaches) == 0 or reaches[-1].end < seq_len or any(reach.farthest < NONE for reach in reaches)
 
     @property
-    def ahead(self) -> int:
+    def _ahead(self) -> int:
         """How many tokens ahead a key may be that is seen against the causal order, `NONE` at most."""
         right = None if self.window is None else self.window[1]
         return NONE if right is None else min(right, NONE)
+
+    def key_intervals(self, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Which queries see each key: those at positions ``first <= p <= last``, if their `document_ids` are equal.
+
+        Args:
+            k_pos: int64 [Lk] positions of the keys, below `NEVER`, on the device of this mask's tensors.
+
+        Returns:
+            first and last, int32 [B or 1, Lk], `NEVER` and ``-NEVER`` of keys that no query sees; and the keys' ids.
+        """
+        ids, end = self.document_ids(k_pos), 0
+        first = last = k_pos[None]
+        for reach in self.reaches(NEVER):
+            near = reach.nearest if reach.nearest > -NONE else -NEVER
+            far = reach.farthest if reach.farthest < NONE else NEVER
+            before, end = (k_pos < reach.begin) if reach.begin else None, reach.end
+            first = k_pos[None] + near if before is None else torch.where(before, first, k_pos + near)
+            last = k_pos[None] + far if before is None else torch.where(before, last, k_pos + far)
+        if self.blocks is not None:
+            first = torch.minimum(first, self.starts[:, k_pos])
+        kept = [k_pos < end] if end < NEVER else []
+        kept += [] if ids is None else [ids >= 0]
+        kept += [] if self.key_padding is None else [torch.atleast_2d(self.key_padding)[:, k_pos]]
+        for x in kept:
+            first, last = first.where(x, NEVER), last.where(x, -NEVER)
+        first, last = torch.broadcast_tensors(first, last)
+        return first.int(), last.clamp(max=NEVER).int(), ids
+
+    def document_ids(self, positions: Tensor) -> Tensor | None:
+        """The document of each position, int32 or int64 [B or 1, L]; None if there are none."""
+        if self.documents is None:
+            return None
+        ids = torch.atleast_2d(self.documents)[:, positions]
+        return ids if ids.dtype == torch.int64 else ids.int()
 
     def runs(self) -> tuple[Documents, ...]:
         """The documents of each batch row (one if they share them), read from the ids once and then remembered.
@@ -352,9 +399,9 @@ class Mask:
 
     @cached_property
     def starts(self) -> Tensor:
-        """What blocks mean: where that of each position begins, int32 [B or 1, S]; a position of none is its own.
+        """What blocks mean: from where on queries see the key of each position, int32 [B or 1, S].
 
-        So a key t is seen by queries from ``min(t, starts[t])`` on, as far as a window lets them.
+        That is where its block begins, or as near to that as a window lets it be; a position of no block is its own.
 
         Raises:
             UnsupportedError: if a block comes back after others in its document.
@@ -374,7 +421,7 @@ class Mask:
             hint = "give each part an id of its own; parts that are to see each other are a mask_mod of flex_attention"
             refuse("Mask.blocks", "tokens of a block that follow one another", got, hint, UnsupportedError)
         positions = torch.arange(new.shape[1], dtype=torch.int32, device=new.device)
-        return positions.where(new, 0).cummax(1).values
+        return positions.where(new, 0).cummax(1).values.maximum(positions - self._ahead)
 
     def spec(self) -> str:
         """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""

@@ -83,7 +83,7 @@ class Geometry:
         self.shard_lens, self._cp_size = shard_lens_of(pieces, cp_size), cp_size
         self._by_documents, self._opaque = by_documents, mask.elementwise and not by_documents
         self._squares, self._max_pairs = by_documents and mask.causal, max(MAX_PAIRS, 2 * pieces.num**2)
-        self._rising = increasing(pieces, cp_size) & (is_order(mask) and not self._opaque)
+        self._rising = increasing(pieces, cp_size) & (is_order(mask, seq_len) and not self._opaque)
         parts = [_in_documents(pieces, documents) for documents in mask.runs()] if by_documents else [pieces]
         self._rows = [(q, keys_of(q, mask, seq_len)) for q in parts]
         if mask.documents is not None and not by_documents:

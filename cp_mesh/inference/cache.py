@@ -19,7 +19,7 @@ from cp_mesh.comm.agreement import checking, require_agreement
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.inference.decode import UNUSED, announcing, check_tensor, decode, hides
+from cp_mesh.inference.decode import UNUSED, announcing, check_tensor, decode
 from cp_mesh.inference.split_kv import Further
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -206,7 +206,7 @@ class ShardedCache:
         where: dict[str, Any] = {} if further is None else {"num_keys": further.num_keys}
         if (
             num_rows > 1
-            or (isinstance(mask, Mask) and hides(mask))
+            or (isinstance(mask, Mask) and mask.hides_earlier())
             or any(options.get(name) is not None for name in ADDED)
         ):
             end = self.length if further is None else further.taken + self._begin

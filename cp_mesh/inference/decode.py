@@ -222,7 +222,7 @@ def _prepare(
     if num_rows < 1:
         refuse("query", "at least one row", 0, "the queries are the last tokens")
     q_positions, k_positions, num_keys = where[1:]
-    by_position = hides(mask) or scores.needs_positions
+    by_position = mask.hides_earlier() or scores.needs_positions
     for name, x, rows in (("q_positions", q_positions, query.shape[2]), ("k_positions", k_positions, key.shape[2])):
         if x is None and (by_position or q_positions is not k_positions):
             hint = "pass q_positions and k_positions"
@@ -247,11 +247,6 @@ def _prepare(
 def without_unused(mask: Mask) -> Mask:
     """The mask, by which no query sees keys at `UNUSED`."""
     return replace(mask, length=UNUSED if mask.length is None else min(mask.length, UNUSED))
-
-
-def hides(mask: Mask) -> bool:
-    """Whether it may hide a key from queries that come after it."""
-    return mask.window is not None or mask.length is not None
 
 
 def _request(query: Tensor, value: Tensor, full: bool, scores: Scores) -> Request:

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cp_mesh.geometry.mask import NONE
 from cp_mesh.kernels.combine import fused
 from cp_mesh.kernels.contract import Pairs
 from cp_mesh.kernels.merge import dense_rows
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.kernels.triton_attention import block_dim, distances
+from cp_mesh.kernels.triton_attention import block_dim
 
 MAX_ROWS = 64
 """Rows of queries that share a kv head, up to which they count as few."""
@@ -77,6 +79,7 @@ def attend_few(
     outs, lses = parts.split([num_splits * B * H * num_q * v_dim, num_splits * B * H * num_q])
     splits = max(16, 1 << (most - 1).bit_length())
     table, slopes = scores.relative_bias, scores.alibi_slopes
+    reaches = () if pairs is None else tuple(chain(*pairs.mask.reaches(NONE)))
     with torch.cuda.device_of(q):
         splits_kernel[(num_programs * num_splits,)](
             q, k, v, outs, lses, q.stride()[:3], k.stride()[:3], v.stride()[:3], num_keys,
@@ -84,7 +87,7 @@ def attend_few(
             None if scores.softcap is None else float(scores.softcap),
             None if slopes is None else slopes.contiguous(), None if table is None else table.contiguous(),
             H, num_q, num_k, num_splits, 0 if table is None else table.shape[1] // 2,
-            *((0, 0, 0, 0, 0) if pairs is None else distances(pairs.mask)), scores.scale,
+            reaches, scores.scale,
             GROUP=group, HEAD_DIM=dim, V_HEAD_DIM=v_dim, BLOCK_DIM=block_dim(dim), BLOCK_V_DIM=block_dim(v_dim),
             BLOCK_Q=block_q, BLOCK_K=blocks.k, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip

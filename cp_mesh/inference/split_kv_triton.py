@@ -2,7 +2,7 @@
 
 Rows of a kv head's group are packed: row r is query row r % num_q of query head kv_head * GROUP + r // num_q. Keys are
 read once for all of them. ``scores`` and ``numbers`` are as in `cp_mesh.kernels.triton_tiles`; ``pairs`` = (positions
-of queries, positions of keys), int64, or None where all rows see all keys.
+of queries, positions of keys), int64, or None where all rows see all keys; ``reaches`` are those of the mask, in a row.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -17,10 +17,8 @@ from cp_mesh.kernels.triton_tiles import LOG2_E, exact_tanh
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_heads", "num_q", "num_k", "num_splits", "radius", "lo", "prefix_lo", "hi", "prefix", "length",
-    ],
-)  # fmt: skip
+    do_not_specialize=["num_heads", "num_q", "num_k", "num_splits", "radius", "reaches"],
+)
 def splits_kernel(
     q,
     k,
@@ -40,11 +38,7 @@ def splits_kernel(
     num_k,
     num_splits,
     radius,
-    lo,
-    prefix_lo,
-    hi,
-    prefix,
-    length,
+    reaches,
     scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -86,8 +80,12 @@ def splits_kernel(
         if pairs is not None:
             t = tl.load(pairs[1] + others, mask=seen, other=0)
             distance = at[:, None] - t[None, :]
-            least = tl.where(t < prefix, prefix_lo, lo)
-            allowed = (distance >= least[None, :]) & (distance <= hi) & (seen & (t < length))[None, :]
+            nearest, farthest = tl.full([BLOCK_K], 0, tl.int32), tl.full([BLOCK_K], -1, tl.int32)  # seen by none
+            for n in tl.static_range(0, len(reaches), 4):
+                inside_reach = (t >= reaches[n]) & (t < reaches[n + 1])
+                nearest = tl.where(inside_reach, reaches[n + 2], nearest)
+                farthest = tl.where(inside_reach, reaches[n + 3], farthest)
+            allowed = (distance >= nearest[None, :]) & (distance <= farthest[None, :]) & seen[None, :]
             seen = tl.max((allowed & inside[:, None]).to(tl.int32), 0) > 0  # rows that none sees are not read
         else:
             allowed = seen[None, :]

@@ -19,19 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_mesh.geometry.mask import NONE, Band, Mask
+from cp_mesh.geometry.mask import Band
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, Kernel, merging_kernel
 from cp_mesh.kernels.scores import ADDED, ScoreGradients, Scores
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
 LOG2_E = math.log2(math.e)
-UNLIMITED = (1 << 31) - 1  # a distance: the kernels check that positions are below it
 LEAST_UNIT = 1e-6  # of scores: what is added is divided by it, and it must be positive for maxima
 BIAS_BY_BLOCKS = True  # copied beside the products where it can be, and not read pair by pair
 FAR_RADIUS = 256  # of the longest table whose clipped distances have blocks of their own
@@ -241,7 +240,7 @@ class _Launch:
         described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
         bias_blocks = self._bias_blocks(blocks, q) if one_each else None
         step = 0 if bias_blocks is None else 1
-        visits = None if self._rows is None else self._rows.visits(blocks, not of_keys, apart, step)
+        pairs = None if self._rows is None else self._rows.visits(blocks, not of_keys, apart, step)
         tensors, numbers = _score_arguments(self._scores, self._words)
         kernel[grid](
             *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
@@ -249,13 +248,13 @@ class _Launch:
             *written,
             *(None if described else x.stride()[:3] for x in read),
             *(None if x is None else x.stride()[:3] for x in written if x is None or x.ndim == 4),
-            None if visits is None else visits.tensors,
+            pairs,
             tensors,
             numbers,
             q.shape[1],
             num_q,
             num_k,
-            1 if visits is None else visits.num_masks,
+            1 if pairs is None else len(pairs[0]),
             *(_bounds(self._cover, num_q, num_k) if isinstance(self._cover, Band) else (0, 0)),
             self._scores.scale,
             *more,
@@ -267,8 +266,8 @@ class _Launch:
             BLOCK_V_DIM=block_dim(v.shape[3]),
             BLOCK_Q=blocks.q,
             BLOCK_K=blocks.k,
-            PAIRS=visits is not None,
-            DOCUMENTS=visits is not None and visits.documents,
+            PAIRS=pairs is not None,
+            DOCUMENTS=pairs is not None and pairs[3] is not None,
             SCALED=self._scores.scale < LEAST_UNIT,
             POSITIONS=affine,
             FAR=_far(self._scores) is not None,
@@ -389,15 +388,6 @@ def _bounds(band: Band, num_q: int, num_k: int) -> tuple[int, int]:
     return (lo, hi) if lo <= hi else (num_q, num_q)
 
 
-@dataclass(frozen=True)
-class _Visits:
-    """What the kernels read of a mask; ``tensors`` are their ``pairs``."""
-
-    tensors: tuple[Tensor, ...]
-    num_masks: int
-    documents: bool
-
-
 def _mask_rows(cover: Pairs, blocks: tuple[Blocks, ...]) -> _MaskRows:
     """Made once for a cover: it depends on the mask alone, which layers share."""
     if blocks not in cover.kept:
@@ -406,73 +396,59 @@ def _mask_rows(cover: Pairs, blocks: tuple[Blocks, ...]) -> _MaskRows:
     return rows
 
 
+class _Rows(NamedTuple):
+    """Rows of queries or of keys, and what bounds grains of them, as `grains_kernel` takes and writes it."""
+
+    positions: Tensor
+    firsts: Tensor
+    lasts: Tensor
+    ids: Tensor | None
+    bounds: Tensor
+    id_bounds: Tensor | None
+    runs: Tensor
+
+
 class _MaskRows:
-    """A mask read at the rows of a tile, on the device, for kernels of these blocks."""
+    """A mask at the rows of a tile, on the device, for kernels of these blocks."""
 
     def __init__(self, cover: Pairs, blocks: Sequence[Blocks]) -> None:
-        mask = cover.mask
-        tensors = [torch.atleast_2d(x) for x in (mask.documents, mask.key_padding, mask.blocks) if x is not None]
-        self._num_masks = max((len(x) for x in tensors), default=1)
-        self._documents = mask.documents is not None
         self.grain = min(size for block in blocks for size in (block.q, block.k))
-        self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
-        self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
-        self._visits: dict[tuple[Blocks, bool, int | None, int], _Visits] = {}
+        firsts, lasts, k_ids = cover.mask.key_intervals(cover.k_pos)
+        self._num_masks = len(firsts)
+        at = cover.q_pos.int().expand(self._num_masks, -1).contiguous()
+        self._q = self._bounded(cover.q_pos, at, at, cover.mask.document_ids(cover.q_pos))
+        self._k = self._bounded(cover.k_pos, firsts, lasts, k_ids)
+        self._visits: dict[tuple[Blocks, bool, int | None, int], tuple[Any, ...]] = {}
 
-    def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
-        from cp_mesh.kernels.triton_visits import rows_kernel
+    def _bounded(self, positions: Tensor, firsts: Tensor, lasts: Tensor, ids: Tensor | None) -> _Rows:
+        from cp_mesh.kernels.triton_visits import grains_kernel
 
-        positions = positions.contiguous()  # read as such by the kernels
-        num_rows, num_grains = positions.numel(), -(-positions.numel() // self.grain)
+        num_masks, num_grains = self._num_masks, -(-len(positions) // self.grain)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=positions.device)
 
-        firsts = empty(self._num_masks, num_rows)
-        result = {
-            "positions": positions,
-            "firsts": firsts,
-            "lasts": empty(self._num_masks, num_rows) if keys else firsts,
-        }
-        result["bounds"], result["runs"] = empty(4, self._num_masks, num_grains), empty(3, num_grains)
-        if mask.documents is not None:  # compared as they are: 64 bits only where they have them
-            dtype = torch.int64 if mask.documents.dtype == torch.int64 else torch.int32
-            result["ids"] = empty(self._num_masks, num_rows, dtype=dtype)
-            result["id_bounds"] = empty(2, self._num_masks, num_grains, dtype=dtype)
-        padding = None if mask.key_padding is None else mask.key_padding.view(torch.uint8)
-        starts = None if mask.blocks is None else mask.starts
-        if num_rows:
-            rows_kernel[(num_grains, self._num_masks)](
-                positions,
-                mask.documents,
-                *_strides(mask.documents),
-                padding,
-                *_strides(padding),
-                starts,
-                *_strides(starts),
-                firsts,
-                result["lasts"],
-                result.get("ids"),
-                result["bounds"],
-                result.get("id_bounds"),
-                result["runs"],
-                num_rows,
-                *distances(mask),
-                KEYS=keys,
-                GRAIN=self.grain,
-                num_warps=1,
-            )
-        return result
+        rows = _Rows(
+            positions.contiguous(),  # read as such by the kernels, and so are the others
+            firsts.contiguous(),
+            lasts.contiguous(),
+            None if ids is None else ids.expand(num_masks, -1).contiguous(),
+            empty(4, num_masks, num_grains),
+            None if ids is None else empty(2, num_masks, num_grains, dtype=ids.dtype),
+            empty(3, num_grains),
+        )
+        if num_grains:
+            grains_kernel[(num_grains, num_masks)](*rows, len(positions), GRAIN=self.grain, num_warps=1)
+        return rows
 
     @property
     def bounds(self) -> tuple[Any, ...]:
         """Bounds and runs of grains of queries and of keys, and how many of both there are."""
         q, k = self._q, self._k
-        bounds = (q["bounds"], k["bounds"])
-        return bounds, (q["runs"], k["runs"]), q["bounds"].shape[2], k["bounds"].shape[2]
+        return (q.bounds, k.bounds), (q.runs, k.runs), q.bounds.shape[2], k.bounds.shape[2]
 
-    def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None, step: int = 0) -> _Visits:
-        """For programs that own blocks of queries and loop over keys, or the reverse.
+    def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None, step: int = 0) -> tuple[Any, ...]:
+        """The ``pairs`` of programs that own blocks of queries and loop over keys, or the reverse.
 
         If ``apart``, blocks count as masked unless their distances are affine, of one sign, and so long or longer,
         and, if ``step`` is not 0, their keys that many positions apart, from one on that is aligned.
@@ -481,58 +457,23 @@ class _MaskRows:
             return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
-        (outer, num_outer, outer_rows), (inner, num_inner, inner_rows) = (
-            (self._q, self._num_q, blocks.q),
-            (self._k, self._num_k, blocks.k),
-        )[:: 1 if keys_inside else -1]
-        num_outer_blocks, num_inner_blocks = -(-num_outer // outer_rows), -(-num_inner // inner_rows)
-        shape = (self._num_masks, num_outer_blocks, num_inner_blocks)
-        listed = torch.empty(shape, dtype=torch.int32, device=self._q["firsts"].device)
-        counts = torch.empty((*shape[:2], 2), dtype=torch.int32, device=listed.device)
-        if num_outer:
-            blocks_kernel[(num_outer_blocks, self._num_masks)](
-                outer["bounds"],
-                outer.get("id_bounds"),
-                inner["bounds"],
-                inner.get("id_bounds"),
-                None if apart is None else (outer["runs"], inner["runs"]),
-                listed,
-                counts,
-                outer["bounds"].shape[2],
-                inner["bounds"].shape[2],
-                num_inner,
-                apart or 1,
-                step,
-                INNER_KEYS=keys_inside,
-                OUTER=outer_rows // self.grain,
-                INNER=inner_rows // self.grain,
-                INNER_ROWS=inner_rows,
-                num_warps=4,
-            )
         q, k = self._q, self._k
-        ids = (q["ids"], k["ids"]) if self._documents else (q["firsts"], k["firsts"])  # not read
-        tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
-        visits = _Visits(tensors, self._num_masks, self._documents)
+        (outer, outer_rows), (inner, inner_rows) = ((q, blocks.q), (k, blocks.k))[:: 1 if keys_inside else -1]
+        num_blocks, num_inner_blocks = -(-len(outer.positions) // outer_rows), -(-len(inner.positions) // inner_rows)
+        shape = (self._num_masks, num_blocks, num_inner_blocks)
+        listed = torch.empty(shape, dtype=torch.int32, device=q.firsts.device)
+        counts = torch.empty((*shape[:2], 2), dtype=torch.int32, device=listed.device)
+        if num_blocks:
+            blocks_kernel[(num_blocks, self._num_masks)](
+                outer.bounds, outer.id_bounds, inner.bounds, inner.id_bounds,
+                None if apart is None else (outer.runs, inner.runs), listed, counts, outer.bounds.shape[2],
+                inner.bounds.shape[2], len(inner.positions), apart or 1, step, INNER_KEYS=keys_inside,
+                OUTER=outer_rows // self.grain, INNER=inner_rows // self.grain, INNER_ROWS=inner_rows, num_warps=4,
+            )  # fmt: skip
+        pairs = q.firsts, k.firsts, k.lasts, q.ids, k.ids, listed, counts, k.positions
         if listed.numel() <= MAX_KEPT:
-            self._visits[blocks, keys_inside, apart, step] = visits
-        return visits
-
-
-def _strides(x: Tensor | None) -> tuple[int, int]:
-    """(mask row, position) of [B or 1, S] or [S]; 0 where it is shared by the batch."""
-    if x is None:
-        return 0, 0
-    return 0 if x.ndim == 1 or len(x) == 1 else x.stride(0), x.stride(-1)
-
-
-def distances(mask: Mask) -> tuple[int, int, int, int, int]:
-    """Least distance q_pos - k_pos, least for keys of the prefix and in blocks, greatest; where prefix and keys end."""
-    reaches = mask.reaches(NONE)  # of a sequence of any length
-    if not reaches:
-        return 0, 0, 0, 0, 0
-    last = reaches[-1]
-    bounds = last.nearest, -mask.ahead, last.farthest, last.begin, last.end
-    return tuple(x if abs(x) < NONE else UNLIMITED if x > 0 else -UNLIMITED for x in bounds)  # type: ignore[return-value]
+            self._visits[blocks, keys_inside, apart, step] = pairs
+        return pairs
 
 
 TRITON = triton_kernel()

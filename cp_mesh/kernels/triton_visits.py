@@ -1,8 +1,8 @@
-"""Which pairs the attention kernels compute: a mask read at the rows of a tile, and the blocks that it leaves.
+"""Which pairs the attention kernels compute: a mask at the rows of a tile, and the blocks that it leaves.
 
 Every mask is an interval per key: key j is seen by the query positions ``firsts[j] <= p <= lasts[j]``, if the documents
-are equal. Causality, windows, a prefix, blocks, a length and key padding are all said so; a band of local indices is
-the case p = i, firsts[j] = j + lo, lasts[j] = j + hi, which needs no memory.
+are equal (`Mask.key_intervals`). A band of local indices is the case p = i, firsts[j] = j + lo, lasts[j] = j + hi,
+which needs no memory.
 
 A program owns an outer block of rows and visits inner blocks: first those of which every pair is allowed, which need no
 mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else
@@ -33,88 +33,34 @@ ALIGNED = tl.constexpr(8)
 """Positions: 16 bytes of a bias in half precision. Block copies may begin nowhere else (H200: illegal instruction)."""
 
 
-@triton.jit(
-    debug=True,  # for device_assert, which costs nothing here
-    do_not_specialize=[
-        "num_rows", "document_batch", "document_row", "padding_batch", "padding_row", "start_batch", "start_row", "lo",
-        "prefix_lo", "hi", "prefix", "length",
-    ],
-)  # fmt: skip
-def rows_kernel(
-    positions,
-    documents,
-    document_batch,
-    document_row,
-    padding,
-    padding_batch,
-    padding_row,
-    starts,
-    start_batch,
-    start_row,
-    firsts,
-    lasts,
-    ids,
-    bounds,
-    id_bounds,
-    runs,
-    num_rows,
-    lo,
-    prefix_lo,
-    hi,
-    prefix,
-    length,
-    KEYS: tl.constexpr,
-    GRAIN: tl.constexpr,
-):
-    """Read the mask at the positions of a grain of rows, and bound what was read.
+@triton.jit(debug=True, do_not_specialize=["num_rows"])  # device_assert costs nothing here
+def grains_kernel(positions, firsts, lasts, ids, bounds, id_bounds, runs, num_rows, GRAIN: tl.constexpr):
+    """Bound what the mask says of a grain of rows; of queries, firsts and lasts are both their positions.
 
-    Writes firsts, lasts (of queries, lasts is not written and firsts is the position) and ids, [mask rows, rows], and
-    bounds [4, mask rows, grains]: least first, greatest last, greatest first, least last; id_bounds: least, greatest;
-    runs [3, grains]: least and greatest position, and the step from each row to the next one, or NEVER if steps differ.
+    Writes bounds [4, mask rows, grains]: least first, greatest last, greatest first, least last; id_bounds: least,
+    greatest; runs [3, grains]: least and greatest position, and the step from each row to the next one, or NEVER if
+    steps differ.
     """
     grain, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = grain * GRAIN + tl.arange(0, GRAIN)
-    inside = rows < num_rows
-    position = tl.load(positions + rows, mask=inside, other=0)
-    tl.device_assert((position >= 0) & (position < NEVER), "positions must fit in 31 bits")
-    if mask_row == 0:
-        _write_run(runs, grain, position, tl.load(positions + rows + 1, mask=rows + 1 < num_rows, other=-1), inside)
-    first, last = position, position
-    seen = inside
-    if KEYS:
-        nearest = tl.where(position < prefix, prefix_lo, lo)
-        if starts is not None:  # of the blocks, in which keys are seen as far ahead as those of a prefix
-            start = tl.load(starts + mask_row * start_batch + position * start_row, mask=inside, other=0)
-            nearest = tl.minimum(nearest, tl.maximum(start - position, prefix_lo))
-        first = tl.maximum(position + nearest, -NEVER)
-        last = tl.minimum(position + hi, NEVER)
-        seen = inside & (position < length)
-        if padding is not None:
-            kept = padding + mask_row * padding_batch + position * padding_row
-            seen = seen & (tl.load(kept, mask=inside, other=0) != 0)
-    if documents is not None:
-        ids_dtype = ids.dtype.element_ty
-        document = documents + mask_row * document_batch + position * document_row
-        id = tl.load(document, mask=inside, other=0).to(ids_dtype)
-        if KEYS:
-            seen = seen & (id >= 0)
-    first = tl.where(seen, first, NEVER).to(tl.int32)
-    last = tl.where(seen, last, -NEVER).to(tl.int32)
-    place = mask_row * num_rows + rows
-    tl.store(firsts + place, first, mask=inside)
-    if KEYS:
-        tl.store(lasts + place, last, mask=inside)
+    inside, place = rows < num_rows, mask_row * num_rows + rows
+    first = tl.load(firsts + place, mask=inside, other=NEVER)
+    last = tl.load(lasts + place, mask=inside, other=-NEVER)
     field = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
     bounds += mask_row * tl.num_programs(0) + grain
     tl.store(bounds, tl.min(first, 0))
     tl.store(bounds + field, tl.max(last, 0))
     tl.store(bounds + 2 * field, tl.max(first, 0))
     tl.store(bounds + 3 * field, tl.min(last, 0))
-    if documents is not None:
-        tl.store(ids + place, id, mask=inside)
+    if ids is not None:
+        id, seen, greatest = tl.load(ids + place, mask=inside, other=0), first <= last, _greatest(ids.dtype.element_ty)
         id_bounds += mask_row * tl.num_programs(0) + grain
-        tl.store(id_bounds, tl.min(tl.where(seen, id, _greatest(ids_dtype)), 0))
-        tl.store(id_bounds + field, tl.max(tl.where(seen, id, -_greatest(ids_dtype) - 1), 0))
+        tl.store(id_bounds, tl.min(tl.where(seen, id, greatest), 0))
+        tl.store(id_bounds + field, tl.max(tl.where(seen, id, -greatest - 1), 0))
+    if mask_row == 0:
+        position = tl.load(positions + rows, mask=inside, other=0)
+        tl.device_assert((position >= 0) & (position < NEVER), "positions must fit in 31 bits")
+        _write_run(runs, grain, position, tl.load(positions + rows + 1, mask=rows + 1 < num_rows, other=-1), inside)
 
 
 @triton.jit
@@ -251,8 +197,8 @@ def diagonal_visits(
 ):  # fmt: skip
     """Begin and end of the blocks of queries that may see the block of keys ``diagonal`` blocks before them.
 
-    Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `rows_kernel`. With its ``runs``, some of
-    their rows must be less than ``radius`` apart too.
+    Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `grains_kernel`. With its ``runs``, some
+    of their rows must be less than ``radius`` apart too.
     """
     first = tl.maximum(diagonal, 0)
     last = tl.maximum(tl.minimum(num_q_blocks, num_k_blocks + diagonal), first)

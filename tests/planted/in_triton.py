@@ -41,14 +41,14 @@ plant("lse in natural log where powers of two are read", "triton_attention:LOG2_
 plant("a block is read a row late", "triton_tiles:load", "a band in Triton")(
     lambda load: lambda x, strides, batch, head, first, *others: load(x, strides, batch, head, first + 1, *others)
 )
-plant("window off by one in Triton", "triton_attention:distances", "documents in Triton")(
-    lambda distances: with_result(distances, lambda found: (*found[:2], found[2] - 1, *found[3:]))
+plant("window off by one in Triton", "mask:Mask.key_intervals", "documents in Triton")(
+    lambda key_intervals: with_result(key_intervals, lambda found: (found[0], found[1] - 1, found[2]))
 )
 plant("documents ignored in Triton", "triton_visits:allowed_pairs", "documents in Triton")(
     lambda allowed_pairs: lambda *given: allowed_pairs(*given[:-1], False)
 )
-plant("excluded tokens see each other in Triton", "triton_attention:_MaskRows._read", "documents in Triton")(
-    lambda read: with_arguments(read, mask=without_exclusion)
+plant("excluded tokens see each other in Triton", "mask:Mask.document_ids", "documents in Triton")(
+    lambda document_ids: lambda self, positions: document_ids(without_exclusion(self), positions)
 )
 
 
@@ -61,8 +61,8 @@ def _(mask_rows: Any) -> Any:
     return mutant
 
 
-plant("documents of the first row stand for all in Triton", "triton_attention:_strides", "documents in Triton")(
-    lambda strides: with_result(strides, lambda found: (0, found[1]))
+plant("documents of the first row stand for all in Triton", "mask:Mask.document_ids", "documents in Triton")(
+    lambda document_ids: with_result(document_ids, lambda ids: ids[:1])
 )
 plant("bounds of ids leave a document out", "triton_visits:_id_bounds", "documents in Triton")(
     lambda id_bounds: lambda *given: (id_bounds(*given)[1], id_bounds(*given)[1])

@@ -2,8 +2,7 @@
 
 Tiles are calls of two operators of PyTorch, `flex_attention` and `flex_attention_backward`. The second is given the
 lse of all keys, so partial gradients add up to the whole. What differs between tiles is data, never code: positions of
-rows, document ids, bounds of the mask, the first head and batch row. So a shape is compiled once, for all stages and
-ranks.
+rows, what the mask says of them, the first head and batch row. So a shape is compiled once, for all stages and ranks.
 
 From below: `programs` compiles and keeps, `bounds` tells how large integers become, `reads` rewrites what users wrote
 for the templates, `tiles` makes it functions of a tile, and `blocks` finds the pairs that can be skipped.

@@ -1,13 +1,12 @@
 """The functions of one tile, of local indices: users' score_mod and mask_mod, and the call's mask.
 
-What differs between tiles is data, never code: positions of rows, document ids, bounds of the mask, the first head and
-batch row.
+What differs between tiles is data, never code: positions of rows, what the mask says of them, the first head and batch
+row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex.programs import traced
 from cp_mesh.kernels.flex.reads import reads_of
 from cp_mesh.kernels.scores import Scores, name_of_captured
-from cp_mesh.kernels.triton_attention import distances
 
 TABLES = 16
 """What is kept for each tile: tables of blocks, of the last masks."""
@@ -28,77 +26,18 @@ ENDS = 10, 11
 _index = torch.ops.aten.index.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """What the functions read of a tile's rows beside captured tensors.
+def rows_of(cover: Pairs) -> tuple[Tensor, ...]:
+    """What functions read of a tile's rows, padded as q, k and v are: by the last one, again and again.
 
-    Attributes:
-        bounds: int32 [5], of `distances`.
-        positions: int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and
-            then cannot scatter at what is computed of it.
-        documents: ids [Sq] and [Sk], or [B, Sq] and [B, Sk]; empty without documents.
-        padding: uint8 [Sk] or [B, Sk], whether a key is kept; empty without padding.
-        starts: int32 [Sk] or [B, Sk], where the block of a key begins; empty without blocks.
+    Returns:
+        Positions int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and then
+        cannot scatter at what is computed of it. Then the first and last query of each key [Sk], and with documents
+        their ids [Sq] and [Sk]; [B, Sq] and [B, Sk] where batch rows differ.
     """
-
-    bounds: Tensor
-    positions: tuple[Tensor, Tensor]
-    documents: tuple[Tensor, ...]
-    padding: tuple[Tensor, ...]
-    starts: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, cover: Pairs) -> Rows:
-        """Of a tile whose rows are padded as q, k and v are: by the last one, again and again."""
-        positions = cover.q_pos.contiguous(), cover.k_pos.contiguous()
-        mask, positions = cover.mask, (padded(cover, positions[0], False, 0), padded(cover, positions[1], True, 0))
-
-        def at(x: Tensor | None, positions: Tensor) -> tuple[Tensor, ...]:
-            if x is None:
-                return ()
-            x = x.squeeze(0) if x.ndim == 2 and len(x) == 1 else x
-            return (x[..., positions].contiguous(),)
-
-        documents = at(mask.documents, positions[0]) + at(mask.documents, positions[1])
-        padding = at(None if mask.key_padding is None else mask.key_padding.view(torch.uint8), positions[1])
-        starts = at(None if mask.blocks is None else mask.starts, positions[1])
-        bounds = torch.tensor(distances(mask), dtype=torch.int32, device=positions[0].device)
-        q_pos, k_pos = (x.int().repeat(2 if len(x) == 1 else 1) for x in positions)
-        return cls(bounds, (q_pos, k_pos), documents, padding, starts)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.bounds, *self.positions, *self.documents, *self.padding, *self.starts
-
-    @property
-    def dims(self) -> tuple[tuple[int, ...], ...]:
-        """Of ids, padding and starts: which there are, and which differ between batch rows. Code depends on it."""
-        return tuple(tuple(x.ndim for x in tensors) for tensors in (self.documents, self.padding, self.starts))
-
-
-def _allowed(rows: Rows) -> Callable[..., Tensor]:
-    """`Mask.allowed` of scalars: of a batch row, local rows, their positions, and `Rows.tensors` but positions."""
-    of_documents, of_padding, of_starts = rows.dims
-
-    def allowed(b: Tensor, i: Tensor, j: Tensor, p: Tensor, t: Tensor, bounds: Tensor, *tensors: Tensor) -> Tensor:
-        nearest, nearest_of_prefix, farthest, prefix, end = (_index(bounds, [b * 0 + n]) for n in range(5))
-        left = iter(tensors)
-
-        def read(ndim: int, at: Tensor) -> Tensor:
-            return _index(next(left), [b, at] if ndim == 2 else [at])
-
-        ids = [read(ndim, at) for ndim, at in zip(of_documents, (i, j), strict=False)]
-        kept = [read(ndim, j) != 0 for ndim in of_padding]
-        least = torch.where(t < prefix, nearest_of_prefix, nearest)
-        for ndim in of_starts:  # in blocks keys are seen as far ahead as those of a prefix
-            least = torch.minimum(least, torch.maximum(read(ndim, j) - t, nearest_of_prefix))
-        distance = p - t
-        seen = (distance >= least) & (distance <= farthest) & (t < end)
-        if ids:
-            seen = seen & (ids[0] == ids[1]) & (ids[1] >= 0)
-        return seen & kept[0] if kept else seen
-
-    return allowed
+    mask, q_pos, k_pos = cover.mask, padded(cover, cover.q_pos, False, 0), padded(cover, cover.k_pos, True, 0)
+    first, last, k_ids = mask.key_intervals(k_pos)
+    positions = (x.int().repeat(2 if len(x) == 1 else 1) for x in (q_pos, k_pos))
+    return *positions, *(x.squeeze(0) for x in (first, last, mask.document_ids(q_pos), k_ids) if x is not None)
 
 
 def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
@@ -127,7 +66,7 @@ class Tile:
 
     def __init__(self, cover: Pairs, scores: Scores, dtype: torch.dtype, computed: bool = True) -> None:
         self.scores, self._dtype = scores, dtype
-        self.rows = kept_of(cover, ("rows",), lambda: Rows.of(cover))
+        self.rows = kept_of(cover, ("rows",), lambda: rows_of(cover))
         device = cover.q_pos.device
         ends = len(cover.q_pos), len(cover.k_pos)
         steps = [(x or Steps(0, 0, 0, 0)) for x in cover.steps]
@@ -143,13 +82,13 @@ class Tile:
         self.reads = () if self._score is None else self._score.reads
         of_score = () if self._score is None else self._score.of_captured(scores.captured[:num])
         of_mask = () if self._mask is None else self._mask.of_captured(scores.captured[num:])
-        self.of_score = self._numbers, *self.rows.positions, *of_score
-        self.of_mask = self._numbers, *self.rows.tensors, *of_mask
+        self.of_score = self._numbers, *self.rows[:2], *of_score
+        self.of_mask = self._numbers, *self.rows, *of_mask
         self.wanted = tuple(name_of_captured(read.source) in scores.wanted for read in self.reads)
         codes = tuple(
             x and (x.handle, reads and reads.key) for x, reads in zip(functions, (self._score, self._mask), strict=True)
         )
-        self.key = codes, self.rows.dims, self.wanted, self._stepped, self._is_padded
+        self.key = codes, len(self.rows), self.wanted, self._stepped, self._is_padded
         self.cover = cover
 
     def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
@@ -160,14 +99,19 @@ class Tile:
         return self._score.graph(score, *self._globals(b, h, i, j, *tensors[:3]), *reads).to(self._dtype)
 
     def mask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
-        numbers, bounds, q_pos, k_pos = tensors[:4]
-        num = 1 + len(self.rows.tensors)
+        numbers, q_pos, k_pos, first, last, *ids = tensors[: 1 + len(self.rows)]
         indices = self._globals(b, h, i, j, numbers, q_pos, k_pos)
-        seen = _allowed(self.rows)(b, i, j, *indices[2:], bounds, *tensors[4:num])
+
+        def read(x: Tensor, row: Tensor) -> Tensor:
+            return _index(x, [b, row] if x.ndim == 2 else [row])
+
+        seen = (indices[2] >= read(first, j)) & (indices[2] <= read(last, j))
+        if ids:
+            seen = seen & (read(ids[0], i) == read(ids[1], j))
         if self._is_padded:
             of_q, of_k = (_index(numbers, [b * 0 + n]) for n in ENDS)
             seen = seen & (i < of_q) & (j < of_k)
-        return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[num:])
+        return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[1 + len(self.rows) :])
 
     def _globals(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, numbers: Tensor, *positions: Tensor
