@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from checks import lies_as
 from dense import dense_attention, dense_mask, make_qkv
-from inside import Options, Tensors, room
+from inside import AttentionSpec, Tensors, room
 from model import Core
 from ranks import mesh
 from torch import Tensor
@@ -46,7 +46,7 @@ def tail(seq_dim: int, **options: Any) -> tuple:
     """The op's arguments after its tensors."""
     group = mesh((dist.get_world_size(),), ("cp",)).get_group().group_name
     defaults = {"layout": "zigzag", "mask": "1,,,0,", "scale": 1 / math.sqrt(D), "differentiable_lse": True}
-    return [], S, seq_dim, group, Options(**defaults | options).spec()
+    return [], S, seq_dim, group, AttentionSpec(**defaults | options).text()
 
 
 def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:

@@ -21,20 +21,16 @@ from torch.distributed.tensor.placement_types import Placement
 from cp_mesh.call.formats import FORMATS, Format
 from cp_mesh.call.spec import GRADED, check_dense
 from cp_mesh.comm.groups import flat, is_cp_axis, names_of_axes
-from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.errors import UnsupportedError, as_int, refuse, written
 from cp_mesh.geometry.layouts import Layout, chunk_bounds
+from cp_mesh.geometry.mask import TENSORS
 from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.kernels.scores import TERMS, Dim
 
 _OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "rows"}  # parts of q, as terms call them
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
-_WHOLE = (
-    "documents",
-    "key_padding",
-    "blocks",
-    "layout_index",
-)  # tensors of the whole sequence, on the host or the device
+_WHOLE = (*TENSORS, "layout_index")  # tensors of the whole sequence, on the host or the device
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
@@ -62,6 +58,8 @@ def find_cp_axis(
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1 and not is_cp_axis(mesh):
         got = f"{mesh.ndim} axes, {mesh.mesh_dim_names}"
         refuse("mesh", f"{ONE_AXIS}, or {TWO_AXES}", got, 'pass one axis, mesh["cp"]', UnsupportedError)
+    if seq_dim is not None and type(seq_dim) is not int:
+        seq_dim = as_int(seq_dim)
     if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
         known = "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]"
         refuse("seq_dim", known, seq_dim, "seq_dim=2 is SDPA's format")

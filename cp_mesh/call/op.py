@@ -7,7 +7,7 @@ selective-checkpoint policy so that recompute does not replay the ring.
 Tensors are in the caller's format, told by ``seq_dim`` (`formats.py`). out and the gradients are dense, contiguous or
 in memory as q, k and v are (``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask
 for contiguous ones: their shards may lie in another order than their spec says. What follows q, k and v is a
-`spec.Call`. With `Options.keeps` the forward returns three more tensors, which have elements if its method keeps
+`spec.Call`. With `AttentionSpec.keeps` the forward returns three more tensors, which have elements if its method keeps
 something for the backward: that is given these in place of q, k, v, out and lse. They are results, so that policies of
 checkpointing and compiled code see them. Of the tensors of the scores, and of those that its functions read (captured),
 the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
@@ -285,7 +285,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     require_sharded((q, k, v), call.seq_dim, call.group_name)
     rows = call.format.rows()
-    # DTensors keep nothing (`Options.keeps`)
+    # DTensors keep nothing (`AttentionSpec.keeps`)
     nothing = [Replicate()] * 3
     return [([x, lse, *nothing], [x, x, x, *_placed(call.tensors, part), *[None] * 5]) for part, x, lse in rows]
 
