@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.call.formats import FORMATS, Format
-from cp_mesh.call.spec import GRADED, check_dense
+from cp_mesh.call.spec import GRADED, check_dense, check_tensors
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import flat, is_cp_axis, names_of_axes
 from cp_mesh.errors import UnsupportedError, as_int, refuse, written
+from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout, chunk_bounds
 from cp_mesh.geometry.mask import TENSORS
 from cp_mesh.kernels.combine import dense_strides
@@ -31,6 +33,7 @@ _OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "ro
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
 _WHOLE = (*TENSORS, "layout_index")  # tensors of the whole sequence, on the host or the device
+MOST_KINDS = 256
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
@@ -88,13 +91,14 @@ def find_cp_axis(
     if len(axes) > 1 and mesh is None:
         expected, hint = "the sequence sharded on one axis", 'pass both, mesh=mesh["cp_ring", "cp_ulysses"], or flatten'
         refuse("query's placements", expected, placements, hint, UnsupportedError)
-    for placement in {placements[axis] for axis in axes} - {Shard(2)} if seq_dim is None else ():
-        hint = UNSHARDED
-        if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
-            hint = f"pass seq_dim={placement.dim} if it is {FORMATS[placement.dim].name}; "
-            hint += "the cp axis shards the sequence, not heads or batch"
-        expected = f"Shard(2), the sequence of {FORMATS[2].name}"
-        refuse("query's placement on the cp axis", expected, placement, hint)
+    for axis in axes if seq_dim is None else ():
+        if (placement := placements[axis]) != Shard(2):
+            hint = UNSHARDED
+            if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
+                hint = f"pass seq_dim={placement.dim} if it is {FORMATS[placement.dim].name}; "
+                hint += "the cp axis shards the sequence, not heads or batch"
+            expected = f"Shard(2), the sequence of {FORMATS[2].name}"
+            refuse("query's placement on the cp axis", expected, placement, hint)
     group = whole.get_group(axes[0]) if mesh is None or len(axes) == 1 else _group_of(mesh)
     return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, tuple(axes))
 
@@ -237,6 +241,31 @@ def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Forma
         got = f"{written(x.placements)} on {written(x.device_mesh)}"
         hint = "redistribute it, or pass this rank's part, to_local()"
         refuse(f"{name}'s placements", expected, got, hint)
+
+
+class _Checked(set[Any]):
+    """What `check_dtensors` found right. No mesh, which holds its groups: they would never go."""
+
+
+def check_dtensors(query: DTensor, key: DTensor, value: DTensor, axis: CPAxis, layout: Layout) -> None:
+    """Refuse q, k and v that do not fit one another, their mesh or the layout; looked at once for each kind."""
+    mesh, form, eager = query.device_mesh, FORMATS[axis.seq_dim], not torch.compiler.is_compiling()
+    if eager:
+        checked, index = state_of(axis.group, _Checked), layout.tensor
+        kind = (
+            axis.mesh_dims, axis.seq_dim, mesh.shape, mesh.mesh_dim_names, key.device_mesh == mesh == value.device_mesh,
+            layout.spec(), None if index is None else Content.of(index), query.placements, query.shape, query.dtype,
+            key.placements, key.shape, key.dtype, value.placements, value.shape, value.dtype,
+        )  # fmt: skip
+        if kind in checked:
+            return
+    check_tensors(*form.to_bhsd(query, key, value))
+    check_placements(query, key, value, axis.mesh_dims, form)
+    check_chunks(query.shape[axis.seq_dim], [mesh.size(dim) for dim in axis.mesh_dims], layout)
+    if eager:
+        if len(checked) >= MOST_KINDS:
+            checked.clear()
+        checked.add(kind)
 
 
 def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequence[int], form: Format) -> None:

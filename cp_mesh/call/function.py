@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import FakeTensor
+from cp_mesh._torch import FakeTensor, local_tensor
 from cp_mesh.call.captures import place_captured
 from cp_mesh.call.dtensor import (
     CPAxis,
-    check_chunks,
-    check_placements,
+    check_dtensors,
     check_score_placements,
     find_cp_axis,
     first_index,
@@ -45,7 +44,7 @@ from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.kernels.scores import ADDED, TERMS
 from cp_mesh.sequence.rows import Rows, check_marks
 
-_PLAIN = {Tensor, torch.nn.Parameter}
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attention(
@@ -245,6 +244,8 @@ def _make_call(
     """
     form, compiling = FORMATS[axis.seq_dim], torch.compiler.is_compiling()
     check_format(query, key, value, form)
+    if compiling and not isinstance(query, DTensor):  # in others the op sees them whole
+        check_tensors(*form.to_bhsd(query, key, value))
     graded, terms = query.requires_grad or key.requires_grad or value.requires_grad, []
     for name in TERMS:
         terms.append(x := others.pop(name, None))
@@ -266,8 +267,7 @@ def _make_call(
     tensors = Tensors.of(mask, layout, *terms, seed_tensor(dropout_seed, query.device) if spec.dropout_p else None)
     length = query.shape[axis.seq_dim]
     if isinstance(query, DTensor):
-        check_placements(query, key, value, axis.mesh_dims, form)
-        check_chunks(length, [query.device_mesh.size(dim) for dim in axis.mesh_dims], layout)
+        check_dtensors(query, key, value, axis, layout)  # type: ignore[arg-type]
         if seq_len not in (None, length):
             refuse("seq_len", f"{length}, the DTensors' length", seq_len, "leave it out")
         seq_len = length
@@ -285,16 +285,14 @@ def _make_call(
     if not compiling:
         held = Rows(spec.layout, seq_len, axis.group.group_name)
         check_marks({"query": query, "key": key, "value": value}, held, axis.seq_dim, axis.group)
-        if given or not {*map(type, (query, key, value))} <= _PLAIN:
+        if given or type(local_tensor(query) if isinstance(query, DTensor) else query) not in _PLAIN:
             _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
 
 
 def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:
     """Refuse tensors without content as the op does when it plans: of these its fake runs, which refuses nothing."""
-    if isinstance(every[0], DTensor):
-        with torch.no_grad():
-            every = [x.to_local() if isinstance(x, DTensor) else x for x in every]
+    every = [local_tensor(x) if isinstance(x, DTensor) else x for x in every]
     for x in every:
         if isinstance(x, FakeTensor) or (x is not None and x.is_meta):
             break
@@ -316,5 +314,3 @@ def check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> Non
     if query.shape[-1] == 0:
         hint = "queries and keys need at least one feature"
         refuse("query", "a head dim of 1 or more", tuple(query.shape), hint)
-    if torch.compiler.is_compiling() or isinstance(query, DTensor):  # of others the op sees them whole
-        check_tensors(*form.to_bhsd(query, key, value))

@@ -136,7 +136,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
-        keys, ctx.plan = keys & KEYS_BELOW_AUTOGRAD, None
+        ctx.keys, ctx.plan = keys, None
+        keys &= KEYS_BELOW_AUTOGRAD
         if keys.highestPriorityTypeId() in _DEVICES:  # nobody sees the op: its backward may have the plan
             with below_autograd():
                 (out, lse, kept, *of_heads), ctx.plan = _passes().forward_and_plan(*inputs)
@@ -178,7 +179,7 @@ class _Attention(torch.autograd.Function):
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
         group = resolve_group(ctx.others[2])
         with backward_of(ctx.forward) if ctx.forward or checking(group) else nullcontext():
-            dq, dk, dv, *grads, flat = _call_backward(given, ctx.plan)
+            dq, dk, dv, *grads, flat = _call_backward(ctx.keys, given, ctx.plan)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
@@ -189,10 +190,15 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv, *of_tensors.values(), None, *[None] * len(ctx.others), *shares
 
 
-def _call_backward(given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
-    """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
-    if is_seen((*given, *given[8 + NUM_TENSORS])):
+def _call_backward(keys: DispatchKeySet, given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
+    """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time.
+
+    ``keys`` are the forward's. DTensors alone see what is below autograd.
+    """
+    if is_seen(() if isinstance(given[1], DTensor) else (*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
+    if isinstance(given[1], DTensor):
+        return _below_autograd(attention_backward_op, keys, given)
     with below_autograd():
         results: tuple[Tensor, ...] = _passes().backward(*given, plan=plan)
         return results
@@ -229,7 +235,7 @@ def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[An
     if inputs[end]:
         hint = "pass local tensors, to_local(), which cp_mesh.flex_attention does by itself"
         refuse(str(op), "no captured tensors beside DTensors", len(inputs[end]), hint, UnsupportedError)
-    if all(x is None or isinstance(x, DTensor) for x in tensors):
+    if {*map(type, tensors)} <= {DTensor, type(None)}:
         return op.redispatch(keys, *inputs)
     placed = place_beside(tensors._asdict(), inputs[0], form)
     # It would be turned off at the end for a caller who turned it on.
