@@ -293,23 +293,16 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequen
         elif not isinstance(placement, Replicate) and form.part(placement) == "whole":
             hint = "redistribute it first" if isinstance(placement, Partial) else "shard heads or batch instead"
             refuse(here, "Shard of heads or batch, or Replicate", placement, hint, UnsupportedError)
-    sizes = {"query heads": query.shape[head_dim], "kv heads": key.shape[head_dim]}
-    hint = f"shard heads over axes whose sizes together divide {sizes['query heads']} and {sizes['kv heads']}"
-    _check_divides(query, head_dim, sizes, hint)
+    heads, kv_heads = query.shape[head_dim], key.shape[head_dim]
+    hint = f"shard heads over axes whose sizes together divide {heads} and {kv_heads}"
+    sizes = [("query heads", head_dim, heads, hint), ("kv heads", head_dim, kv_heads, hint)]
     if batch_dim is not None:
-        _check_divides(query, batch_dim, {"batch": query.shape[batch_dim]}, "pad or regroup the batch")
-
-
-def _check_divides(query: DTensor, dim: int, sizes: Mapping[str, int], hint: str) -> None:
-    """Refuse sizes of a dim that the axes sharding it do not divide together: its shards would be unequal."""
-    mesh = query.device_mesh
-    names = mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]
-    axes = [i for i, placement in enumerate(query.placements) if placement == Shard(dim)]
-    parts = num_shards(mesh, query.placements, dim)
-    for what, size in sizes.items():
-        if size % parts:
-            of = f"axis {names[axes[0]]!r}" if len(axes) == 1 else f"axes {' x '.join(repr(names[i]) for i in axes)}"
-            refuse(what, f"a multiple of {parts}, the size of {of}", size, hint)
+        sizes.append(("batch", batch_dim, query.shape[batch_dim], "pad or regroup the batch"))
+    for what, dim, size, hint in sizes:
+        if size % (parts := num_shards(mesh, placements, dim)):  # shards would be unequal
+            axes = [repr(names[i]) for i, placement in enumerate(placements) if placement == Shard(dim)]
+            expected = f"a multiple of {parts}, the size of {'axis' if len(axes) == 1 else 'axes'} {' x '.join(axes)}"
+            refuse(what, expected, size, hint)
 
 
 def num_shards(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> int:

@@ -242,9 +242,9 @@ def _make_call(
         sources: of a group's name, layout and length, which sources mask_mod shows to whom, if that is known.
         others: the tensors of `TERMS`, and what `settle` takes.
     """
-    form, compiling = FORMATS[axis.seq_dim], torch.compiler.is_compiling()
+    form, compiling, is_local = FORMATS[axis.seq_dim], torch.compiler.is_compiling(), not isinstance(query, DTensor)
     check_format(query, key, value, form)
-    if compiling and not isinstance(query, DTensor):  # in others the op sees them whole
+    if compiling and is_local:  # else the op sees them whole
         check_tensors(*form.to_bhsd(query, key, value))
     graded, terms = query.requires_grad or key.requires_grad or value.requires_grad, []
     for name in TERMS:
@@ -252,7 +252,6 @@ def _make_call(
         graded = graded or (name in ADDED and isinstance(x, Tensor) and x.requires_grad)
     for x in captured:
         graded = graded or x.requires_grad
-    is_local = not isinstance(query, DTensor)
     spec = settle(layout, mask, graded=graded and torch.is_grad_enabled(), as_inputs=is_local, **others)
     if dropout_seed is not None or type(seq_len) not in (int, type(None)):
         seq_len = as_int(seq_len)
@@ -285,7 +284,7 @@ def _make_call(
     if not compiling:
         held = Rows(spec.layout, seq_len, axis.group.group_name)
         check_marks({"query": query, "key": key, "value": value}, held, axis.seq_dim, axis.group)
-        if given or type(local_tensor(query) if isinstance(query, DTensor) else query) not in _PLAIN:
+        if given or type(query if is_local else local_tensor(query)) not in _PLAIN:
             _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
 
@@ -293,10 +292,7 @@ def _make_call(
 def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:
     """Refuse tensors without content as the op does when it plans: of these its fake runs, which refuses nothing."""
     every = [local_tensor(x) if isinstance(x, DTensor) else x for x in every]
-    for x in every:
-        if isinstance(x, FakeTensor) or (x is not None and x.is_meta):
-            break
-    else:
+    if not any(isinstance(x, FakeTensor) or (x is not None and x.is_meta) for x in every):
         return
     tensors = Tensors(*every[3:])
     if any(isinstance(x, FakeTensor) for x in every[3 : 3 + len(TENSORS)]):  # no content to plan by

@@ -193,11 +193,12 @@ class _Attention(torch.autograd.Function):
 def _call_backward(keys: DispatchKeySet, given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
     """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time.
 
-    ``keys`` are the forward's. DTensors alone see what is below autograd.
+    ``keys`` are the forward's. DTensors see what is below autograd.
     """
-    if is_seen(() if isinstance(given[1], DTensor) else (*given, *given[8 + NUM_TENSORS])):
+    of_dtensors = isinstance(given[1], DTensor)
+    if is_seen(() if of_dtensors else (*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
-    if isinstance(given[1], DTensor):
+    if of_dtensors:
         return _below_autograd(attention_backward_op, keys, given)
     with below_autograd():
         results: tuple[Tensor, ...] = _passes().backward(*given, plan=plan)

@@ -19,7 +19,6 @@ from cp_mesh._torch import forward_level, in_transform, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
-from cp_mesh.call.spec import check_tensors
 from cp_mesh.comm.agreement import announce_refusal
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.flex.block_mask import read_mask
@@ -110,8 +109,6 @@ def flex_attention(
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         form = FORMATS[axis.seq_dim]
         check_format(query, key, value, form)
-        if isinstance(query, DTensor):
-            check_tensors(*form.to_bhsd(query, key, value))
         num_heads, num_kv_heads = (x.shape[form.dims["heads"]] for x in (query, key))
         if num_heads != num_kv_heads and not enable_gqa:
             got = f"{num_heads} and {num_kv_heads}"
@@ -178,9 +175,6 @@ class Functions:
 
     def keywords(self) -> dict[str, Any]:
         """What `attend` is told of them."""
-        return {
-            "score_mod": "" if self.score_mod is None else self.score_mod.handle,
-            "mask_mod": "" if self.mask_mod is None else self.mask_mod.handle,
-            "captured": (*self.of_score, *self.of_mask),
-            "sources": None if self.sources is None else self.sources.of_call,
-        }
+        score_mod, mask_mod = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))
+        sources, read = self.sources and self.sources.of_call, (*self.of_score, *self.of_mask)
+        return {"score_mod": score_mod, "mask_mod": mask_mod, "captured": read, "sources": sources}

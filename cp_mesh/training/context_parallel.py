@@ -274,7 +274,7 @@ class ContextParallel(ParallelStyle):
             announce(self.sequence, error)
             raise
         tensors = query, key, value
-        given = self._keywords(call, scale, dropout_p=dropout_p)
+        given = self._keywords(call, scale) | {"dropout_p": dropout_p}
         if not _over_others(query, self.sequence.mesh):
             return cast(Tensor, attend(*tensors, **given | dict(call.scores)))
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
@@ -312,7 +312,7 @@ class ContextParallel(ParallelStyle):
         """
         form = FORMATS[2]
         return_lse = return_lse or getattr(return_aux, "lse", False)
-        given = self._keywords(call, scale, return_lse=return_lse)
+        given = self._keywords(call, scale) | {"return_lse": return_lse}
         try:
             if kernel_options:
                 hint = "leave it out: cp_mesh chooses its kernel by ContextParallel(kernel=)"
@@ -347,7 +347,7 @@ class ContextParallel(ParallelStyle):
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
         return wrap_results(out, lse, query, form)
 
-    def _keywords(self, call: _Call, scale: float | None, **others: Any) -> dict[str, Any]:
+    def _keywords(self, call: _Call, scale: float | None) -> dict[str, Any]:
         """What `attend` is told."""
         return dict(
             mesh=self.sequence.mesh,
@@ -358,7 +358,6 @@ class ContextParallel(ParallelStyle):
             scale=scale,
             of_root=self.sequence.length is None,
             **self.options,
-            **others,
         )
 
     def _check_call(
