@@ -370,8 +370,7 @@ class ContextParallel(ParallelStyle):
         is_causal: bool,
         enable_gqa: bool,
     ) -> None:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            check_dense(**{name: x})
+        check_dense(query=query, key=key, value=value)
         if _over_others(query, self.sequence.mesh):
             check_placements(query, key, value, (), FORMATS[2])
             check_score_placements(call.scores, query, FORMATS[2])
