@@ -202,11 +202,13 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
         ("scale", _is_positive, "a positive number or None",
          "multiply q by a learned or negative scale instead, and take that of a tensor on a GPU by item()"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
-        *((name, _is_count, "a positive int or None", "None is automatic") for name in _COUNTS),
+        *((name, lambda x: x is None or (type(x) is int and x > 0), "a positive int or None", "None is automatic")
+          for name in _COUNTS),
         ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
          "None follows torch.use_deterministic_algorithms"),
         ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
-        *((name, _is_name, "a name", f"{name}='auto' works") for name in ("method", "kernel", "transport")),
+        *((name, lambda x: isinstance(x, str), "a name", f"{name}='auto' works")
+          for name in ("method", "kernel", "transport")),
         ("dropout_p", lambda x: _is_number(x) and 0 <= x < 1, "a probability in [0, 1)", "dropout_p=0.0 drops nothing"),
         ("dropout_seed", lambda x: x is None or isinstance(x, Tensor) or _is_int(x), "an int or an int64 tensor",
          "round it first"),
@@ -243,14 +245,6 @@ def _is_number(x: object) -> bool:
 
 def _is_positive(x: object) -> bool:
     return x is None or (_is_number(x) and 0 < x < math.inf)  # type: ignore[operator]
-
-
-def _is_count(x: object) -> bool:
-    return x is None or (type(x) is int and x > 0)
-
-
-def _is_name(x: object) -> bool:
-    return isinstance(x, str)
 
 
 def _is_int(x: object) -> bool:
