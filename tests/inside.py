@@ -26,7 +26,7 @@ SOURCES = str(Path(cp_mesh.__file__).parent)
 NAMES: dict[str, tuple[str, ...]] = {
     "_aliases": ("ALIASES",),
     "block_table": ("block_table", "pieces_of"),
-    "spec": ("NUM_TENSORS", "Operand", "Options", "Tensors", "make_scores"),
+    "spec": ("NUM_TENSORS", "Operand", "AttentionSpec", "Tensors", "make_scores"),
     "combine": ("make_delta",),
     "time": ("H200", "KernelRate", "Machine", "legs_of", "staged_costs", "ulysses_costs"),
     "decode": ("UNUSED", "without_unused"),

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from checks import report
 from inside import (
     KERNELS,
+    AttentionSpec,
     BackwardTile,
     Capability,
     ExtraMemory,
-    Options,
     Plan,
     Tensors,
     inner,
@@ -159,7 +159,7 @@ def off_by(rank: int, cases: Sequence[Case], folder: str, transport: str) -> lis
         inputs = [torch.zeros(1, n, case.local, 16, dtype=torch.bfloat16) for n in (*case.heads, case.heads[1])]
         inputs.append(torch.zeros_like(inputs[0]))
         degrees = {"hybrid": {"ulysses_degree": case.degree}, "double_ring": {"inner_ring_size": case.degree}}
-        options = Options(
+        options = AttentionSpec(
             layout.spec(), Mask(causal=case.causal).spec(), 1.0, kernel="stand_in", method=case.method,
             head_chunks=case.head_chunks, keeps=True, **degrees.get(case.method, {}),
         )  # fmt: skip
@@ -246,7 +246,7 @@ def copied(rank: int, layout: str, transport: str, folder: str) -> int:
     size = dist.get_world_size()
     group = mesh((size,), ("cp",)).get_group()
     inputs = [torch.zeros(1, n, 128, 16, dtype=torch.bfloat16) for n in (8, 4, 4, 8)]
-    options = Options(LAYOUTS[layout].spec(), Mask().spec(), 1.0, kernel="stand_in", method="ulysses", keeps=True)
+    options = AttentionSpec(LAYOUTS[layout].spec(), Mask().spec(), 1.0, kernel="stand_in", method="ulysses", keeps=True)
     doubled = nothing() if transport == "functional" else double(group, tempfile.mkdtemp(dir=folder))
     with allocating_alone(), doubled:
         plan = make_plan(*inputs[:3], Tensors(), 128 * size, group, options)
@@ -301,7 +301,7 @@ def launched(rank: int, keeps: bool, folder: str) -> list[tuple[tuple[int, int],
         layout = LAYOUTS.get(case.layout) or Permuted(torch.randperm(case.local * size, generator=torch.Generator()))
         inputs = [torch.zeros(1, n, case.local, 16, dtype=torch.bfloat16) for n in (*case.heads, case.heads[1])]
         inputs.append(torch.zeros_like(inputs[0]))
-        options = Options(
+        options = AttentionSpec(
             layout.spec(), Mask().spec(), 1.0, kernel="stand_in", method=case.method, keeps=keeps,
             ulysses_degree=case.degree,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from checks import forget_plans
-from inside import H200, Operand, Options, Tensors, inner, path_of, read_machine, room, write_machine
+from inside import H200, AttentionSpec, Operand, Tensors, inner, path_of, read_machine, room, write_machine
 from ranks import mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -36,7 +36,7 @@ def chosen(heads: str, rows: int, cp_size: int = 8, **options: Any) -> str:
     given = {name: options.pop(name, x) for name, x in {"tensors": Tensors(), "scored": False, "num_hosts": 1}.items()}
     device, dtype, batch = options.pop("device", GPU), options.pop("dtype", torch.bfloat16), options.pop("batch", 1)
     q, k = (Operand(torch.Size((batch, n, rows + 7, 128)), dtype, device) for n in (num_heads, kv_heads))
-    asked = Options(**{"layout": "zigzag", "mask": Mask().spec(), "scale": 1.0} | options)
+    asked = AttentionSpec(**{"layout": "zigzag", "mask": Mask().spec(), "scale": 1.0} | options)
     return str(choose(q, k, seq_len=rows * cp_size, cp_size=cp_size, options=asked, **given).method)
 
 
@@ -100,7 +100,7 @@ def test_a_trace_can_ask() -> None:
 
     def method(q: torch.Tensor) -> torch.Tensor:
         operand, rows = Operand(q.shape, torch.bfloat16, GPU), q.shape[2]
-        asked = Options("zigzag", Mask().spec(), 1.0)
+        asked = AttentionSpec("zigzag", Mask().spec(), 1.0)
         taken = choose(operand, operand, (), False, 8 * rows, 8, 1, asked).method
         return q + ("ring", "all_gather", "ulysses").index(taken)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
-from inside import NUM_TENSORS, Options, attention_op, room
+from inside import NUM_TENSORS, AttentionSpec, attention_op, room
 from model import Core, Model, batch, tensor_parallel_plan
 from ranks import Pool, mesh, num_collectives
 from torch import Tensor, nn
@@ -594,7 +594,7 @@ def breaks_around_a_skipped_call(rank: int) -> list[str]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     q, k, v, _ = (x.requires_grad_() for x in make_qkv(B, H, K, S, D))
-    arguments = S, 2, mesh((1,), ("cp",)).get_group().group_name, Options("zigzag", Mask().spec(), 0.3).spec()
+    arguments = S, 2, mesh((1,), ("cp",)).get_group().group_name, AttentionSpec("zigzag", Mask().spec(), 0.3).text()
 
     @torch.compiler.disable(recursive=False)
     def skipped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from checks import TOLERANCE, report, to_format
 from covering import Row, covering_array
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, Use, dense, integers, numbers
-from inside import NUM_TENSORS, Options, inner, room, trace
+from inside import NUM_TENSORS, AttentionSpec, inner, room, trace
 from ranks import mesh, num_collectives
 from recording import recording
 from torch import Tensor
@@ -496,8 +496,8 @@ def by_op(rank: int) -> None:
     score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + bias[i] * bias[j], q)
     mask_mod, of_mask = trace("mask_mod", lambda b, h, i, j: ids[i] == ids[j], q)
     handles = {"score_mod": score_mod.handle, "mask_mod": mask_mod.handle}
-    options = Options("zigzag", Mask(causal=False).spec(), 0.3, differentiable_lse=True, **handles)
-    tail = (*[None] * NUM_TENSORS, [*captured, *of_mask], S, 2, dist.group.WORLD.group_name, options.spec())
+    options = AttentionSpec("zigzag", Mask(causal=False).spec(), 0.3, differentiable_lse=True, **handles)
+    tail = (*[None] * NUM_TENSORS, [*captured, *of_mask], S, 2, dist.group.WORLD.group_name, options.text())
     torch.library.opcheck(ops.attention_op, (q.requires_grad_(), k, v, *tail))
     q = q.detach()
     tail = (*tail[:NUM_TENSORS], [x.detach() for x in (*captured, *of_mask)], *tail[NUM_TENSORS + 1 :])

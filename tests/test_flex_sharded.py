@@ -14,7 +14,7 @@ from cases import LAYOUTS, gap
 from checks import TOLERANCE, report
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, dense, integers, numbers
-from inside import NUM_TENSORS, Options, room, trace
+from inside import NUM_TENSORS, AttentionSpec, room, trace
 from ranks import mesh, num_collectives
 from recording import recording
 from test_flex import HEADS, METHODS, options_of
@@ -391,8 +391,8 @@ def by_op(rank: int) -> None:
     q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, 4, 2, S, D))
     bias = numbers(S)
     score_mod, _ = trace("score_mod", lambda s, b, h, i, j: s + bias[i] * bias[j], q)
-    options = Options("zigzag", Mask(causal=False).spec(), 0.3, score_mod=score_mod.handle, captured_cuts="0:0@")
-    tail = (*[None] * NUM_TENSORS, [bias[rows]], S, 2, dist.group.WORLD.group_name, options.spec())
+    options = AttentionSpec("zigzag", Mask(causal=False).spec(), 0.3, score_mod=score_mod.handle, captured_cuts="0:0@")
+    tail = (*[None] * NUM_TENSORS, [bias[rows]], S, 2, dist.group.WORLD.group_name, options.text())
     out, lse, *_ = ops.attention_op(q, k, v, *tail)
     checked = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
     given = dout, q, k, v, out, lse, None, None, *tail, "captured.0"

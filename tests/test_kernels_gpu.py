@@ -9,7 +9,7 @@ import torch
 from inside import (
     KERNELS,
     METHODS,
-    Options,
+    AttentionSpec,
     Plan,
     Scores,
     StageSettings,
@@ -38,7 +38,7 @@ def play_ring(
 ) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of the whole sequence, in original order; then those gradients that scores want."""
     seq_len, dtype = q.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32
-    options = Options(layout.spec(), mask.spec(), q.shape[3] ** -0.5)
+    options = AttentionSpec(layout.spec(), mask.spec(), q.shape[3] ** -0.5)
     scores = make_scores(options, Tensors(), q.dtype) if scores is None else scores
     of_scores = ScoreGradients.zeros(scores, dtype)
     rows = [layout.positions(seq_len, cp_size, rank).to(q.device) for rank in range(cp_size)]

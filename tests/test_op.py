@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from checks import lies_as
 from dense import dense_attention, dense_mask, make_qkv
-from inside import Options, Tensors, room
+from inside import AttentionSpec, Tensors, room
 from model import Core
 from ranks import mesh
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +46,7 @@ def tail(seq_dim: int, **options: Any) -> tuple:
     """The op's arguments after its tensors."""
     group = mesh((dist.get_world_size(),), ("cp",)).get_group().group_name
     defaults = {"layout": "zigzag", "mask": "1,,,0,", "scale": 1 / math.sqrt(D), "differentiable_lse": True}
-    return [], S, seq_dim, group, Options(**defaults | options).spec()
+    return [], S, seq_dim, group, AttentionSpec(**defaults | options).text()
 
 
 def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:
@@ -261,6 +261,37 @@ def test_dtensors_are_dispatched_and_planned_once(pool: Any, implicit: bool) -> 
             # a mode sees the op before and after DTensor takes its arguments apart
             assert calls[0] == seen[0] and seen[1] in calls and num_plans == 1, calls
             assert whole or not any(on_dtensors for _, on_dtensors in calls)
+
+
+def looked_at(rank: int) -> None:
+    """DTensors of one kind after another: right ones, then such as differ from them in one thing."""
+    axis, length = mesh((2, 1), ("cp", "tp")), 15
+    rows = Contiguous().positions(length, 2, rank)
+    q, k, v = (x[:, :, rows] for x in make_qkv(B, H, K, length, D)[:3])
+
+    def call(layout: cp_mesh.Layout, on_tp: Any, *tensors: Tensor) -> None:
+        whole = [x.new_empty(*x.shape[:2], length, x.shape[3]) for x in tensors]
+        placed = [
+            DTensor.from_local(x, axis, [Shard(2), on_tp], run_check=False, shape=like.shape, stride=like.stride())
+            for x, like in zip(tensors, whole, strict=True)
+        ]
+        attention(*placed, mesh=axis["cp"], layout=layout)
+
+    for _ in range(2):
+        call(Contiguous(), Replicate(), q, k, v)
+        for wrong, says in {
+            (Contiguous(), Partial(), q, k, v): "placement on mesh axis 'tp'",
+            (ZigZag(), Replicate(), q, k, v): "torch.chunk shards",
+            (Contiguous(), Replicate(), q, k.float(), v): "one dtype",
+            (Contiguous(), Replicate(), q, k[:, :1], v): "equal heads",
+            (Contiguous(), Replicate(), q[:, :3], k, v): "a multiple of kv heads",
+        }.items():
+            with pytest.raises((ValueError, NotImplementedError), match=says):
+                call(*wrong)
+
+
+def test_dtensors_of_each_kind_are_looked_at(pool: Any) -> None:
+    pool(2).run(looked_at)
 
 
 def by_group(rank: int, compiled: bool) -> None:

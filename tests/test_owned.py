@@ -15,8 +15,7 @@ from torch import Tensor
 
 from cp_mesh import Balanced, Mask, Permuted, ZigZag, balance
 
-Asked, make_options = inner("call.function", "Asked", "make_options")
-FORMATS = inner("formats", "FORMATS")
+settle = inner("spec", "settle")
 Content, is_owned, read_once = inner("host_tensors", "Content", "is_owned", "read_once")
 
 IDS = torch.arange(24) // 7
@@ -26,11 +25,9 @@ def rows(mask: Mask) -> list[Any]:
     return [make_schedule(ZigZag(), mask, 24, 2, rank, True).fetch for rank in range(2)]
 
 
-def test_options_that_are_kept_hold_no_mask() -> None:
-    q, mask = torch.zeros(1, 2, 8, 4), Mask(documents=IDS)
-    first = make_options(q, q, q, Asked(mask=mask), FORMATS[2])
-    again = make_options(q, q, q, Asked(mask=Mask(documents=IDS)), FORMATS[2])
-    windowed = make_options(q, q, q, Asked(mask=Mask(window=(3, 0))), FORMATS[2])
+def test_specs_that_are_kept_hold_no_mask() -> None:
+    mask = Mask(documents=IDS)
+    first, again, windowed = (settle(mask=x) for x in (mask, Mask(documents=IDS), Mask(window=(3, 0))))
     assert first is again and windowed.mask == Mask(window=(3, 0)).spec() != first.mask
     kept = weakref.ref(mask)
     del mask

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inside import Options, Tensors
+from inside import AttentionSpec, Tensors
 from torch import Tensor, nn
 
 PINS = json.loads((Path(__file__).parent / "pins" / "ops.json").read_text())
@@ -25,11 +25,11 @@ B, H, S, D, V = 2, 4, 12, 6, 10
 def arguments(name: str) -> list[Any]:
     """Of an op, on one rank."""
     group = dist.group.WORLD.group_name
-    options = Options(layout="zigzag", mask="1,,,0,", scale=1 / math.sqrt(D), differentiable_lse=True)
+    options = AttentionSpec(layout="zigzag", mask="1,,,0,", scale=1 / math.sqrt(D), differentiable_lse=True)
     q, k, v, dout = (torch.randn(B, heads, S, D) for heads in (H, 2, 2, H))
     x, weight, labels = torch.randn(B, S, D), torch.randn(V, D), torch.arange(B * S) % V
     logits, row, dlosses = torch.randn(B * S, V), torch.ones(B * S, 1), torch.randn(B * S)
-    of_call = [*Tensors(), [], S, 2, group, options.spec()]
+    of_call = [*Tensors(), [], S, 2, group, options.text()]
     head = [0, V, S, group, True, -100]
     return {
         "attention": [q, k, v, *of_call],

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
-from inside import NUM_TENSORS, Options, attention_op, room
+from inside import NUM_TENSORS, AttentionSpec, attention_op, room
 from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -215,7 +215,7 @@ def test_padding_and_positions_of_another_sequence(pool: Any) -> None:
 def lse_of_the_op(rank: int) -> None:
     group = mesh((1,), ("cp",)).get_group()
     q, k, v = (x.requires_grad_() for x in make_qkv(B, H, K, S, D)[:3])
-    spec = Options("zigzag", Mask().spec(), 0.3, kernel="cpu_flash").spec()
+    spec = AttentionSpec("zigzag", Mask().spec(), 0.3, kernel="cpu_flash").text()
     _, lse, *_ = attention_op(q, k, v, *[None] * NUM_TENSORS, [], S, 2, group.group_name, spec)
     assert not lse.requires_grad
 

@@ -24,13 +24,13 @@ from inside import (
     METHODS,
     TRITON,
     UNUSED,
+    AttentionSpec,
     BackwardTile,
     Band,
     Blocks,
     Config,
     Distances,
     KernelTile,
-    Options,
     Pairs,
     Plan,
     Scores,
@@ -111,7 +111,7 @@ def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
     """A kernel that skips blocks by itself is called once a step; bands stay bands for it, and others get all tiles."""
     S, several = 64, 0
     what = make_mask(mask, 2, S)
-    options = Options(layout, what.spec(), 1.0)
+    options = AttentionSpec(layout, what.spec(), 1.0)
     schedule = make_schedule(LAYOUTS[layout](S), what, S, 2, 0)
     for slopes, kernel in product((None, torch.ones(1)), (TRITON, KERNELS["reference"])):
         scores = make_scores(options, Tensors(alibi_slopes=slopes), torch.float32)

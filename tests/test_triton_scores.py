@@ -11,7 +11,19 @@ from unittest import mock
 import pytest
 import torch
 from cases import gap
-from inside import TRITON, BackwardTile, Band, Distances, Options, Pairs, Scores, Tensors, make_delta, make_plan, room
+from inside import (
+    TRITON,
+    AttentionSpec,
+    BackwardTile,
+    Band,
+    Distances,
+    Pairs,
+    Scores,
+    Tensors,
+    make_delta,
+    make_plan,
+    room,
+)
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from test_kernels import inputs
 from test_triton_attention import DEVICE, DTYPES, SMALL, TOLERANCE, computes
@@ -283,7 +295,7 @@ class First:
 def test_plans_tell_whether_keys_are_neighbours(layout: str, adjacent: bool) -> None:
     q, k, v = (torch.zeros(1, 2, 32, 8) for _ in range(3))
     tensors = Tensors(bias=torch.zeros(1, 2, 32, 64))
-    plan = make_plan(q, k, v, tensors, 64, First(), Options(layout, Mask().spec(), 1.0, method="ring"))  # type: ignore[arg-type]
+    plan = make_plan(q, k, v, tensors, 64, First(), AttentionSpec(layout, Mask().spec(), 1.0, method="ring"))  # type: ignore[arg-type]
     covers = [tile.cover for tile in plan.tiles(None)]
     covers += [tile.cover for stage in plan.schedule.route.stages for tile in plan.tiles(stage)]
     assert covers and all(isinstance(cover, Pairs) and cover.adjacent == adjacent for cover in covers)

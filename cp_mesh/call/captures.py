@@ -43,7 +43,7 @@ WHAT = "flex_attention"
 def place_captured(
     captured: Sequence[Tensor], query: Tensor, axis: CPAxis, seq_len: int
 ) -> tuple[tuple[Tensor, ...], str]:
-    """Local tensors for captured DTensors, whose gradients become DTensors again; and how they are cut, for `Options`.
+    """Local tensors for captured DTensors, whose gradients become DTensors again; and how they are cut, for the spec.
 
     Args:
         captured: as functions read them.

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 
@@ -54,7 +54,7 @@ def choose(
     seq_len: int,
     cp_size: int,
     num_hosts: int,
-    options: Options,
+    options: AttentionSpec,
 ) -> Choice:
     """The method for a call; nothing that only one rank knows may change it.
 

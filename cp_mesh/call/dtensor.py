@@ -19,21 +19,20 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.call.formats import FORMATS, Format
-from cp_mesh.call.spec import GRADED, check_dense
+from cp_mesh.call.spec import GRADED, check_dense, check_tensors
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import flat, is_cp_axis, names_of_axes
-from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.errors import UnsupportedError, as_int, refuse, written
+from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout, chunk_bounds
+from cp_mesh.geometry.mask import TENSORS
 from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.kernels.scores import TERMS
 
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
-_WHOLE = (
-    "documents",
-    "key_padding",
-    "blocks",
-    "layout_index",
-)  # tensors of the whole sequence, on the host or the device
+_WHOLE = (*TENSORS, "layout_index")  # tensors of the whole sequence, on the host or the device
+MOST_KINDS = 256
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
@@ -61,6 +60,8 @@ def find_cp_axis(
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1 and not is_cp_axis(mesh):
         got = f"{mesh.ndim} axes, {mesh.mesh_dim_names}"
         refuse("mesh", f"{ONE_AXIS}, or {TWO_AXES}", got, 'pass one axis, mesh["cp"]', UnsupportedError)
+    if seq_dim is not None and type(seq_dim) is not int:
+        seq_dim = as_int(seq_dim)
     if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
         known = "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]"
         refuse("seq_dim", known, seq_dim, "seq_dim=2 is SDPA's format")
@@ -89,13 +90,14 @@ def find_cp_axis(
     if len(axes) > 1 and mesh is None:
         expected, hint = "the sequence sharded on one axis", 'pass both, mesh=mesh["cp_ring", "cp_ulysses"], or flatten'
         refuse("query's placements", expected, placements, hint, UnsupportedError)
-    for placement in {placements[axis] for axis in axes} - {Shard(2)} if seq_dim is None else ():
-        hint = UNSHARDED
-        if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
-            hint = f"pass seq_dim={placement.dim} if it is {FORMATS[placement.dim].name}; "
-            hint += "the cp axis shards the sequence, not heads or batch"
-        expected = f"Shard(2), the sequence of {FORMATS[2].name}"
-        refuse("query's placement on the cp axis", expected, placement, hint)
+    for axis in axes if seq_dim is None else ():
+        if (placement := placements[axis]) != Shard(2):
+            hint = UNSHARDED
+            if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
+                hint = f"pass seq_dim={placement.dim} if it is {FORMATS[placement.dim].name}; "
+                hint += "the cp axis shards the sequence, not heads or batch"
+            expected = f"Shard(2), the sequence of {FORMATS[2].name}"
+            refuse("query's placement on the cp axis", expected, placement, hint)
     group = whole.get_group(axes[0]) if mesh is None or len(axes) == 1 else _group_of(mesh)
     return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, tuple(axes))
 
@@ -240,6 +242,31 @@ def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Forma
         refuse(f"{name}'s placements", expected, got, hint)
 
 
+class _Checked(set[Any]):
+    """What `check_dtensors` found right. No mesh, which holds its groups: they would never go."""
+
+
+def check_dtensors(query: DTensor, key: DTensor, value: DTensor, axis: CPAxis, layout: Layout) -> None:
+    """Refuse q, k and v that do not fit one another, their mesh or the layout; looked at once for each kind."""
+    mesh, form, eager = query.device_mesh, FORMATS[axis.seq_dim], not torch.compiler.is_compiling()
+    if eager:
+        checked, index = state_of(axis.group, _Checked), layout.tensor
+        kind = (
+            axis.mesh_dims, axis.seq_dim, mesh.shape, mesh.mesh_dim_names, key.device_mesh == mesh == value.device_mesh,
+            layout.spec(), None if index is None else Content.of(index), query.placements, query.shape, query.dtype,
+            key.placements, key.shape, key.dtype, value.placements, value.shape, value.dtype,
+        )  # fmt: skip
+        if kind in checked:
+            return
+    check_tensors(*form.to_bhsd(query, key, value))
+    check_placements(query, key, value, axis.mesh_dims, form)
+    check_chunks(query.shape[axis.seq_dim], [mesh.size(dim) for dim in axis.mesh_dims], layout)
+    if eager:
+        if len(checked) >= MOST_KINDS:
+            checked.clear()
+        checked.add(kind)
+
+
 def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequence[int], form: Format) -> None:
     """Refuse placements that would make the ring wrong, or make DTensor silently gather what the user sharded.
 
@@ -265,23 +292,16 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequen
         elif not isinstance(placement, Replicate) and form.part(placement) == "whole":
             hint = "redistribute it first" if isinstance(placement, Partial) else "shard heads or batch instead"
             refuse(here, "Shard of heads or batch, or Replicate", placement, hint, UnsupportedError)
-    sizes = {"query heads": query.shape[head_dim], "kv heads": key.shape[head_dim]}
-    hint = f"shard heads over axes whose sizes together divide {sizes['query heads']} and {sizes['kv heads']}"
-    _check_divides(query, head_dim, sizes, hint)
+    heads, kv_heads = query.shape[head_dim], key.shape[head_dim]
+    hint = f"shard heads over axes whose sizes together divide {heads} and {kv_heads}"
+    sizes = [("query heads", head_dim, heads, hint), ("kv heads", head_dim, kv_heads, hint)]
     if batch_dim is not None:
-        _check_divides(query, batch_dim, {"batch": query.shape[batch_dim]}, "pad or regroup the batch")
-
-
-def _check_divides(query: DTensor, dim: int, sizes: Mapping[str, int], hint: str) -> None:
-    """Refuse sizes of a dim that the axes sharding it do not divide together: its shards would be unequal."""
-    mesh = query.device_mesh
-    names = mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]
-    axes = [i for i, placement in enumerate(query.placements) if placement == Shard(dim)]
-    parts = num_shards(mesh, query.placements, dim)
-    for what, size in sizes.items():
-        if size % parts:
-            of = f"axis {names[axes[0]]!r}" if len(axes) == 1 else f"axes {' x '.join(repr(names[i]) for i in axes)}"
-            refuse(what, f"a multiple of {parts}, the size of {of}", size, hint)
+        sizes.append(("batch", batch_dim, query.shape[batch_dim], "pad or regroup the batch"))
+    for what, dim, size, hint in sizes:
+        if size % (parts := num_shards(mesh, placements, dim)):  # shards would be unequal
+            axes = [repr(names[i]) for i, placement in enumerate(placements) if placement == Shard(dim)]
+            expected = f"a multiple of {parts}, the size of {'axis' if len(axes) == 1 else 'axes'} {' x '.join(axes)}"
+            refuse(what, expected, size, hint)
 
 
 def num_shards(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> int:

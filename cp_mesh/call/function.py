@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-import operator
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cp_mesh._torch import FakeTensor
+from cp_mesh._torch import FakeTensor, local_tensor
 from cp_mesh.call.captures import place_captured
 from cp_mesh.call.dtensor import (
     CPAxis,
-    check_chunks,
-    check_placements,
+    check_dtensors,
     check_score_placements,
     find_cp_axis,
     first_index,
@@ -33,62 +26,25 @@ from cp_mesh.call.dtensor import (
 from cp_mesh.call.formats import FORMATS, Format
 from cp_mesh.call.op import call_attention
 from cp_mesh.call.plan import make_plan
-from cp_mesh.call.spec import Call, Options, Tensors, autocast, check_tensors, seed_tensor
+from cp_mesh.call.spec import (
+    DEGREES,
+    Call,
+    Tensors,
+    autocast,
+    check_keywords,
+    check_tensors,
+    seed_tensor,
+    settle,
+    shown,
+)
 from cp_mesh.comm.agreement import announce_refusal, announce_trace
-from cp_mesh.errors import as_int, refuse, written
-from cp_mesh.geometry.layouts import LAYOUTS, Layout, ZigZag, parse_layout
-from cp_mesh.geometry.mask import Mask
-from cp_mesh.kernels.scores import ADDED
+from cp_mesh.errors import as_int, refuse
+from cp_mesh.geometry.layouts import Layout, ZigZag
+from cp_mesh.geometry.mask import TENSORS, Mask
+from cp_mesh.kernels.scores import ADDED, TERMS
 from cp_mesh.sequence.rows import Rows, check_marks
 
-_ANY_MASK = Mask()
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-_WITH_DEGREE = ("hybrid", "double_ring")
-_COUNTS = ("seq_dim", "seq_len", "ulysses_degree", "inner_ring_size", "head_chunks")
-_FACTORS = ("scale", "softcap", "dropout_p")
-_PLAIN = {int, float, type(None)}
-_numbers_of = operator.attrgetter(*_COUNTS, *_FACTORS, "dropout_seed")
-
-
-class Asked(NamedTuple):
-    """The keywords of `attention`, and what a style says beside them.
-
-    Attributes:
-        of_root: the sequence must be that of the `ShardedModel` in whose forward the call is.
-        score_mod, mask_mod: handles of `cp_mesh.kernels.functions`, or "".
-        captured: what these functions read, in the order of `Call.captured`.
-        first_head, first_batch: what heads and batch rows of a local query count from, in these functions.
-        sources: of a group's name, layout and length, which sources mask_mod shows to whom, if that is known.
-    """
-
-    mesh: DeviceMesh | dist.ProcessGroup | None = None
-    seq_dim: int | None = None
-    seq_len: int | None = None
-    layout: Layout = ZigZag()
-    mask: Mask = Mask(causal=True)
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    relative_bias: Tensor | None = None
-    bias: Tensor | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int | Tensor | None = None
-    method: str = "auto"
-    kernel: str = "auto"
-    transport: str = "auto"
-    ulysses_degree: int | None = None
-    inner_ring_size: int | None = None
-    head_chunks: int | None = None
-    deterministic: bool | None = None
-    return_lse: bool = False
-    of_root: bool = False
-    score_mod: str = ""
-    mask_mod: str = ""
-    captured: tuple[Tensor, ...] = ()
-    first_head: int = 0
-    first_batch: int = 0
-    sources: Callable[[str, Layout, int], str] | None = None
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attention(
@@ -202,35 +158,46 @@ def attention(
     the double ring, Gu et al. 2024, arXiv:2406.18485.
     """
     return attend(
-        query, key, value,
-        Asked(
-            mesh, seq_dim, seq_len, layout, mask, scale, softcap, sinks, alibi_slopes, relative_bias, bias, dropout_p,
-            dropout_seed, method, kernel, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic,
-            return_lse,
-        ),
+        query, key, value, mesh=mesh, seq_dim=seq_dim, seq_len=seq_len, layout=layout, mask=mask, scale=scale,
+        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, method=method, kernel=kernel, transport=transport,
+        ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
+        deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention`, with its keywords as a record."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None,
+    seq_dim: int | None,
+    return_lse: bool = False,
+    **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention`, with what styles say beside its keywords.
+
+    Args:
+        others: keywords of `attention`, its layout and mask among them, and those of `_make_call`.
+    """
     group, compiling = None, torch.compiler.is_compiling()
     try:
-        asked = as_numbers(asked)
-        axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
+        axis = find_cp_axis((query, key, value), mesh, seq_dim)
         group = axis.group
-        if asked.method in _WITH_DEGREE:
-            asked = with_degree(asked)
+        if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+            others = with_degree(mesh, others)
         query, key, value = autocast(query, key, value)
-        call = _make_call(query, key, value, axis, asked)
+        call = _make_call(query, key, value, axis, return_lse=return_lse, **others)
     except Exception as error:
         if not compiling:
-            group = group or group_that_waits(query, asked.mesh, asked.seq_dim)
+            group = group or group_that_waits(query, mesh, seq_dim)
             if group is not None:
                 announce_refusal(group, error)
         elif group is not None:
             announce_trace(group.group_name)
         raise
-    if isinstance(query, DTensor) and (call.seq_len < axis.size or asked.score_mod or asked.mask_mod):
+    if isinstance(query, DTensor) and (call.seq_len < axis.size or call.options.score_mod or call.options.mask_mod):
         # DTensor gathers a dim that is shorter than its axis, and has no rule for lists of tensors. All others go by
         # dispatch, but for those of a core over tp alone, which have no cp axis: `ContextParallel` takes them apart.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
@@ -239,208 +206,99 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
         out, lse = wrap_results(out, lse, query, call.format)
     else:
         out, lse, *_ = call_attention(query, key, value, *call.arguments())
-    return (out, lse) if asked.return_lse else out
+    return (out, lse) if return_lse else out
 
 
-def as_numbers(asked: Asked) -> Asked:
-    """The same with Python's numbers for NumPy's, and for tensors of one on the CPU that need no gradient."""
-    if not torch.compiler.is_compiling() and {*map(type, _numbers_of(asked))} <= _PLAIN:  # with no call for each
-        return asked
-    counts = {name: getattr(asked, name) for name in _COUNTS}
-    factors = {name: getattr(asked, name) for name in _FACTORS}
-    seed = asked.dropout_seed if isinstance(asked.dropout_seed, Tensor) else as_int(asked.dropout_seed)
-    found = {name: as_int(x) for name, x in counts.items()} | {name: _number(x) for name, x in factors.items()}
-    return asked._replace(**found, dropout_seed=seed)
+def with_degree(mesh: DeviceMesh | dist.ProcessGroup, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords with the size of inner groups that a mesh of two axes says."""
+    found = dict(given)
+    for name, method in DEGREES:
+        if given.get("method") == method and isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+            inner, x = mesh.size(1), as_int(given.get(name))
+            if x is not None and (type(x) is not int or x != inner):
+                refuse(name, f"{inner}, as the mesh's second axis has", shown(x), "leave it out")
+            found[name] = inner
+    return found
 
 
-def _number(x: Any) -> Any:
-    """Of a tensor, where that loses no gradient and waits for no GPU; other things as they are."""
-    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.requires_grad or x.dtype == torch.bool:
-        return x
-    return x.item() if x.numel() == 1 and x.device.type == "cpu" else x
+def _make_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: CPAxis,
+    *,
+    layout: Layout,
+    mask: Mask,
+    seq_len: int | None = None,
+    dropout_seed: int | Tensor | None = None,
+    captured: tuple[Tensor, ...] = (),
+    sources: Callable[[str, Layout, int], str] | None = None,
+    **others: Any,
+) -> Call:
+    """The record of a call; refuses keywords that are wrong by themselves, and tensors that do not fit one another.
 
-
-def with_degree(asked: Asked) -> Asked:
-    """The same with the size of inner groups that a mesh of two axes says."""
-    is_hybrid = asked.method == "hybrid"
-    if asked.method not in _WITH_DEGREE or not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
-        return asked
-    name, given = ("ulysses_degree", asked.ulysses_degree) if is_hybrid else ("inner_ring_size", asked.inner_ring_size)
-    inner = asked.mesh.size(1)
-    if given is not None and (type(given) is not int or given != inner):
-        refuse(name, f"{inner}, as the mesh's second axis has", _shown(given), "leave it out")
-    return asked._replace(ulysses_degree=inner) if is_hybrid else asked._replace(inner_ring_size=inner)
-
-
-def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: Asked) -> Call:
-    """The record of a call; refuses options that are wrong by themselves, and tensors that do not fit one another."""
-    form = FORMATS[axis.seq_dim]
+    Args:
+        captured: what score_mod and mask_mod read, in the order of `Call.captured`.
+        sources: of a group's name, layout and length, which sources mask_mod shows to whom, if that is known.
+        others: the tensors of `TERMS`, and what `settle` takes.
+    """
+    form, compiling, is_local = FORMATS[axis.seq_dim], torch.compiler.is_compiling(), not isinstance(query, DTensor)
     check_format(query, key, value, form)
-    options = make_options(query, key, value, asked, form)
-    seq_len, layout, mask = asked.seq_len, asked.layout, asked.mask
-    tensors = Tensors(
-        mask.documents, mask.key_padding, mask.blocks, layout.tensor,
-        asked.sinks, asked.alibi_slopes, asked.relative_bias, asked.bias,
-        seed_tensor(asked.dropout_seed, query.device) if asked.dropout_p else None,
-    )  # fmt: skip
+    if compiling and is_local:  # else the op sees them whole
+        check_tensors(*form.to_bhsd(query, key, value))
+    graded, terms = query.requires_grad or key.requires_grad or value.requires_grad, []
+    for name in TERMS:
+        terms.append(x := others.pop(name, None))
+        graded = graded or (name in ADDED and isinstance(x, Tensor) and x.requires_grad)
+    for x in captured:
+        graded = graded or x.requires_grad
+    spec = settle(layout, mask, graded=graded and torch.is_grad_enabled(), as_inputs=is_local, **others)
+    if dropout_seed is not None or type(seq_len) not in (int, type(None)):
+        seq_len = as_int(seq_len)
+        dropout_seed = dropout_seed if isinstance(dropout_seed, Tensor) else as_int(dropout_seed)
+        check_keywords({"seq_len": seq_len, "dropout_seed": dropout_seed})
+    if spec.dropout_p and dropout_seed is None:
+        hint = "pass a number that is equal on all cp ranks and another in every layer and step"
+        refuse("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint)
+    if spec.dropout_p or spec.score_mod or spec.mask_mod:  # which depend on the indices of heads and batch rows
+        heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
+        spec = spec._replace(first_head=spec.first_head + heads, first_batch=spec.first_batch + rows)
+    tensors = Tensors.of(mask, layout, *terms, seed_tensor(dropout_seed, query.device) if spec.dropout_p else None)
     length = query.shape[axis.seq_dim]
     if isinstance(query, DTensor):
-        check_placements(query, key, value, axis.mesh_dims, form)
-        check_chunks(length, [query.device_mesh.size(dim) for dim in axis.mesh_dims], layout)
+        check_dtensors(query, key, value, axis, layout)  # type: ignore[arg-type]
         if seq_len not in (None, length):
             refuse("seq_len", f"{length}, the DTensors' length", seq_len, "leave it out")
         seq_len = length
     elif seq_len is None:
         seq_len = length * axis.size
-    if tensors.are_there():
-        given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
-        check_score_placements(given, query, form)
-    captured: tuple[Tensor, ...] = ()
-    if asked.captured:
-        captured, cuts = place_captured(asked.captured, query, axis, seq_len)
-        options = options._replace(captured_cuts=cuts)
-    if asked.sources is not None:
-        options = options._replace(sources=asked.sources(axis.group.group_name, layout, seq_len))
-    call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options, captured)
-    if not torch.compiler.is_compiling():
-        rows = Rows(options.layout, seq_len, axis.group.group_name)
-        check_marks({"query": query, "key": key, "value": value}, rows, axis.seq_dim, axis.group)
-        _plan_fakes((query, key, value, *tensors), call, axis.group)
+    given = compiling or {*map(type, tensors)} != {type(None)}  # tensors beside q, k and v
+    if given:
+        check_score_placements(tensors._asdict(), query, form)
+    if captured:
+        captured, cuts = place_captured(captured, query, axis, seq_len)
+        spec = spec._replace(captured_cuts=cuts)
+    if sources is not None:
+        spec = spec._replace(sources=sources(axis.group.group_name, layout, seq_len))
+    call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, spec, captured)
+    if not compiling:
+        held = Rows(spec.layout, seq_len, axis.group.group_name)
+        check_marks({"query": query, "key": key, "value": value}, held, axis.seq_dim, axis.group)
+        if given or type(query if is_local else local_tensor(query)) not in _PLAIN:
+            _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
-
-
-def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: Format) -> Options:
-    """What the op is told; refuses what is wrong by itself. Layers that ask alike share it: checks take host time."""
-    graded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if torch.is_grad_enabled() and not graded:
-        beside = *(getattr(asked, name) for name in ADDED), *asked.captured
-        graded = any(isinstance(x, Tensor) and x.requires_grad for x in beside)
-    beside = not isinstance(query, DTensor), torch.are_deterministic_algorithms_enabled(), graded
-    drops = asked.dropout_seed is not None or type(asked.dropout_p) not in (int, float) or asked.dropout_p != 0
-    known = type(asked.mask) is Mask and isinstance(asked.layout, Layout)  # others are refused by name
-    if known and not drops and not torch.compiler.is_compiling():
-        named = asked._replace(
-            mesh=None, mask=_ANY_MASK, sinks=None, alibi_slopes=None, relative_bias=None, bias=None, captured=(),
-            sources=None,
-        )  # fmt: skip
-        with suppress(TypeError):  # of something without a hash, which is refused by name
-            options = _resolve_once(asked.layout.spec(), asked.mask.spec(), *beside, *named)
-            return _of_these_heads(options, query, form) if options.score_mod or options.mask_mod else options
-    options = _resolve(*beside, *asked)
-    counts = options.dropout_p or options.score_mod or options.mask_mod
-    return _of_these_heads(options, query, form) if counts else options
-
-
-def _of_these_heads(options: Options, query: Tensor, form: Format) -> Options:
-    """The same with the first head and batch row of this rank, on which scores depend."""
-    heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
-    return options._replace(first_head=options.first_head + heads, first_batch=options.first_batch + rows)
-
-
-def _resolve(is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:
-    asked = Asked(*keywords)
-    check_asked(asked)
-    return Options(
-        layout=asked.layout.spec(),
-        mask=asked.mask.spec(),
-        scale=0.0 if asked.scale is None else _as_float(asked.scale),
-        softcap=0.0 if asked.softcap is None else _as_float(asked.softcap),
-        dropout_p=_as_float(asked.dropout_p),
-        method=asked.method,
-        kernel=asked.kernel,
-        transport=asked.transport,
-        ulysses_degree=asked.ulysses_degree or 0,
-        inner_ring_size=asked.inner_ring_size or 0,
-        head_chunks=asked.head_chunks or 0,
-        deterministic=deterministic if asked.deterministic is None else asked.deterministic,
-        differentiable_lse=asked.return_lse and graded,
-        as_inputs=is_local,
-        of_root=asked.of_root,
-        # Of what compiled code calls all sizes are known in the trace, where "auto" has not chosen, and inner groups
-        # of unlike ranks have none.
-        keeps=graded and is_local and (asked.method == "ulysses" or not torch.compiler.is_compiling()),
-        score_mod=asked.score_mod,
-        mask_mod=asked.mask_mod,
-        first_head=asked.first_head,
-        first_batch=asked.first_batch,
-    )
-
-
-@lru_cache(maxsize=16, typed=True)
-def _resolve_once(layout: str, mask: str, *others: Any) -> Options:
-    """By what is written of layout and mask: masks are new in every batch, and would stay alive."""
-    return _resolve(*others)._replace(layout=layout, mask=mask)
 
 
 def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:
     """Refuse tensors without content as the op does when it plans: of these its fake runs, which refuses nothing."""
-    if isinstance(every[0], DTensor):
-        with torch.no_grad():
-            every = [x.to_local() if isinstance(x, DTensor) else x for x in every]
-    for x in every:
-        if x is not None and (isinstance(x, FakeTensor) or x.is_meta):
-            break
-    else:
+    every = [local_tensor(x) if isinstance(x, DTensor) else x for x in every]
+    if not any(isinstance(x, FakeTensor) or (x is not None and x.is_meta) for x in every):
         return
     tensors = Tensors(*every[3:])
-    if any(isinstance(x, FakeTensor) for x in tensors[:3]):  # no content to plan by
-        tensors = tensors._replace(documents=None, key_padding=None, blocks=None)
+    if any(isinstance(x, FakeTensor) for x in every[3 : 3 + len(TENSORS)]):  # no content to plan by
+        tensors = tensors._replace(**dict.fromkeys(TENSORS))
     q, k, v = call.format.to_bhsd(*(x for x in every[:3] if x is not None))
     make_plan(q, k, v, tensors, call.seq_len, group, call.options, call.captured)
-
-
-def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
-    """What each keyword must be: its name, whether a value is right, and what a refusal expects and advises.
-
-    Which names of kernels and the like there are is known where they are looked up. Not a constant: torch.compile would
-    guard all of its parts.
-    """
-    return (
-        ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
-        ("mask", lambda x: type(x) is Mask, "a Mask",
-         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=); cp_mesh.batch_mask"
-         " reads a mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
-        ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
-        ("scale", _is_positive, "a positive number or None",
-         "multiply q by a learned or negative scale instead, and take that of a tensor on a GPU by item()"),
-        ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
-        ("ulysses_degree", _is_count, "a positive int or None", "None is automatic"),
-        ("inner_ring_size", _is_count, "a positive int or None", "None is automatic"),
-        ("head_chunks", _is_count, "a positive int or None", "None is automatic"),
-        ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
-         "None follows torch.use_deterministic_algorithms"),
-        ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
-        ("method", _is_name, "a name", "method='auto' works"),
-        ("kernel", _is_name, "a name", "kernel='auto' works"),
-        ("transport", _is_name, "a name", "transport='auto' works"),
-        ("dropout_p", lambda x: _is_number(x) and 0 <= x < 1, "a probability in [0, 1)", "dropout_p=0.0 drops nothing"),
-        ("dropout_seed", lambda x: x is None or isinstance(x, Tensor) or _is_int(x), "an int or an int64 tensor",
-         "round it first"),
-        ("dropout_seed", lambda x: not isinstance(x, int) or 0 <= x < 2**63, "0 <= seed < 2**63",
-         "take it modulo 2**63"),
-    )  # fmt: skip
-
-
-def check_asked(asked: Asked) -> None:
-    """Refuse what is wrong by itself."""
-    asked = as_numbers(asked)
-    for name, is_right, expected, hint in _rules():
-        if not is_right(x := getattr(asked, name)):
-            refuse(name, expected, _shown(x), hint)
-    for name, method in (("ulysses_degree", "hybrid"), ("inner_ring_size", "double_ring")):
-        if (x := getattr(asked, name)) is not None and asked.method != method:
-            got, hint = f"{x} with method={asked.method!r}", f"method={method!r} takes it, or leave it out"
-            refuse(name, f"None, but with method={method!r}", got, hint)
-    layout, spec = asked.layout, asked.layout.spec()
-    if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
-        hint = "the op rebuilds layouts by name: list your class in cp_mesh.geometry.layouts.LAYOUTS"
-        refuse("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint)
-    if not torch.compiler.is_compiling() and layout.tensor is None and parse_layout(spec) != layout:
-        hint = 'put its integer fields into spec(), "name:1,2", and make it a frozen dataclass'
-        refuse("layout", f"{layout} from its spec", parse_layout(spec), hint)
-    if asked.dropout_p and asked.dropout_seed is None:
-        hint = "pass a number that is equal on all cp ranks and another in every layer and step"
-        refuse("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint)
 
 
 def check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> None:
@@ -452,40 +310,3 @@ def check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> Non
     if query.shape[-1] == 0:
         hint = "queries and keys need at least one feature"
         refuse("query", "a head dim of 1 or more", tuple(query.shape), hint)
-    if torch.compiler.is_compiling() or isinstance(query, DTensor):  # of others the op sees them whole
-        check_tensors(*form.to_bhsd(query, key, value))
-
-
-def _as_float(x: Any) -> float:
-    """Of Python's numbers, symbolic ones or NumPy's."""
-    return float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
-
-
-def _shown(x: object) -> str:
-    """As a message says it: "1" is not 1, and a tensor is long."""
-    if isinstance(x, Tensor):
-        shown = type(x).__name__ if x.ndim or x.is_meta else f"{x.detach().as_subclass(Tensor)}"
-        return f"{shown}{f' on {x.device.type}' * (not x.is_cpu)}{', which requires a gradient' * x.requires_grad}"
-    return repr(x) if isinstance(x, str) else written(x)
-
-
-def _is_number(x: object) -> bool:
-    return type(x) in (float, int) or (
-        isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
-    )
-
-
-def _is_positive(x: object) -> bool:
-    return x is None or (_is_number(x) and 0 < x < math.inf)  # type: ignore[operator]
-
-
-def _is_count(x: object) -> bool:
-    return x is None or (type(x) is int and x > 0)
-
-
-def _is_name(x: object) -> bool:
-    return isinstance(x, str)
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)

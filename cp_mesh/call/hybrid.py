@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 
 from cp_mesh.call.method import Method
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.call.ulysses import backward, forward, kept_shapes, schedule_of_groups, settle
 from cp_mesh.errors import refuse
 
 
-def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int:
+def choose_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
     """The degree asked for; or the largest that divides the ranks and the kv heads, or if only 1 does, the query heads.
 
     See `Method.choose_degree`.

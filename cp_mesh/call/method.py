@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh._torch import raw_stream
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Transport
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band, Mask
@@ -47,22 +47,22 @@ class Method:
             schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
             options that it cannot serve.
-        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; and with `Options.keeps`
-            what ``kept_shapes`` says.
+        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; and where the
+            spec ``keeps``, what ``kept_shapes`` says.
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
             tensors named in wanted, this rank's share. Of a method that kept something, ``kept`` and others in the
             place of out and lse; q, k and v have no rows then.
         kept_shapes: (q, k, v, seq_len, cp_size, degree) -> of the tensors that the forward makes for the backward, if
-            `Options.keeps` asks: they take the place of q, k, v, out and lse. None or no shape: nothing does.
+            the spec ``keeps``: they take the place of q, k, v, out and lse. None or no shape: nothing does.
         swaps: whether ranks exchange heads for rows, as many as the degree: these are one rank of a schedule.
         degree_option: the name of the option that says the degree, if there is one.
         open_transport: (plan, group) -> of one pass over some heads in which rows travel; None: one over the group.
     """
 
     name: str
-    choose_degree: Callable[[Options, Operand, Operand, int], int]
+    choose_degree: Callable[[AttentionSpec, Operand, Operand, int], int]
     make_schedule: Callable[..., Schedule]
-    settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
+    settle: Callable[[AttentionSpec, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
     forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
     kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
@@ -70,7 +70,7 @@ class Method:
     degree_option: str = ""
     open_transport: Callable[[Plan, dist.ProcessGroup], Transport] | None = None
 
-    def with_degree(self, options: Options, degree: int) -> Options:
+    def with_degree(self, options: AttentionSpec, degree: int) -> AttentionSpec:
         """Options that ask for this degree, of a method that has them."""
         asked: dict[str, Any] = {self.degree_option: degree} if self.degree_option else {}
         return options._replace(**asked)
@@ -95,7 +95,7 @@ class Plan:
         tapes: of its passes, by `cp_mesh.tape`; shared likewise.
     """
 
-    options: Options
+    options: AttentionSpec
     layout: Layout
     mask: Mask
     seq_len: int

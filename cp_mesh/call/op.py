@@ -7,7 +7,7 @@ selective-checkpoint policy so that recompute does not replay the ring.
 Tensors are in the caller's format, told by ``seq_dim`` (`formats.py`). out and the gradients are dense, contiguous or
 in memory as q, k and v are (``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask
 for contiguous ones: their shards may lie in another order than their spec says. What follows q, k and v is a
-`spec.Call`. With `Options.keeps` the forward returns three more tensors, which have elements if its method keeps
+`spec.Call`. With `AttentionSpec.keeps` the forward returns three more tensors, which have elements if its method keeps
 something for the backward: that is given these in place of q, k, v, out and lse. They are results, so that policies of
 checkpointing and compiled code see them. Of the tensors of the scores, and of those that its functions read (captured),
 the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
@@ -127,7 +127,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
-        ctx.plan = None
+        ctx.keys, ctx.plan = keys, None
         if _is_plain(keys):  # nobody sees the op: its backward may have the plan
             with below_autograd():
                 from cp_mesh.call import passes  # as in `_compute`
@@ -171,7 +171,7 @@ class _Attention(torch.autograd.Function):
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
         group = resolve_group(ctx.others[2])
         with backward_of(ctx.forward) if ctx.forward or checking(group) else nullcontext():
-            dq, dk, dv, *grads, flat = _call_backward(given, ctx.plan)
+            dq, dk, dv, *grads, flat = _call_backward(ctx.keys, given, ctx.plan)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
@@ -182,11 +182,17 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv, *of_tensors.values(), None, *[None] * len(ctx.others), *shares
 
 
-def _call_backward(given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
-    """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
-    if is_seen((*given, *given[8 + NUM_TENSORS])):
+def _call_backward(keys: DispatchKeySet, given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
+    """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time.
+
+    ``keys`` are the forward's. DTensors see what is below autograd.
+    """
+    of_dtensors = isinstance(given[1], DTensor)
+    if is_seen(() if of_dtensors else (*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
-    from cp_mesh.call import passes
+    if of_dtensors:
+        return _below_autograd(attention_backward_op, keys, given)
+    from cp_mesh.call import passes  # as in `_compute`
 
     with below_autograd():
         return passes.backward(*given, plan=plan)
@@ -228,7 +234,7 @@ def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[An
     if inputs[end]:
         hint = "pass local tensors, to_local(), which cp_mesh.flex_attention does by itself"
         refuse(str(op), "no captured tensors beside DTensors", len(inputs[end]), hint, UnsupportedError)
-    if all(x is None or isinstance(x, DTensor) for x in tensors):
+    if {*map(type, tensors)} <= {DTensor, type(None)}:
         return op.redispatch(keys, *inputs)
     placed = place_beside(tensors._asdict(), inputs[0], form)
     # It would be turned off at the end for a caller who turned it on.
@@ -296,7 +302,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     require_sharded((q, k, v), call.seq_dim, call.group_name)
     rows = call.format.rows()
-    # DTensors keep nothing (`Options.keeps`)
+    # DTensors keep nothing (`AttentionSpec.keeps`)
     nothing = [Replicate()] * 3
     return [([x, lse, *nothing], [x, x, x, *_placed(call.tensors, part), *[None] * 5]) for part, x, lse in rows]
 

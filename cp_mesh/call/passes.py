@@ -16,7 +16,7 @@ from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_who
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
-from cp_mesh.call.spec import GRADED, Call, Operand, Options, nothing_kept
+from cp_mesh.call.spec import GRADED, AttentionSpec, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import (
     ORDER,
     PASS,
@@ -88,7 +88,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
     }
 
 
-def _in_words(seq_len: int, options: Options, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
+def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
     """What both passes are told of a call, without its tensors."""
     names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
              "transport", "head_chunks", "deterministic")  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_mesh.call.choose import choose, ranks_by_host, ranks_of_a_host
 from cp_mesh.call.method import Plan, covers_of
 from cp_mesh.call.methods import choose_method
-from cp_mesh.call.spec import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
+from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse
@@ -46,7 +46,7 @@ def make_plan(
     tensors: Tensors,
     seq_len: int,
     group: dist.ProcessGroup,
-    options: Options,
+    options: AttentionSpec,
     captured: Sequence[Tensor] = (),
 ) -> Plan:
     """Validate a call on local tensors and resolve it.
@@ -121,7 +121,7 @@ def _resolve(
     cp_size: int,
     cp_rank: int,
     num_hosts: int | None,
-    options: Options,
+    options: AttentionSpec,
 ) -> Plan:
     """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
     has_tensors = of_tensors is not None or any(x is not None for x in contents)
@@ -204,7 +204,7 @@ class Plans:
 
 
 def scores_of_call(
-    options: Options, q: Tensor | Operand, tensors: Tensors, captured: Sequence[Tensor], seq_len: int
+    options: AttentionSpec, q: Tensor | Operand, tensors: Tensors, captured: Sequence[Tensor], seq_len: int
 ) -> Scores:
     """What the passes are told of the scores of a call with tensors or functions."""
     return make_scores(options.with_scale(q.shape[3]), tensors, accumulation_dtype(q.dtype), captured, seq_len)
@@ -248,7 +248,7 @@ def choose_schedule(
 
 
 def request_of(
-    q: Operand, v: Operand, options: Options, features: frozenset[str], schedule: Schedule,
+    q: Operand, v: Operand, options: AttentionSpec, features: frozenset[str], schedule: Schedule,
     compute_capability: tuple[int, int] | None = None,
 ) -> Request:  # fmt: skip
     """What a call needs of its kernel; ``compute_capability`` is that of q's device if it is not given."""

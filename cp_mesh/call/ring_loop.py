@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.method import Method, Plan, as_one_tile
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Transport
 from cp_mesh.comm.exchange import choose_transport, make_transport
 from cp_mesh.comm.packing import Packing
@@ -57,7 +57,7 @@ class StageSettings(NamedTuple):
 
 
 def settle(
-    options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
+    options: AttentionSpec, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
     features: Collection[str], degree: int,
 ) -> StageSettings:  # fmt: skip
     """The settings of a call; see `Method.settle`."""

@@ -1,17 +1,20 @@
-"""A call of attention as one record: which tensors and options it has, and how an op carries them.
+"""A call of attention: its `AttentionSpec`, the keywords without tensors, and a `Call`, which has tensors and spec.
 
 `cp_mesh.attention` makes a `Call` of what it was given; the ops, their fakes and their sharding rules read it back from
-their arguments. What the tensors of a call must be to fit one another is checked here, by all who check it.
+their arguments. What keywords must be, and tensors to fit one another, is checked here, by all who check it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import numbers
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +23,9 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh._torch import is_batched, resolve_group
 from cp_mesh.call.formats import FORMATS, Format
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, as_int, refuse, written
+from cp_mesh.geometry.layouts import LAYOUTS, Layout, ZigZag, parse_layout
+from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.scores import TERMS, Scores
 
@@ -28,23 +33,35 @@ SCORE_OPTIONS = ("softcap", *TERMS, "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
 GRADED = tuple(TERMS)
 """Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
+_COUNTS = ("ulysses_degree", "inner_ring_size", "head_chunks")
+FACTORS = ("scale", "softcap", "dropout_p")
+DEGREES = (("ulysses_degree", "hybrid"), ("inner_ring_size", "double_ring"))
+"""Keywords that one method alone takes."""
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_PLAIN = {str, bool, int, float, type(None)}
 
 
-class Options(NamedTuple):
-    """The static options of a call. `spec` writes them as JSON, and `Call.read` reads that.
+class AttentionSpec(NamedTuple):
+    """The keywords of `attention` that are no tensors, and what styles and planning say beside them.
 
-    ``scale`` 0 is that of the head dim (`with_scale`), which compiled code may have as a symbol: a string has none.
-    ``softcap`` 0 is none, ``ulysses_degree``, ``inner_ring_size`` and ``head_chunks`` 0 are automatic. ``as_inputs``:
-    results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
-    `ShardedModel` in whose forward the call is. ``keeps``: tensors that a method made in the forward stay for the
-    backward (`Method.kept_shapes`). ``score_mod`` and ``mask_mod`` are handles of `cp_mesh.kernels.functions`, or "".
-    ``captured_cuts``: of what they read, which dims are cut over which groups; see `call.captures`. ``sources``:
-    which of them mask_mod shows to whom, "" for all; see `cp_mesh.geometry.survey.say_sources`.
+    `settle` makes it of keywords, with 0 for None. `text` writes it as JSON, and `Call.read` reads that.
+
+    Attributes:
+        layout, mask: as their ``spec()`` says them.
+        scale: 0 is that of the head dim (`with_scale`), which compiled code may have as a symbol: a string has none.
+        first_head, first_batch: what heads and batch rows of a local query count from, where scores depend on it.
+        differentiable_lse: lse is a result that may have a gradient.
+        as_inputs: results lie in memory as the inputs do; else they are contiguous.
+        of_root: the sequence must be that of the `ShardedModel` in whose forward the call is.
+        keeps: tensors that a method made in the forward stay for the backward (`Method.kept_shapes`).
+        score_mod, mask_mod: handles of `cp_mesh.kernels.functions`, or "".
+        captured_cuts: of what these read, which dims are cut over which groups; see `call.captures`.
+        sources: which of them mask_mod shows to whom, "" for all; see `cp_mesh.geometry.survey.say_sources`.
     """
 
     layout: str
     mask: str
-    scale: float
+    scale: float = 0.0
     softcap: float = 0.0
     dropout_p: float = 0.0
     first_head: int = 0
@@ -65,11 +82,12 @@ class Options(NamedTuple):
     captured_cuts: str = ""
     sources: str = ""
 
-    def spec(self) -> str:
+    def text(self) -> str:
+        """What an op is told."""
         # Dynamo, which keeps what it traced, warns of a cache that it looks through.
         return _text(self) if torch.compiler.is_compiling() else _kept_text(self)
 
-    def with_scale(self, head_dim: int) -> Options:
+    def with_scale(self, head_dim: int) -> AttentionSpec:
         """The same with the scale as a number."""
         return self if self.scale else self._replace(scale=1 / math.sqrt(head_dim))
 
@@ -78,10 +96,10 @@ VERSION = 2
 """Of what an op is told in JSON. Programs that were saved with another one are refused."""
 
 
-def _text(options: Options) -> str:
+def _text(spec: AttentionSpec) -> str:
     # By hand: Dynamo traces no json.dumps. Of what it made a symbol code is compiled for the number.
     fields = [f'"version": {VERSION}']
-    for name, x in options._asdict().items():
+    for name, x in spec._asdict().items():
         if isinstance(x, str):
             said = x.replace("\\", "\\\\").replace('"', '\\"')
             fields.append(f'"{name}": "{said}"')
@@ -90,29 +108,165 @@ def _text(options: Options) -> str:
     return f"{{{', '.join(fields)}}}"
 
 
-def _options(spec: str) -> Options:
-    found = json.loads(spec, strict=False) if spec.startswith("{") else {"version": 1}
+def _read(text: str) -> AttentionSpec:
+    found = json.loads(text, strict=False) if text.startswith("{") else {"version": 1}
     if (version := found.pop("version", 1)) != VERSION:
         what = "a saved program with torch.ops.cp_mesh.attention"
         refuse(what, f"options of version {VERSION}", version, "export or compile the model anew", UnsupportedError)
-    return Options(**found)
+    return AttentionSpec(**found)
 
 
-_kept_text, _kept_options = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_options)
+_kept_text, _kept_spec = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_read)
 
 
-class Tensors(NamedTuple):
-    """The tensors of a call beside q, k and v, on this rank, in the order in which the op takes them."""
+def settle(
+    layout: Layout = ZigZag(),  # noqa: B008 - frozen
+    mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    graded: bool = False,
+    **others: Any,
+) -> AttentionSpec:
+    """What keywords say; refuses those that are wrong by themselves.
 
-    documents: Tensor | None = None
-    key_padding: Tensor | None = None
-    blocks: Tensor | None = None
-    layout_index: Tensor | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    relative_bias: Tensor | None = None
-    bias: Tensor | None = None
-    dropout_seed: Tensor | None = None
+    Layers that ask alike share it, as checks take host time. It holds no tensor of a mask: each batch has others.
+
+    Args:
+        graded: whether anything needs a gradient.
+        others: keywords of `attention`, and fields of `AttentionSpec`.
+
+    Raises:
+        ArgumentError: see the messages.
+    """
+    if type(mask) is not Mask or not isinstance(layout, Layout):
+        check_keywords({"layout": layout, "mask": mask})
+    fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    given = layout, mask.spec(), return_lse, fixed, graded
+    if not torch.compiler.is_compiling() and {*map(type, others.values())} <= _PLAIN:
+        with suppress(TypeError):  # of something without a hash
+            return _settle_once(*given, **others)
+    return _settle(*given, **as_numbers(others))
+
+
+def _settle(
+    layout: Layout, mask: str, return_lse: bool, deterministic: bool, graded: bool, **others: Any
+) -> AttentionSpec:
+    check_keywords({"return_lse": return_lse, "deterministic": deterministic, **others})
+    spec, chosen, compiling = layout.spec(), others.get("method", "auto"), torch.compiler.is_compiling()
+    for name, method in DEGREES:
+        if (x := others.get(name)) is not None and chosen != method:
+            got, hint = f"{x} with method={chosen!r}", f"method={method!r} takes it, or leave it out"
+            refuse(name, f"None, but with method={method!r}", got, hint)
+    if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
+        hint = "the op rebuilds layouts by name: list your class in cp_mesh.geometry.layouts.LAYOUTS"
+        refuse("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint)
+    if not compiling and layout.tensor is None and parse_layout(spec) != layout:
+        hint = 'put its integer fields into spec(), "name:1,2", and make it a frozen dataclass'
+        refuse("layout", f"{layout} from its spec", parse_layout(spec), hint)
+    factors = {name: _as_float(others.get(name)) for name in FACTORS}
+    sizes = {name: others.get(name) or 0 for name in _COUNTS}
+    # Of what compiled code calls all sizes are known in the trace, where "auto" has not chosen, and inner groups of
+    # unlike ranks have none. DTensors keep nothing.
+    keeps = graded and others.get("as_inputs", False) and (chosen == "ulysses" or not compiling)
+    settled = {"deterministic": deterministic, "differentiable_lse": return_lse and graded, "keeps": keeps}
+    return AttentionSpec(spec, mask, **others | factors | sizes | settled)
+
+
+_settle_once = lru_cache(maxsize=16, typed=True)(_settle)
+
+
+def as_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords with Python's numbers for NumPy's, and for tensors of one on the CPU that need no gradient."""
+    return {name: as_int(x) if name in _COUNTS else _number(x) if name in FACTORS else x for name, x in given.items()}
+
+
+def _number(x: Any) -> Any:
+    """Of a tensor, where that loses no gradient and waits for no GPU; other things as they are."""
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.requires_grad or x.dtype == torch.bool:
+        return x
+    return x.item() if x.numel() == 1 and x.device.type == "cpu" else x
+
+
+def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
+    """What each keyword must be: its name, whether a value is right, and what a refusal expects and advises.
+
+    Which names of kernels and the like there are is known where they are looked up. Not a constant: torch.compile would
+    guard all of its parts.
+    """
+    return (
+        ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
+        ("mask", lambda x: type(x) is Mask, "a Mask",
+         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=); cp_mesh.batch_mask"
+         " reads a mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
+        ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
+        ("scale", _is_positive, "a positive number or None",
+         "multiply q by a learned or negative scale instead, and take that of a tensor on a GPU by item()"),
+        ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
+        *((name, lambda x: x is None or (type(x) is int and x > 0), "a positive int or None", "None is automatic")
+          for name in _COUNTS),
+        ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
+         "None follows torch.use_deterministic_algorithms"),
+        ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
+        *((name, lambda x: isinstance(x, str), "a name", f"{name}='auto' works")
+          for name in ("method", "kernel", "transport")),
+        ("dropout_p", lambda x: _is_number(x) and 0 <= x < 1, "a probability in [0, 1)", "dropout_p=0.0 drops nothing"),
+        ("dropout_seed", lambda x: x is None or isinstance(x, Tensor) or _is_int(x), "an int or an int64 tensor",
+         "round it first"),
+        ("dropout_seed", lambda x: not isinstance(x, int) or 0 <= x < 2**63, "0 <= seed < 2**63",
+         "take it modulo 2**63"),
+    )  # fmt: skip
+
+
+def check_keywords(given: Mapping[str, Any]) -> None:
+    """Refuse those that are wrong by themselves."""
+    for name, is_right, expected, hint in _rules():
+        if name in given and not is_right(x := given[name]):
+            refuse(name, expected, shown(x), hint)
+
+
+def _as_float(x: Any) -> Any:
+    """Of Python's numbers, symbolic ones or NumPy's; 0 of None."""
+    return 0.0 if x is None else float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
+
+
+def shown(x: object) -> str:
+    """As a message says it: "1" is not 1, and a tensor is long."""
+    if isinstance(x, Tensor):
+        shown = type(x).__name__ if x.ndim or x.is_meta else f"{x.detach().as_subclass(Tensor)}"
+        return f"{shown}{f' on {x.device.type}' * (not x.is_cpu)}{', which requires a gradient' * x.requires_grad}"
+    return repr(x) if isinstance(x, str) else written(x)
+
+
+def _is_number(x: object) -> bool:
+    return type(x) in (float, int) or (
+        isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
+    )
+
+
+def _is_positive(x: object) -> bool:
+    return x is None or (_is_number(x) and 0 < x < math.inf)  # type: ignore[operator]
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
+
+
+_NAMES = (*TENSORS, "layout_index", *TERMS, "dropout_seed")
+_Named: Any = cast(Any, namedtuple)("Tensors", _NAMES, defaults=[None] * len(_NAMES))
+
+
+class Tensors(_Named):
+    """The tensors of a call beside q, k and v, on this rank, in the order in which the op takes them.
+
+    They are those of the mask (`geometry.mask.TENSORS`), `Layout.tensor`, one for each of `TERMS`, and the seed.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, mask: Mask, layout: Layout, *others: Tensor | None, **named: Tensor | None) -> Tensors:
+        """With those of the mask and the layout."""
+        return cls(mask.documents, mask.key_padding, mask.blocks, layout.tensor, *others, **named)
 
     def are_there(self) -> bool:
         """Whether there is any."""
@@ -133,26 +287,26 @@ class Call(NamedTuple):
     """One call, but for q, k and v: what an op takes after its own tensors.
 
     ``seq_len``: of the whole sequence. ``captured``: what score_mod reads, then what mask_mod does; of one that is cut
-    (`Options.captured_cuts`) this rank's shard.
+    (`AttentionSpec.captured_cuts`) this rank's shard.
     """
 
     tensors: Tensors
     seq_len: int
     seq_dim: int
     group_name: str
-    options: Options
+    options: AttentionSpec
     captured: Sequence[Tensor] = ()
 
     def arguments(self) -> tuple[Any, ...]:
         return (
-            *self.tensors, [*self.captured], self.seq_len, self.seq_dim, self.group_name, self.options.spec()
+            *self.tensors, [*self.captured], self.seq_len, self.seq_dim, self.group_name, self.options.text()
         )  # fmt: skip
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> Call:
-        captured, seq_len, seq_dim, group_name, spec = arguments[NUM_TENSORS:]
-        options = _options(spec) if torch.compiler.is_compiling() else _kept_options(spec)
-        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, options, captured)
+        captured, seq_len, seq_dim, group_name, text = arguments[NUM_TENSORS:]
+        spec = _read(text) if torch.compiler.is_compiling() else _kept_spec(text)
+        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, spec, captured)
 
     @property
     def format(self) -> Format:
@@ -165,12 +319,12 @@ class Call(NamedTuple):
 
     def as_asked(self, x: Tensor) -> Tensor:
         """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
-        x = FORMATS[self.seq_dim].from_bhsd(x)
+        x = x if self.seq_dim == 2 else self.format.from_bhsd(x)
         return x if self.options.as_inputs else x.contiguous()
 
 
 def nothing_kept(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the forward returns after out and lse where nothing is kept for the backward (`Options.keeps`)."""
+    """What the forward returns after out and lse where nothing is kept for the backward (`AttentionSpec.keeps`)."""
     return q.new_empty(0), q.new_empty(0), lse.new_empty(0)
 
 
@@ -202,7 +356,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def make_scores(
-    options: Options,
+    options: AttentionSpec,
     tensors: Tensors,
     dtype: torch.dtype,
     captured: Sequence[Tensor] = (),

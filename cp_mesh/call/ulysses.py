@@ -36,7 +36,7 @@ from cp_mesh.call.ring_loop import (
     forward_of_heads,
 )
 from cp_mesh.call.ring_loop import settle as settle_stages
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Swaps
 from cp_mesh.comm.exchange import choose_transport, make_swaps
 from cp_mesh.comm.groups import parts_of
@@ -73,7 +73,7 @@ class UlyssesSettings(NamedTuple):
     home_dtype: torch.dtype
 
 
-def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int:
+def choose_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
     """All ranks; see `Method.choose_degree`."""
     num_heads = q.shape[1]
     if num_heads % cp_size:
@@ -96,7 +96,7 @@ def schedule_of_groups(
 
 
 def settle(
-    options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
+    options: AttentionSpec, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
     features: Collection[str], degree: int,
 ) -> UlyssesSettings:  # fmt: skip
     """The settings of a call; see `Method.settle`."""
@@ -116,7 +116,7 @@ def settle(
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Attention of this rank's queries over all keys; see `cp_mesh.call.ring_loop.forward_by_stages`.
 
-    With `Options.keeps` there follow, where they are as large as this rank's own, the q, k and v that arrived
+    With `AttentionSpec.keeps` there follow, where they are as large as this rank's own, the q, k and v that arrived
     [rows, features], out [rows, features] and lse [B, h, rows] of this rank's heads; and lse has no element unless it
     has a gradient.
     """

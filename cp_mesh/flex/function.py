@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from cp_mesh._torch import forward_level, in_transform, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import Asked, attend, check_format
+from cp_mesh.call.function import attend, check_format
 from cp_mesh.comm.agreement import announce_refusal
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.flex.block_mask import read_mask
@@ -104,7 +104,7 @@ def flex_attention(
 
     Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
     """
-    seq_dim, seq_len = as_int(seq_dim), as_int(seq_len)
+    seq_len = as_int(seq_len)
     try:
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         form = FORMATS[axis.seq_dim]
@@ -121,12 +121,12 @@ def flex_attention(
         if (group := group_that_waits(query, mesh, seq_dim)) is not None:
             announce_refusal(group, error)
         raise
-    asked = Asked(
-        mesh, seq_dim, seq_len, layout, mask, scale, method=method, kernel=kernel, transport=transport,
-        ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
-        deterministic=deterministic, return_lse=return_lse,
+    return attend(
+        query, key, value, mesh=mesh, seq_dim=seq_dim, seq_len=seq_len, layout=layout, mask=mask, scale=scale,
+        method=method, kernel=kernel, transport=transport, ulysses_degree=ulysses_degree,
+        inner_ring_size=inner_ring_size, head_chunks=head_chunks, deterministic=deterministic, return_lse=return_lse,
+        **functions.keywords(),
     )  # fmt: skip
-    return attend(query, key, value, functions.asked(asked))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +173,8 @@ class Functions:
             if function is not None and tp_size > 1:
                 function.check(read, (*sizes, sizes[2]), tp_size)
 
-    def asked(self, asked: Asked) -> Asked:
-        """A call with these functions."""
-        handles = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))
-        score_mod, mask_mod = handles
-        read = *self.of_score, *self.of_mask
-        sources = None if self.sources is None else self.sources.of_call
-        return asked._replace(score_mod=score_mod, mask_mod=mask_mod, captured=read, sources=sources)
+    def keywords(self) -> dict[str, Any]:
+        """What `attend` is told of them."""
+        score_mod, mask_mod = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))
+        sources, read = self.sources and self.sources.of_call, (*self.of_score, *self.of_mask)
+        return {"score_mod": score_mod, "mask_mod": mask_mod, "captured": read, "sources": sources}

@@ -81,7 +81,7 @@ class Sources:
             refuse("block_mask", expected, "others, or tensors that were written to since", AGAIN)
 
     def of_call(self, *place: str | Layout | int) -> str:
-        """The table, for `Options`; refuses a call in another place."""
+        """The table, for `AttentionSpec`; refuses a call in another place."""
         if place != self.place:
             refuse("block_mask", f"one for the call's group, layout and length, {written(place)}", self.place, AGAIN)
         return self.table

@@ -216,7 +216,7 @@ class Mask:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """From another process, or a copy: its tensors are this mask's own."""
-        tensors = {name: state[name] for name in _TENSORS if state[name] is not None}
+        tensors = {name: state[name] for name in TENSORS if state[name] is not None}
         vars(self).update(state | {name: owned(x) for name, x in tensors.items()})
 
     def __repr__(self) -> str:
@@ -279,7 +279,7 @@ class Mask:
         if not self.elementwise:
             return self
         moved = _holding(
-            self, *(None if x is None else x.to(device) for x in (getattr(self, name) for name in _TENSORS))
+            self, *(None if x is None else x.to(device) for x in (getattr(self, name) for name in TENSORS))
         )
         if self.blocks is not None:
             vars(moved)["starts"] = self.starts.to(device)
@@ -449,7 +449,7 @@ def _read_documents(ids: Tensor) -> tuple[Documents, ...]:
     return tuple(Documents.of(row) for row in torch.atleast_2d(ids).numpy())
 
 
-_TENSORS = ("documents", "key_padding", "blocks")
+TENSORS = ("documents", "key_padding", "blocks")
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -463,6 +463,6 @@ def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, 
 def _holding(mask: Mask, *tensors: Tensor | None) -> Mask:
     """The mask with these tensors, of which it makes no copy: they are some mask's already."""
     held = replace(mask, documents=None, key_padding=None, blocks=None)
-    for name, x in zip(_TENSORS, tensors, strict=True):
+    for name, x in zip(TENSORS, tensors, strict=True):
         object.__setattr__(held, name, x)
     return held

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cp_mesh.call.method import Plan
 from cp_mesh.call.ring import RING
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Transport
 from cp_mesh.comm.exchange import FunctionalTransport, choose_transport, make_transport
 from cp_mesh.comm.groups import parts_of
@@ -27,7 +27,7 @@ from cp_mesh.hosts.relayed import RelayedTransport
 from cp_mesh.kernels.combine import copy_together
 
 
-def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int:
+def choose_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
     """Ranks of a host; see `Method.choose_degree`."""
     wanted = options.inner_ring_size
     if cp_size % wanted:

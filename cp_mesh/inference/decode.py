@@ -28,10 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
-from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import Asked, make_options
 from cp_mesh.call.plan import compute_capability_of, warn_if_slow
-from cp_mesh.call.spec import Options, Tensors, check_dense, check_scores, check_tensors, make_scores
+from cp_mesh.call.spec import AttentionSpec, Tensors, check_dense, check_scores, check_tensors, make_scores, settle
 from cp_mesh.comm.agreement import announce_refusal, checking, require_agreement
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.waiting import wait_for
@@ -45,6 +43,7 @@ from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.table import choose_kernel
 from cp_mesh.kernels.triton_attention import TRITON
 
+_TERMS = ("sinks", "alibi_slopes", "relative_bias")
 UNUSED = NONE - 1
 """The position of a row of a cache that holds no token yet."""
 
@@ -116,36 +115,35 @@ def decode(
 
     Source: tree decoding, Shyam et al. 2024, arXiv:2408.04093.
     """
-    asked = Asked(
-        mesh=mesh, mask=mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-        relative_bias=relative_bias, kernel=kernel, return_lse=return_lse,
-    )  # fmt: skip
+    given = {"mask": mask, "scale": scale, "softcap": softcap, "kernel": kernel, "return_lse": return_lse}
+    tensors = Tensors(sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias)
     where = Where(mask, q_positions, k_positions, num_keys)
-    out, lse = _decode(query, key, value, asked, where, q_lens)
+    out, lse = _decode(query, key, value, mesh, given, tensors, where, q_lens)
     return (out, lse) if return_lse else out
 
 
 @untraced  # what is planned here no compiled code could keep
 def _decode(
-    query: Tensor, key: Tensor, value: Tensor, asked: Asked, where: Where, q_lens: Sequence[int] | None
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | dist.ProcessGroup | None, given: dict[str, Any],
+    tensors: Tensors, where: Where, q_lens: Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     q_lens = [*map(as_int, q_lens)] if isinstance(q_lens, list | tuple) else q_lens
-    with announcing(asked.mesh):
+    with announcing(mesh):
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
-        axis = find_cp_axis((query, key, value), asked.mesh, 2)
+        axis = find_cp_axis((query, key, value), mesh, 2)
         num_rows = query.shape[2] if q_lens is None else _check_lens(q_lens, query, axis.group)
-        where, kernel, scores, options = _prepare(query, key, value, asked, where, num_rows)
+        where, kernel, scores, options = _prepare(query, key, value, given, tensors, where, num_rows)
     if checking(axis.group):
-        given = {name: getattr(asked, name) for name in ("sinks", "alibi_slopes", "relative_bias")}
+        equal = {name: getattr(tensors, name) for name in _TERMS}
         alike = {
             "key and value": str([(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (key, value)]),
-            "options": f"{options.spec()} {where.k_positions is None} {where.num_keys is None}",
+            "options": f"{options.text()} {where.k_positions is None} {where.num_keys is None}",
             "q_lens": str(q_lens and list(q_lens)),
         }
         if q_lens is None:
-            given |= {"query": query, "q_positions": where.q_positions}
-        require_agreement(axis.group, alike | {name: fingerprint(x) for name, x in given.items()})
+            equal |= {"query": query, "q_positions": where.q_positions}
+        require_agreement(axis.group, alike | {name: fingerprint(x) for name, x in equal.items()})
     without_sinks = replace(scores, sinks=None)  # they count once, not on every rank
     with torch.autocast(query.device.type, enabled=False):  # it would round the fp32 sums of kernels
         if q_lens is None:
@@ -200,13 +198,12 @@ def _check_ungraded(name: str, x: Tensor) -> None:
 
 
 def _prepare(
-    query: Tensor, key: Tensor, value: Tensor, asked: Asked, where: Where, num_rows: int
-) -> tuple[Where, Kernel | None, Scores, Options]:
+    query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any], tensors: Tensors, where: Where, num_rows: int
+) -> tuple[Where, Kernel | None, Scores, AttentionSpec]:
     """Which pairs count, and the kernel for so many queries, None for `attend_few`; what cannot be is refused."""
-    options = make_options(query, key, value, asked, FORMATS[2])
+    options = settle(**given)
     check_tensors(query, key, value, decoding=True)
-    tensors = Tensors(sinks=asked.sinks, alibi_slopes=asked.alibi_slopes, relative_bias=asked.relative_bias)
-    for name in ("sinks", "alibi_slopes", "relative_bias"):
+    for name in _TERMS:
         if (x := getattr(tensors, name)) is None:
             continue
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
@@ -215,7 +212,7 @@ def _prepare(
     check_scores(query, tensors, 0)
     options = options.with_scale(query.shape[3])
     scores = make_scores(options, tensors, accumulation_dtype(query.dtype))
-    mask = asked.mask
+    mask = given["mask"]
     if mask.elementwise:
         hint = "decode sequences of one length, or one document, without them"
         refuse("mask", "a Mask without documents, key_padding and blocks", "tensors", hint, UnsupportedError)
@@ -237,11 +234,11 @@ def _prepare(
         refuse("num_keys", f"int64 (1,) on {key.device}", num_keys, "torch.tensor([n], device=key.device)")
     where = where._replace(mask=None if q_positions is None else without_unused(mask))
     full, group = q_positions is None, query.shape[1] // key.shape[1]
-    few = asked.kernel in ("auto", TRITON.name) and group * num_rows <= MAX_ROWS
+    few = options.kernel in ("auto", TRITON.name) and group * num_rows <= MAX_ROWS
     if few and not shortfalls(TRITON.capability, _request(query, value, full, scores)):
         return where, None, scores, options
     request = _request(query, value, full and num_keys is None, scores)
-    return where, _choose(asked.kernel, request), scores, options
+    return where, _choose(options.kernel, request), scores, options
 
 
 def without_unused(mask: Mask) -> Mask:

@@ -25,7 +25,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh.call.function import Asked, attention, check_asked
+from cp_mesh.call.function import attention
+from cp_mesh.call.spec import settle
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Joint
 from cp_mesh.geometry.mask import Mask
@@ -173,7 +174,7 @@ def parallelize(
     """
     sequence = ShardedSequence(mesh, Contiguous(), pad=False)  # type: ignore[arg-type]
     processors = check_model(model)
-    check_asked(Asked(**options))
+    settle(**options)
     own = _Parallel(model, sequence, options)
     claim(model, sequence.mesh, sequence, own)  # type: ignore[arg-type]
     _AttentionBackendRegistry.register(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_mesh.call.function import Asked, check_asked
 from cp_mesh.call.methods import choose_method
+from cp_mesh.call.spec import settle
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.batch_mask import batch_mask
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
@@ -63,7 +63,7 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
     """
     if unknown := sorted(options.keys() - set(OPTIONS)):
         refuse("context_parallel", f"options among {', '.join(OPTIONS)}", unknown[0], "torchtitan says the rest")
-    check_asked(Asked(**options))
+    settle(**options)
     choose_method(options.get("method", "auto"))
     if not is_dataclass(spec) or isinstance(spec, type):
         refuse("context_parallel", "a TrainSpec of torchtitan 0.2 or a Trainer.Config of 0.3", spec, "pass one")

@@ -20,8 +20,9 @@ from torchtitan.distributed.spmd_types import spmd_mesh_group
 from torchtitan.models.common.attention.attention import VarlenAttentionMetadata, VarlenInnerAttention
 from torchtitan.models.common.attention.cp_attention import CPAttention
 
-from cp_mesh.call.function import Asked, attention, check_asked
+from cp_mesh.call.function import attention
 from cp_mesh.call.methods import choose_method
+from cp_mesh.call.spec import settle
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Layout, Permuted, ZigZag
 from cp_mesh.geometry.mask import Mask
@@ -65,7 +66,7 @@ class MeshVarlenInnerAttention(CPAttention, VarlenInnerAttention):
         self.window = None if left < 0 else (left, 0)
         self.causal = right == 0
         self.options = {name: getattr(config, name) for name in ("method", "kernel", "transport")}
-        check_asked(Asked(**self.options))
+        settle(**self.options)
         choose_method(config.method)
 
     @staticmethod

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.call.dtensor import check_placements, check_score_placements, first_index, local_scores, wrap, wrap_results
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import Asked, attend, check_asked
+from cp_mesh.call.function import attend
 from cp_mesh.call.methods import choose_method
-from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense
+from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense, settle
 from cp_mesh.comm.agreement import checking
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.first_calls import called_in
@@ -156,7 +156,7 @@ class ContextParallel(ParallelStyle):
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }
-        check_asked(Asked(**self.options))
+        settle(**self.options)
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
         check_choice("transport", transport, TRANSPORTS, "functional")
@@ -274,12 +274,12 @@ class ContextParallel(ParallelStyle):
             announce(self.sequence, error)
             raise
         tensors = query, key, value
-        asked = self._asked(call, scale)._replace(dropout_p=dropout_p)
+        given = self._keywords(call, scale) | {"dropout_p": dropout_p}
         if not _over_others(query, self.sequence.mesh):
-            return cast(Tensor, attend(*tensors, asked._replace(**call.scores)))
+            return cast(Tensor, attend(*tensors, **given | dict(call.scores)))
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
-        out = cast(Tensor, attend(q, k, v, asked._replace(**local_scores(call.scores, query, FORMATS[2]))))
+        out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, query, FORMATS[2])))
         return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
 
     def sharded_flex(
@@ -312,7 +312,7 @@ class ContextParallel(ParallelStyle):
         """
         form = FORMATS[2]
         return_lse = return_lse or getattr(return_aux, "lse", False)
-        asked = self._asked(call, scale)._replace(return_lse=return_lse)
+        given = self._keywords(call, scale) | {"return_lse": return_lse}
         try:
             if kernel_options:
                 hint = "leave it out: cp_mesh chooses its kernel by ContextParallel(kernel=)"
@@ -328,7 +328,7 @@ class ContextParallel(ParallelStyle):
                 check_placements(query, key, value, (), form)
             rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
             length = self.sequence.length or rows
-            last = None if asked.seq_len in (None, length) else length - 1
+            last = None if given["seq_len"] in (None, length) else length - 1
             sizes = query.shape[0], query.shape[1], length
             functions = Functions.of(score_mod, block_mask, query, sizes, last)
             if not isinstance(query, DTensor):
@@ -337,18 +337,19 @@ class ContextParallel(ParallelStyle):
         except Exception as error:
             announce(self.sequence, error)
             raise
-        asked = functions.asked(asked)
+        given |= functions.keywords()
         if not _over_others(query, self.sequence.mesh):
-            found = attend(query, key, value, asked)
+            found = attend(query, key, value, **given)
             return cast(tuple[Tensor, Tensor], found if return_lse else (found, query.new_empty(0)))
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
-        found = attend(q, k, v, asked._replace(first_head=first_head, first_batch=first_batch))
+        found = attend(q, k, v, **given, first_head=first_head, first_batch=first_batch)
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
         return wrap_results(out, lse, query, form)
 
-    def _asked(self, call: _Call, scale: float | None) -> Asked:
-        return Asked(
+    def _keywords(self, call: _Call, scale: float | None) -> dict[str, Any]:
+        """What `attend` is told."""
+        return dict(
             mesh=self.sequence.mesh,
             seq_dim=2,
             seq_len=self.sequence.seq_len_in(call.layout),
@@ -369,8 +370,7 @@ class ContextParallel(ParallelStyle):
         is_causal: bool,
         enable_gqa: bool,
     ) -> None:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            check_dense(**{name: x})
+        check_dense(query=query, key=key, value=value)
         if _over_others(query, self.sequence.mesh):
             check_placements(query, key, value, (), FORMATS[2])
             check_score_placements(call.scores, query, FORMATS[2])

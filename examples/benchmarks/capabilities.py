@@ -15,7 +15,7 @@ import torch
 
 from cp_mesh.call.methods import METHODS, Method
 from cp_mesh.call.plan import request_of
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.geometry.layouts import Layout, Permuted, ZigZag
 from cp_mesh.geometry.mask import Mask
@@ -88,7 +88,7 @@ def answer(feature: Feature, method: Method, kernel: Kernel) -> str:
     device, dtype = has.devices[0], torch.bfloat16 if torch.bfloat16 in has.dtypes else has.dtypes[0]
     capability = (has.only_on or ((9, 0),))[0] if device == "cuda" else (0, 0)
     layout, mask = feature.layout or ZigZag(), Mask(**feature.mask)
-    options = Options(layout.spec(), mask.spec(), 1.0, differentiable_lse=feature.through_lse, **feature.options)
+    options = AttentionSpec(layout.spec(), mask.spec(), 1.0, differentiable_lse=feature.through_lse, **feature.options)
     features = frozenset({"dropout_p": "dropout"}.get(feature.scores, feature.scores).split()) - {"sinks"}
     q, k, v = (
         Operand(torch.Size((1, heads, TOKENS // RANKS, dim)), dtype, torch.device(device))

@@ -30,7 +30,7 @@ from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attentio
 from cp_mesh.call.method import Plan
 from cp_mesh.call.methods import METHODS
 from cp_mesh.call.plan import make_plan
-from cp_mesh.call.spec import Operand, Options, Tensors
+from cp_mesh.call.spec import AttentionSpec, Operand, Tensors
 from cp_mesh.comm.exchange import TRANSPORTS, symmetric_memory_bytes
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band
@@ -330,7 +330,7 @@ class CPMesh(Contestant):
     def plan(self, case: Case) -> Plan:
         """Of its calls; that of "auto" has the method that it takes."""
         layout, mask = self.layout(case), case.mask
-        options = Options(layout.spec(), mask.spec(), case.scale, **self._options)
+        options = AttentionSpec(layout.spec(), mask.spec(), case.scale, **self._options)
         tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
         return make_plan(*self.operands(case), tensors, case.seq_len, self._mesh.get_group(), options)
 

@@ -36,7 +36,7 @@ from contestants import document_lengths  # noqa: E402
 
 from cp_mesh.call import plan  # noqa: E402
 from cp_mesh.call.plan import make_plan  # noqa: E402
-from cp_mesh.call.spec import Options, Tensors  # noqa: E402
+from cp_mesh.call.spec import AttentionSpec, Tensors  # noqa: E402
 from cp_mesh.geometry import survey  # noqa: E402
 from cp_mesh.geometry.balance import balance  # noqa: E402
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag  # noqa: E402
@@ -102,7 +102,7 @@ def planner(layout: Layout, mask: Mask, seq_len: int, num_ranks: int) -> Callabl
     """Makes the plan that a call makes."""
     rows = layout.shard_len(seq_len, num_ranks, num_ranks // 2)
     q, k = (torch.empty(1, heads, rows, 1, dtype=torch.bfloat16) for heads in (8, 1))
-    options = Options(layout.spec(), mask.spec(), 1.0)
+    options = AttentionSpec(layout.spec(), mask.spec(), 1.0)
     tensors = Tensors(mask.documents, layout_index=layout.tensor)
     return partial(make_plan, q, k, k, tensors, seq_len, OneOf(num_ranks), options)
 

@@ -45,7 +45,7 @@ from report import machine  # noqa: E402
 from cp_mesh import attention  # noqa: E402
 from cp_mesh.call import op as ops  # noqa: E402
 from cp_mesh.call import passes  # noqa: E402
-from cp_mesh.call.spec import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
+from cp_mesh.call.spec import NUM_TENSORS, AttentionSpec, Call, Tensors  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
 
 PASSES = ("no_grad", "forward", "both")
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         group: Any = dist.group.WORLD
         inputs = [torch.randn(1, 2, options.rows, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
         inputs = [x.requires_grad_() for x in inputs]
-        spec = Options("zigzag", Mask().spec(), 0.125, as_inputs=True)
+        spec = AttentionSpec("zigzag", Mask().spec(), 0.125, as_inputs=True)
         arguments = Call(Tensors(), options.rows, 2, group.group_name, spec).arguments()
         ways: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor], Tensor]] = {}
         dout = torch.ones_like(inputs[0])

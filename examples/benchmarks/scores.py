@@ -93,7 +93,7 @@ class Ours:
     def __init__(self, feature: str, tile: str, rows: int, device: str) -> None:
         import cp_mesh
         from cp_mesh.call.plan import make_plan
-        from cp_mesh.call.spec import Options, Tensors
+        from cp_mesh.call.spec import AttentionSpec, Tensors
         from cp_mesh.geometry.mask import Mask
 
         tree = os.environ["PYTHONPATH"].split(os.pathsep)[0]
@@ -103,7 +103,7 @@ class Ours:
         softcap, dropout = SOFTCAP * (feature == "softcap"), DROPOUT * (feature == "dropout")
         layout = "contiguous" if tile == "causal" else tile
         kernel = "triton" if device == "cuda" else "reference"
-        options = Options(layout, Mask().spec(), SCALE, softcap, dropout, kernel=kernel)
+        options = AttentionSpec(layout, Mask().spec(), SCALE, softcap, dropout, kernel=kernel)
         q, k, *_ = inputs(rows, rows, device)
         plan = make_plan(q, k, k, Tensors(**tensors), size * rows, LastOf(size), options)
         first = plan.layout.positions(size * rows, size, 0)

@@ -39,7 +39,7 @@ from raw_kernels import present_kernels, swap  # noqa: E402
 from report import FLOPS, RESULTS, machine  # noqa: E402
 
 from cp_mesh.call.plan import make_plan  # noqa: E402
-from cp_mesh.call.spec import Options, Tensors  # noqa: E402
+from cp_mesh.call.spec import AttentionSpec, Tensors  # noqa: E402
 from cp_mesh.geometry.layouts import Contiguous  # noqa: E402
 from cp_mesh.geometry.mask import CAUSAL, FULL, Band, Mask  # noqa: E402
 from cp_mesh.kernels.combine import make_delta  # noqa: E402
@@ -94,7 +94,9 @@ class Passes:
 
     def __init__(self, kernel: str, deterministic: bool, tile: Tile, scale: float, x: Inputs) -> None:
         self._dout, self._q, k, v = (swap(y) for y in (x.dout, x.q, x.k, x.v))
-        options = Options(Contiguous().spec(), tile.mask.spec(), scale, kernel=kernel, deterministic=deterministic)
+        options = AttentionSpec(
+            Contiguous().spec(), tile.mask.spec(), scale, kernel=kernel, deterministic=deterministic
+        )
         plan = make_plan(self._q, k, v, Tensors(tile.mask.documents), tile.rows, OneOf(1), options)
         self._kernel, self._scores = plan.kernel, plan.scores
         self._tiles = plan.tiles(None) if tile.given is None else [tile.given]

@@ -68,7 +68,7 @@ from tables import steps_table  # noqa: E402
 
 import cp_mesh  # noqa: E402
 from cp_mesh.call.plan import make_plan  # noqa: E402
-from cp_mesh.call.spec import Options, Tensors  # noqa: E402
+from cp_mesh.call.spec import AttentionSpec, Tensors  # noqa: E402
 from cp_mesh.comm.exchange import choose_transport, release, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
@@ -316,7 +316,7 @@ class CPMeshVariant:
         scalar = torch.empty((), dtype=dtype, device=device)
         heads = (n // args.tp for n in (args.heads, args.kv_heads))
         q, k = (scalar.expand(1, n, len(self.sequence.positions()), head_dim) for n in heads)
-        options = Options(
+        options = AttentionSpec(
             self.sequence.layout.spec(),
             cp_mesh.Mask(causal=True).spec(),
             head_dim**-0.5,

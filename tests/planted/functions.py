@@ -79,8 +79,8 @@ def _(make: Any) -> Any:
     return lambda cls, name, graph, captured: known.setdefault(name, make(cls, name, graph, captured))
 
 
-plant("heads of DTensors count from 0", "call.function:_of_these_heads", "functions of DTensors")(
-    lambda of_these_heads: lambda options, query, form: options
+plant("heads of DTensors count from 0", "dtensor:first_index", "functions of DTensors")(
+    lambda first_index: lambda x, dim: 0
 )
 plant("what functions read is not compared", "passes:_what_must_agree", "functions that differ")(
     lambda fields: with_result(fields, lambda found: {name: x for name, x in found.items() if "captured" not in name})
@@ -91,8 +91,8 @@ plant("blocks are not compared with mask_mod", "block_mask:_check_blocks", "bloc
 plant("sums have no order where one is asked for", "functions:_fixed_order", "order of captured sums")(
     lambda fixed_order: lambda asked: fixed_order(False)
 )
-plant("heads over tp count from 0 in functions", "call.function:_resolve", "heads of cores over tp")(
-    lambda resolve: with_result(resolve, lambda options: options._replace(first_head=0))
+plant("heads over tp count from 0 in functions", "spec:settle", "heads of cores over tp")(
+    lambda settle: with_result(settle, lambda spec: spec._replace(first_head=0))
 )
 plant("a style hides what a block mask shows", "block_mask:check_hidden", "masks of cores")(
     lambda check: lambda *given: None

@@ -19,7 +19,7 @@ from cp_mesh.call.joined_layout import pieces_of_rank
 from cp_mesh.call.method import as_one_tile
 from cp_mesh.call.methods import METHODS
 from cp_mesh.call.plan import choose_schedule, request_of
-from cp_mesh.call.spec import Operand, Options, Tensors
+from cp_mesh.call.spec import AttentionSpec, Operand, Tensors
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
@@ -188,7 +188,7 @@ class Setting:
     def choose(self, layout: Layout, scored: bool) -> Choice:
         """The method that "auto" takes; ``scored``: whether there are scores, sinks too."""
         mask, hosts = self.mask, -(-self.cp_size // self.gpus_per_host)
-        tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
+        tensors = Tensors.of(mask, layout)
         options = self._call(layout)[0]._replace(transport=self.transport)
         given = tensors, scored, self.seq_len, self.cp_size, hosts, options
         found = choose(self.q, self.k, *given)
@@ -239,9 +239,9 @@ class Setting:
         of_layout = layout, method, kernel, degree, work, figures
         return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, host_size_of(first))
 
-    def _call(self, layout: Layout) -> tuple[Options, Callable[[Schedule], Request]]:
+    def _call(self, layout: Layout) -> tuple[AttentionSpec, Callable[[Schedule], Request]]:
         """Its options, and what a schedule needs of a kernel."""
-        options = Options(
+        options = AttentionSpec(
             layout.spec(), self.mask.spec(), 1.0, ulysses_degree=self.ulysses_degree,
             inner_ring_size=self.inner_ring_size, head_chunks=self.head_chunks,
         )  # fmt: skip

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh.call.function import Asked, as_numbers, attention, with_degree
+from cp_mesh.call.function import attention, with_degree
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.ring_loop import begin_backward
-from cp_mesh.call.spec import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
+from cp_mesh.call.spec import DEGREES, FACTORS, SCORE_OPTIONS, Tensors, as_numbers, make_scores, seed_tensor, settle
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.errors import UnsupportedError, refuse
@@ -159,8 +159,7 @@ def verify(
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
         hint = "see cp_mesh.attention; functions are compared with cp_mesh.flex_attention on a mesh of one rank"
         refuse("verify: scores", names, sorted(unknown), hint)
-    numbers = as_numbers(Asked(**given))
-    given = {name: getattr(numbers, name) for name in given}
+    given = as_numbers(given)
     if given.get("dropout_p"):
         given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
@@ -175,15 +174,11 @@ def verify(
             _, lse = attention(*local, mesh=axes, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
-    softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
     scale = given.get("scale") or head_dim**-0.5
-    fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
-    sizes: dict[str, Any] = {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
-    asked = with_degree(Asked(axes, method=method, **sizes))
-    by_name |= {name: getattr(asked, name) or 0 for name in sizes}
-    options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
-    tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor, **held)
+    asked = with_degree(axes, {name: settings[name] for name in ("method", "kernel", *(name for name, _ in DEGREES))})
+    numbers = {"scale": scale, **{name: given[name] for name in FACTORS if name in given}}
+    options = settle(layout, mask, deterministic=deterministic, **asked, **numbers)
+    tensors = Tensors.of(mask, layout, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
     wide, wanted = accumulation_dtype(dtype), list(leaves)
     on_device = mask.to(q.device)
