@@ -23,7 +23,6 @@ from cp_mesh.call.spec import GRADED, check_dense, check_tensors
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import flat, is_cp_axis, names_of_axes
 from cp_mesh.errors import UnsupportedError, as_int, refuse, written
-from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout, chunk_bounds
 from cp_mesh.geometry.mask import TENSORS
 from cp_mesh.kernels.combine import dense_strides
@@ -248,20 +247,21 @@ class _Checked(set[Any]):
 
 def check_dtensors(query: DTensor, key: DTensor, value: DTensor, axis: CPAxis, layout: Layout) -> None:
     """Refuse q, k and v that do not fit one another, their mesh or the layout; looked at once for each kind."""
-    mesh, form, eager = query.device_mesh, FORMATS[axis.seq_dim], not torch.compiler.is_compiling()
-    if eager:
-        checked, index = state_of(axis.group, _Checked), layout.tensor
+    mesh, form = query.device_mesh, FORMATS[axis.seq_dim]
+    remembers = not torch.compiler.is_compiling() and layout.tensor is None
+    if remembers:
+        checked = state_of(axis.group, _Checked)
         kind = (
             axis.mesh_dims, axis.seq_dim, mesh.shape, mesh.mesh_dim_names, key.device_mesh == mesh == value.device_mesh,
-            layout.spec(), None if index is None else Content.of(index), query.placements, query.shape, query.dtype,
-            key.placements, key.shape, key.dtype, value.placements, value.shape, value.dtype,
+            layout.spec(), query.placements, query.shape, query.dtype, key.placements, key.shape, key.dtype,
+            value.placements, value.shape, value.dtype,
         )  # fmt: skip
         if kind in checked:
             return
     check_tensors(*form.to_bhsd(query, key, value))
     check_placements(query, key, value, axis.mesh_dims, form)
     check_chunks(query.shape[axis.seq_dim], [mesh.size(dim) for dim in axis.mesh_dims], layout)
-    if eager:
+    if remembers:
         if len(checked) >= MOST_KINDS:
             checked.clear()
         checked.add(kind)
