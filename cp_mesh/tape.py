@@ -1,24 +1,26 @@
-"""Passes that persist: what a pass does with tensors, written down once and then done again without the Python around.
+"""A pass of a plan, recorded and then replayed without the Python around its tensor operations.
 
-A pass of a plan does the same each time: it cuts the same rows, allocates as much, launches the same kernels with the
-same numbers, in the same order on the same streams. Only the tensors that it is given are others. So its second call
-is recorded, as lines of Python with those tensors as arguments, and later calls run these lines: no tile, transport or
-sum is made anew.
+A pass does the same in each call: it cuts the same rows, allocates as much, launches the same kernels with the same
+numbers, in the same order on the same streams. Only the tensors that it is given are others. So its second and third
+calls are recorded, as lines of Python with those tensors as arguments; if both say the same, later calls run the lines.
+What would be another thing in the next call, such as a number that was read from a tensor, differs between the two.
 
-What is recorded: operators of PyTorch, functional collectives among these, as a dispatch mode sees them; and what the
+What is recorded: operators of PyTorch, functional collectives among these, which a dispatch mode sees; and what the
 mode cannot see, launches of Triton and FlashAttention-4, events, streams, barriers, which are made by `call`. A tensor
-dies in the lines where it died in the recorded call, so that memory is used again at the same points, which the waits
-between streams count on. Tensors that are neither given nor made in the pass belong to the plan or to the memory of a
-group (`Memory.hold`), and are constants of the lines.
+dies in the lines where it died in the recorded call, so that memory is used again at the same points: the waits between
+streams count on it. A tensor that is neither given nor made in the pass is a constant, and must be the same object in
+both recordings: the plan has it, or the memory of a group, which ends its tapes when it goes (`Memory`).
 
-A call that does what no tape can tell (`give_up`) is not recorded. Nor is one inside the capture of a CUDA graph.
+A call with steps that cannot be recorded (`give_up`), or inside the capture of a CUDA graph, is computed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -28,9 +30,9 @@ from torch import Tensor
 
 from cp_mesh._torch import DispatchMode, schema_of
 
-MOST_TAPES = 16  # of one plan: layers may differ in strides
+MOST_TAPES = 32  # of one plan: layers may differ in strides
 MOST_LINES = 20_000
-TRIES = 3  # after which a pass that could not be recorded is always computed
+TRIES = 4  # recordings, after which a pass is computed in each call
 _UNTOLD = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the next call's may be others
 _aten = torch.ops.aten
 # The same without the look at a schema, which takes the host as long again.
@@ -75,31 +77,34 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
 def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """``function(*args, **named)``, and a line of the tape; for what no dispatch mode sees. Returns tensors or None."""
+    """``function(*args, **named)``, and a line of the tape; for what no dispatch mode sees. Returns tensors or None.
+
+    The function, and arguments that are no tensors, must be equal in each call.
+    """
     recorder = _recorder.get()
     return function(*args, **named) if recorder is None else recorder.call(function, args, named)
 
 
 def told(function: Callable[..., Any], *args: Any, **named: Any) -> None:
-    """A line of the tape, of what was done already in another way."""
+    """Add a line of the tape without executing it: its work was done in another way."""
     if (recorder := _recorder.get()) is not None:
         recorder.note(function, None, args, named)
 
 
 def give_up(why: str) -> None:
-    """What follows no tape can tell."""
+    """What follows cannot be recorded."""
     if (recorder := _recorder.get()) is not None:
         recorder.obstacle = why
 
 
 def on_error(recover: Callable[[], None]) -> None:
-    """To be called where a recorded pass ends with an exception."""
+    """To be called where a replayed pass ends with an exception."""
     if (recorder := _recorder.get()) is not None:
         recorder.recover.append(recover)
 
 
 def repeat(
-    tapes: dict[Any, Tape | int],
+    tapes: dict[Any, Any],
     what: tuple[Any, ...],
     compute: Callable[..., Any],
     inputs: Sequence[Tensor | None],
@@ -110,18 +115,23 @@ def repeat(
         tapes: of one plan; written here.
         what: tells passes of the plan apart, and streams.
         compute: depends on nothing but the inputs, the plan and the memory of its group; returns tensors, in tuples
-            and dicts.
-        inputs: tensors that are not written.
+            and dicts. It reads no values of the inputs on the host.
+        inputs: tensors, which are not written.
     """
     key = *what, *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in inputs]
-    found = tapes.get(key, 0)
+    found = tapes.get(key)
     if isinstance(found, Tape):
         if found.play is not None:
             return found.play(*inputs)
-        found = 0
-    if not 0 < found <= TRIES or len(tapes) > MOST_TAPES or not _are_unlike(inputs):
-        tapes[key] = found + 1
+        found = None
+    if not _are_unlike(inputs) or found is _GIVEN_UP:
         return compute(*inputs)
+    if found is None:  # what is compiled, allocated or agreed upon is so after it
+        results = compute(*inputs)
+        if key not in tapes and len(tapes) >= MOST_TAPES:
+            del tapes[next(iter(tapes))]
+        tapes[key] = _Lines()
+        return results
     recorder = _Recorder(inputs)
     token = _recorder.set(recorder)
     try:
@@ -130,7 +140,12 @@ def repeat(
     finally:
         _recorder.reset(token)
         recorder.end()
-    tapes[key] = recorder.tape(results) if recorder.is_whole else found + 1
+    lines = recorder.lines(results)
+    if lines.source and lines.say(found):
+        tapes[key] = lines.tape()
+    else:
+        lines.tries = found.tries + 1
+        tapes[key] = lines if lines.tries < TRIES else _GIVEN_UP
     return results
 
 
@@ -138,6 +153,49 @@ def _are_unlike(inputs: Sequence[Tensor | None]) -> bool:
     """Whether no tensor is given twice: the lines would not tell which of the two they read."""
     given = [id(x) for x in inputs if x is not None]
     return len({*given}) == len(given)
+
+
+@dataclass(eq=False)
+class _Lines:
+    """One recording; none without a source."""
+
+    source: str = ""
+    constants: dict[str, Any] = field(default_factory=dict)
+    recover: list[Callable[[], None]] = field(default_factory=list)
+    memories: set[Memory] = field(default_factory=set)
+    tries: int = 0
+
+    def say(self, other: _Lines) -> bool:
+        """Whether another recording says the same, with the same tensors as constants."""
+        if self._steps() != other._steps() or self.constants.keys() != other.constants.keys():
+            return False
+        pairs = ((x, other.constants[name]) for name, x in self.constants.items())
+        return all(x is y or (type(x) is type(y) and not isinstance(x, Tensor) and x == y) for x, y in pairs)
+
+    def _steps(self) -> list[str]:
+        """All but when tensors die: of one that a collective sends, its thread may be the last that holds it."""
+        return [line for line in self.source.splitlines() if not line.lstrip().startswith("del ")]
+
+    def tape(self) -> Tape:
+        namespace = self.constants | {"recover": partial(_recover, self.recover)}
+        exec(compile(self.source, __file__.replace("tape.py", "<a recorded pass>"), "exec"), namespace)
+        tape = Tape(namespace.pop("play"))  # else it would hold itself
+        for memory in self.memories:
+            memory.named_by(tape)
+        return tape
+
+
+_GIVEN_UP = _Lines()
+
+
+def _recover(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        with suppress(Exception):  # the error that it follows says more
+            function()
+
+
+class _Code(str):
+    """An argument as it stands in a line."""
 
 
 class _Recorder(DispatchMode):
@@ -153,26 +211,31 @@ class _Recorder(DispatchMode):
         self._lines: list[str] = []
         self._constants: dict[str, Any] = {}
         self._known: dict[int, str] = {}  # names of constants
-        self._views: dict[str, str] = {}  # of what was given, which are made once
+        self._views: dict[str, str] = {}  # of what was given, which are made once in a call
+        self._before: dict[str, str] = {}  # of constants, by name
         self._made: list[ref[Tensor]] = []
         self._paused = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or self.obstacle is not None:
             return function(*args, **kwargs)
         result = self._within(function, args, kwargs)
         if not _UNTOLD.isdisjoint(function.tags) and not (function is _aten.index.Tensor and _by_numbers(args[1])):
             self.obstacle = str(function)
-        if function in _ALLOCATES:
+        elif function in _ALLOCATES:
             like = {"dtype": result.dtype, "device": result.device}
             self.note(torch.empty_strided, result, (tuple(result.shape), result.stride()), like)
         else:
-            self.note(_FASTER.get(function, function), result, args, kwargs, schema_of(function).is_mutable)
+            if function is _aten.as_strided.default and len(args) > 3:  # the next call's tensor may begin elsewhere
+                offset = args[3] - args[0].storage_offset()
+                args = *args[:3], _Code(f"{self._said(args[0])}.storage_offset() + {offset}")
+            writes = function.namespace != "aten" or schema_of(function).is_mutable or not _tensors(result)
+            self.note(_FASTER.get(function, function), result, args, kwargs, writes)
         return result
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self._paused:
+        if self._paused or self.obstacle is not None:
             return function(*args, **named)
         result = self._within(function, args, named)
         self.note(function, result, args, named)
@@ -193,10 +256,12 @@ class _Recorder(DispatchMode):
             return  # of a tensor that is already as it is asked to be
         is_view = len(new) == 1 and isinstance(result, Tensor) and _same_memory(result, given)
         names = {self._names.get(id(x)) for x in given}
-        if is_view and names == {None}:
-            return  # of a constant: it is one
         said = [*map(self._said, args), *(f"{key}={self._said(x)}" for key, x in named.items())]
         line = f"{self._constant(function)}({', '.join(said)})"
+        if is_view and names <= {None, *self._before}:  # a view of constants is one, made with the tape
+            self._before[name := f"k{len(self._made)}"] = line
+            self._name(result, name, dies=False)
+            return
         once = is_view and names <= {*self._arguments, *self._views.values()}
         if once and line in self._views:
             self._name(result, self._views[line], dies=False)
@@ -228,14 +293,20 @@ class _Recorder(DispatchMode):
     def _said(self, x: Any) -> str:
         if isinstance(x, Tensor):
             return self._names.get(id(x)) or self._constant(x)
-        if type(x) in _PLAIN or (type(x) is float and math.isfinite(x)):
+        if isinstance(x, _Code):
+            return x
+        if type(x) in _PLAIN:
             return repr(x)
+        if type(x) is float:
+            return repr(x) if math.isfinite(x) else f"float('{x}')"
         if type(x) in (tuple, torch.Size):
             return f"({''.join(f'{self._said(y)}, ' for y in x)})"
         if type(x) is list:
             return f"[{', '.join(map(self._said, x))}]"
         if isinstance(x, dict):
             return f"{{{', '.join(f'{key!r}: {self._said(y)}' for key, y in x.items())}}}"
+        if _tensors(x):
+            self.obstacle = f"tensors in a {type(x).__name__}"
         return self._constant(x)
 
     def _constant(self, x: Any) -> str:
@@ -243,37 +314,24 @@ class _Recorder(DispatchMode):
         self._constants[name] = x  # which keeps it, so that its id stays its own
         return name
 
-    @property
-    def is_whole(self) -> bool:
-        return self.obstacle is None and len(self._lines) <= MOST_LINES
-
     def end(self) -> None:
         """What dies from now on is no part of the call."""
         self._made.clear()
 
-    def tape(self, results: Any) -> Tape:
-        """The lines as a function."""
-        recover = [f"        {self._constant(x)}()" for x in self.recover]
-        source = "\n".join(
-            [
-                f"def play({', '.join(self._arguments)}):",
-                "    try:",
-                *(f"        {line}" for line in self._lines),
-                f"        return {self._said(results)}",
-                "    except BaseException:",
-                *recover,
-                "        raise",
-            ]
-        )
-        exec(compile(source, __file__.replace("tape.py", "<a recorded pass>"), "exec"), self._constants)
-        tape = Tape(self._constants.pop("play"))
-        for memory in self.memories:
-            memory.named_by(tape)
-        return tape
+    def lines(self, results: Any) -> _Lines:
+        """The lines of a function, if the call could be recorded."""
+        said = self._said(results)
+        if self.obstacle is not None or len(self._lines) > MOST_LINES:
+            return _Lines()
+        body = "\n        ".join([*self._lines, f"return {said}"])
+        source = "".join(f"{name} = {line}\n" for name, line in self._before.items())
+        source += f"def play({', '.join(self._arguments)}):\n    try:\n        {body}\n"
+        source += "    except BaseException:\n        recover()\n        raise\n"
+        return _Lines(source, self._constants, self.recover, self.memories)
 
 
 def _same_memory(x: Tensor, given: Sequence[Tensor]) -> bool:
-    return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
+    return x.numel() > 0 and any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in given)
 
 
 def _by_numbers(indices: Sequence[Tensor | None]) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -448,3 +450,36 @@ def gradcheck(rank: int) -> None:
 
 def test_gradcheck(pool: Any) -> None:
     pool(1).run(gradcheck)
+
+
+def test_who_watches_sees_the_op(pool):
+    """Else eager calls go past the dispatcher, which resolves a negated view as well."""
+    assert pool(1).run(watched) == [[True, True, True, True]]
+
+
+def watched(rank: int) -> list[bool]:
+    axis = mesh((1,), ("cp",))
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return cp_mesh.attention(*qkv, mesh=axis, kernel="reference")
+
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
+    want = attend(q, k, v)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attend(q, k, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(attend, (q, k, v), check_trace=False)
+    negated = torch.complex(torch.zeros_like(q), -q).conj().imag  # a view of memory that holds -q
+    seen = []
+    passes = room("passes")
+    with mock.patch.object(passes, "forward_and_plan", side_effect=passes.forward_and_plan) as forward:
+        with torch.no_grad():
+            got = attend(negated, k, v)
+        seen += [call.args[0].is_neg() for call in forward.call_args_list]
+    return [
+        "cp_mesh::attention" in {event.name for event in profile.events()},
+        "cp_mesh::attention" in str(traced.graph),
+        negated.is_neg() and torch.equal(got, want),
+        not any(seen),
+    ]

@@ -30,9 +30,6 @@ from cp_mesh.tape import repeat
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
 OfScores = dict[str, Tensor]
-LAYERS = (
-    16  # calls after which a pass is recorded whose plan goes with its batch: recording must pay in the next layers
-)
 
 
 @dataclass(frozen=True, eq=False)

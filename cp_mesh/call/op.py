@@ -128,7 +128,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
         ctx.keys, ctx.plan = keys, None
-        if _is_plain(keys):  # nobody sees the op: its backward may have the plan
+        if keys is None or _is_plain(keys):  # nobody sees the op: its backward may have the plan
             with below_autograd():
                 from cp_mesh.call import passes  # as in `_compute`
 
@@ -210,9 +210,9 @@ class _Gradients(torch.autograd.Function):
         raise UnsupportedError("cp_mesh::attention_backward has no gradient: attention can be differentiated once")
 
 
-def _is_plain(keys: DispatchKeySet | None) -> bool:
-    """Whether no kernel is between autograd's and that of the device; None: the dispatcher was not asked."""
-    return keys is None or (keys & KEYS_BELOW_AUTOGRAD).highestPriorityTypeId() in _DEVICES
+def _is_plain(keys: DispatchKeySet) -> bool:
+    """Whether no kernel is between autograd's and that of the device."""
+    return (keys & KEYS_BELOW_AUTOGRAD).highestPriorityTypeId() in _DEVICES
 
 
 def _below_autograd(op: OpOverload, keys: DispatchKeySet | None, inputs: Sequence[Any]) -> Any:

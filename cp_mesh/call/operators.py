@@ -30,8 +30,8 @@ library = torch.library.Library("cp_mesh", "FRAGMENT")
 
 
 def is_watched() -> bool:
-    """Whether a profiler or a mode of torch functions would see an operator's name."""
-    return profiles() or function_mode() is not None
+    """Whether a profiler, a mode of torch functions or torch.jit.trace would see an operator's name."""
+    return profiles() or function_mode() is not None or torch.jit.is_tracing()
 
 
 def is_seen(given: Iterable[Any], graded: bool = False) -> bool:
@@ -39,12 +39,12 @@ def is_seen(given: Iterable[Any], graded: bool = False) -> bool:
 
     Args:
         given: the arguments; of lists of tensors, the tensors.
-        graded: the caller sees to autograd.
+        graded: whether the grad mode is not asked: the caller handles autograd.
     """
     if (torch.is_grad_enabled() and not graded) or num_dispatch_modes() > 0 or in_transform():
         return True
     for x in given:  # noqa: SIM110 - a generator would be a call for each
-        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+        if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_neg()):  # which the dispatcher resolves
             return True
     return False
 

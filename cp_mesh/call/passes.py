@@ -135,7 +135,7 @@ def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[
         announce_refusal(group, error)
         raise
     kind = _kind(plan, call) if plan.has_tensors else plan.kind
-    if checking(group):
+    if checked := checking(group):
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
     elif is_first(group, kind):
@@ -147,9 +147,11 @@ def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[
     try:
         with _no_autocast(q):
             given = with_whole(plan, call) if call.options.captured_cuts else plan
-            out, lse, *kept = given.run(
-                ("forward",), lambda q, k, v, *_: given.method.forward(q, k, v, given, group), (q, k, v)
-            )
+
+            def compute(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> Any:
+                return given.method.forward(q, k, v, given, group)
+
+            out, lse, *kept = compute(q, k, v) if checked else given.run(("forward",), compute, (q, k, v))
     except Exception as error:
         keep_to_itself(error)
         note_refusals(group, error)
@@ -187,7 +189,7 @@ def backward(
     elif plan.reads_tensors:
         refuse_copies(plan)
     kind = plan.kind
-    if checking(group):
+    if checked := checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
     note_call(group, "backward", kind)
@@ -206,7 +208,8 @@ def backward(
             keywords = {} if kept is None else {"kept": kept}
             return whole.method.backward(dout, q, k, v, out, lse, dlse, whole, group, names, **keywords)
 
-        *grads, of_scores = whole.run(("backward", wanted), compute, (dout, q, k, v, out, lse, dlse, kept))
+        inputs = dout, q, k, v, out, lse, dlse, kept
+        *grads, of_scores = compute(*inputs) if checked else whole.run(("backward", wanted), compute, inputs)
         if call.options.captured_cuts:
             of_scores = to_shards(of_scores, plan, call)
     dq, dk, dv = map(call.as_asked, grads)

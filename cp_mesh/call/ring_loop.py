@@ -281,9 +281,7 @@ def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tup
 
     The first tensor has query heads, whose range comes with the views.
     """
-    if (
-        plan.settings.head_chunks == 1
-    ):  # most calls; a view of each tensor takes as long on the host as a kernel's launch
+    if plan.settings.head_chunks == 1:  # a view of each tensor takes the host as long as a kernel's launch
         yield (0, tensors[0].shape[1]), tuple(tensors)
         return
     first = 0

@@ -92,15 +92,17 @@ class _CudaLane:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._caller = torch.cuda.current_stream(device)
         self._forking, self._joining = torch.cuda.Event(), torch.cuda.Event()
+        self._marks: list[torch.cuda.Event] = []  # used again by every pass, which waits for all of its own
+        self._num_marks = 0
 
     def begin(self, caller: torch.cuda.Stream) -> None:
         """A pass begins on the caller's stream."""
-        self._caller = caller
+        self._caller, self._num_marks = caller, 0
 
     def fork(self) -> None:
         """What follows on the lane comes after all that the caller's stream was given so far."""
-        call(self._forking.record, self._caller)
-        call(self._stream.wait_event, self._forking)
+        call(torch.cuda.Event.record, self._forking, self._caller)
+        call(torch.cuda.Stream.wait_event, self._stream, self._forking)
         self._forked = True
 
     @contextmanager
@@ -113,30 +115,34 @@ class _CudaLane:
 
     def mark(self) -> torch.cuda.Event:
         """A point on the lane."""
-        mark = torch.cuda.Event()
-        call(mark.record, self._stream)
+        if self._num_marks == len(self._marks):
+            self._marks.append(torch.cuda.Event())
+        mark = self._marks[self._num_marks]
+        self._num_marks += 1
+        call(torch.cuda.Event.record, mark, self._stream)
         return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """The caller's stream goes on after a point of the lane."""
-        call(self._caller.wait_event, mark)
+        call(torch.cuda.Stream.wait_event, self._caller, mark)
 
     def join(self) -> None:
         """The caller's stream goes on after all that the lane was given so far."""
         # A capture may not wait for a stream that did not fork from it.
         if self._forked:
-            call(self._joining.record, self._stream)
-            call(self._caller.wait_event, self._joining)
+            call(torch.cuda.Event.record, self._joining, self._stream)
+            call(torch.cuda.Stream.wait_event, self._caller, self._joining)
         self._forked = False
 
 
-class GroupMemory:
+class GroupMemory(Memory):
     """What outlives a call: a group's symmetric memory and the streams beside the caller's.
 
     Made by all ranks of the group together: they tell each other their hosts.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         answers: list[Any] = [None] * group.size()
         dist.all_gather_object(answers, (host_name(), device.index or 0, _local_obstacle(device)), group=group)
@@ -157,10 +163,11 @@ class GroupMemory:
 
     def begin(self) -> None:
         """Order a pass after the one before, whichever stream that was on."""
+        self.hold()
         stream = torch.cuda.current_stream(self._device)
         # A capture begins after a device-wide wait, and may not wait for what was begun outside.
         if self._done is not None and not torch.cuda.is_current_stream_capturing():
-            call(stream.wait_event, self._done)
+            call(torch.cuda.Stream.wait_event, stream, self._done)
         self.pulls.begin(stream)
         self.pushes.begin(stream)
         on_error(partial(self._recover, stream))
@@ -171,7 +178,7 @@ class GroupMemory:
         self.pushes.join()
         if not torch.cuda.is_current_stream_capturing():
             self._done = self._done or torch.cuda.Event()
-            call(self._done.record, torch.cuda.current_stream(self._device))
+            call(torch.cuda.Event.record, self._done, torch.cuda.current_stream(self._device))
 
     def _recover(self, stream: torch.cuda.Stream) -> None:
         """A recorded pass on this stream ended with an exception, wherever it was."""
@@ -205,10 +212,9 @@ class GroupMemory:
         return workspace
 
     def wait(self) -> None:
-        """The host waits until the device is done; tapes name this memory no more."""
+        """The host waits until the device is done; tapes of this memory end."""
         torch.cuda.synchronize(self._device)
-        for workspace in self._workspaces.values():
-            workspace.give_back()
+        self.give_back()
 
     @property
     def nbytes(self) -> int:
@@ -294,7 +300,8 @@ def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) 
             held.memory.wait()
     dist.barrier(group)
     for held in of_groups:
-        held.memory = None
+        if held.memory is not None and held.memory.obstacle is None:  # else there is none, which ranks know together
+            held.memory = None
 
 
 class SymmetricTransport:

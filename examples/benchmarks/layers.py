@@ -42,11 +42,9 @@ WARM = 4  # steps that are not counted
 
 
 def documents(seed: int, seq_len: int) -> Mask:
-    draw, ids = random.Random(seed), list[int]()
-    for i in range(seq_len):
-        if len(ids) >= seq_len:
-            break
-        ids += [i] * draw.randint(64, 1000)
+    draw, ids = random.Random(seed), [0]
+    while len(ids) < seq_len:
+        ids += [ids[-1] + 1] * draw.randint(64, 1000)
     return Mask(documents=torch.tensor(ids[:seq_len]))
 
 
@@ -102,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for way, around in (("cp_mesh", nullcontext), ("computed", computed)):
 
                 def make(i: int, mask: str = mask, rows: int = rows) -> Layer:
-                    told = Mask() if mask == "dense" else documents(i, rows * size)
-                    return lambda *qkv: attention(*qkv, mesh=dist.group.WORLD, mask=told, kernel=options.kernel)
+                    of_step = Mask() if mask == "dense" else documents(i, rows * size)
+                    return lambda *qkv: attention(*qkv, mesh=dist.group.WORLD, mask=of_step, kernel=options.kernel)
 
                 ways[mask, way] = around, make
         if options.kernel == "fa4":
@@ -124,8 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 gc.enable()
                 if i >= WARM:
                     times[way].append(found)
-        told: list[Any] = [None] * size
-        dist.all_gather_object(told, times)
+        of_ranks: list[Any] = [None] * size
+        dist.all_gather_object(of_ranks, times)
         if rank:
             continue
         with options.csv.open("a", newline="") as file:
@@ -136,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
             for mask, way in ways:
                 # of the slowest rank
-                slowest = [max(median(x[i] for x in each[mask, way]) for each in told) for i in range(3)]
+                slowest = [max(median(x[i] for x in each[mask, way]) for each in of_ranks) for i in range(3)]
                 row = [options.kernel, rows, options.layers, mask, way]
                 row += [f"{x / options.layers * 1e6:.0f}" for x in slowest]
                 writer.writerow([*about.values(), *row])
