@@ -1,9 +1,9 @@
 """A pass of a plan, recorded and then replayed without the Python around its tensor operations.
 
 A pass does the same in each call: it cuts the same rows, allocates as much, launches the same kernels with the same
-numbers, in the same order on the same streams. Only the tensors that it is given are others. So its second and third
-calls are recorded, as lines of Python with those tensors as arguments; if both say the same, later calls run the lines.
-What would be another thing in the next call, such as a number that was read from a tensor, differs between the two.
+numbers, in the same order on the same streams. Only the tensors that it is given are others. So two of its calls are
+recorded, as lines of Python with those tensors as arguments; if both say the same, later calls run the lines. What
+would be another thing in the next call, such as a number that was read from a tensor, differs between the two.
 
 What is recorded: operators of PyTorch, functional collectives among these, which a dispatch mode sees; and what the
 mode cannot see, launches of Triton and FlashAttention-4, events, streams, barriers, which are made by `call`. A tensor
@@ -30,6 +30,9 @@ from torch import Tensor
 
 from cp_mesh._torch import DispatchMode, schema_of
 
+BEFORE = (
+    16  # calls that are computed first: to record takes 2 to 6 ms, which a shape that does not come again must not pay
+)
 MOST_TAPES = 32  # of one plan: layers may differ in strides
 MOST_LINES = 20_000
 TRIES = 4  # recordings, after which a pass is computed in each call
@@ -126,11 +129,12 @@ def repeat(
         found = None
     if not _are_unlike(inputs) or found is _GIVEN_UP:
         return compute(*inputs)
-    if found is None:  # what is compiled, allocated or agreed upon is so after it
+    if found is None or found.calls < BEFORE:  # what is compiled, allocated or agreed upon is so after them
         results = compute(*inputs)
         if key not in tapes and len(tapes) >= MOST_TAPES:
             del tapes[next(iter(tapes))]
-        tapes[key] = _Lines()
+        tapes[key] = found = found or _Lines()
+        found.calls += 1
         return results
     recorder = _Recorder(inputs)
     token = _recorder.set(recorder)
@@ -144,7 +148,7 @@ def repeat(
     if lines.source and lines.say(found):
         tapes[key] = lines.tape()
     else:
-        lines.tries = found.tries + 1
+        lines.calls, lines.tries = BEFORE, found.tries + 1
         tapes[key] = lines if lines.tries < TRIES else _GIVEN_UP
     return results
 
@@ -163,6 +167,7 @@ class _Lines:
     constants: dict[str, Any] = field(default_factory=dict)
     recover: list[Callable[[], None]] = field(default_factory=list)
     memories: set[Memory] = field(default_factory=set)
+    calls: int = 0
     tries: int = 0
 
     def say(self, other: _Lines) -> bool:

@@ -370,11 +370,11 @@ class Calls:
 
 
 def calls(rank: int) -> Record:
-    """Of the fifth call, and the fifth training step of a model of one layer, when all that is kept is there."""
+    """Of the last call, and the last training step of a model of one layer, when all that is kept is there."""
     axis, found = mesh((2,), ("cp",)), {}
     options: dict[str, Any] = {"method": "ring", "kernel": "reference"}
     q, k, v = (torch.randn(1, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
-    for _ in range(5):
+    for _ in range(24):
         with Calls() as forward:
             out = cp_mesh.attention(q, k, v, mesh=axis, **options)
         with Calls() as backward:
@@ -386,7 +386,7 @@ def calls(rank: int) -> Record:
     plan = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence, **options)}
     cp_mesh.parallelize(model, axis, plan)
     optimizer, given = torch.optim.SGD(model.parameters(), lr=0.1), batch(2, 32)
-    for _ in range(5):
+    for _ in range(24):
         with Calls() as step:
             optimizer.zero_grad()
             labels = sequence.shard({"labels": given["labels"]})["labels"]

@@ -247,7 +247,7 @@ def test_every_layout_and_mask(pool, full, cp_size):
 def played_on_files(rank: int, folder: str) -> list[str]:
     """Five calls with other numbers in each, of which the last two are tapes; then memory grows, and five again."""
     axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
-    with double(axis.get_group(), folder):
+    with double(axis.get_group(), folder), mock.patch.object(tape, "BEFORE", 1):
         for rows in (24, 96):
             for call in range(5):
                 torch.manual_seed(1000 * rows + 10 * call + rank)
@@ -444,6 +444,7 @@ def check_stalled() -> list[str]:
     with (
         mock.patch.object(memory.pulls, "entered", _sleeping(memory.pulls, cycles)),
         mock.patch.object(memory.pushes, "entered", _sleeping(memory.pushes, cycles)),
+        mock.patch.object(tape, "BEFORE", 1),
     ):
         for call in range(8):
             inputs = local_inputs(S // (1 + call % 3), seed=call)
