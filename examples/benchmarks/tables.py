@@ -672,6 +672,7 @@ PAGES: dict[str, Callable[[], str]] = {
     **{
         f"{stem}.md": (lambda name=f"{stem}.csv": attention_page(name))  # type: ignore[misc]
         for stem in (
+            "attention_2xh100",
             "attention_2xh200",
             "attention_4xh200",
             "direct_2xh200",
@@ -693,6 +694,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "flex_played_h200.md": lambda: flex_page("flex_played_h200.csv"),
     "played_methods_h200.md": played_methods_page,
     "tiles_h200.md": tiles_page,
+    "training_2xh100.md": lambda: steps_page("training_2xh100.csv"),
     "training_2xh200.md": lambda: steps_page("training_2xh200.csv"),
     "training_4xh200.md": training_page,
     "planning_cpu.md": planning_page,
