@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
@@ -30,7 +33,36 @@ __all__ = [
     "symmetric_memory_bytes",
 ]
 
-TRANSPORTS = ("auto", "functional", "symmetric_memory")
+
+class Way(NamedTuple):
+    """A way to move rows between ranks.
+
+    Attributes:
+        lacks: (group, device) -> why these ranks cannot move rows so, the same on all of them; None if they can.
+        transport: (group, rows of a rank at most, device, copy of rows) -> one pass of the ring or of all-gather.
+        swaps: (group, device) -> the all-to-alls of one pass of Ulysses.
+        moves: (shards, device) -> one pass of linears over tp.
+    """
+
+    lacks: Callable[[dist.ProcessGroup, torch.device], str | None]
+    transport: Callable[[dist.ProcessGroup, int, torch.device, Copy], Transport]
+    swaps: Callable[[dist.ProcessGroup, torch.device], Swaps]
+    moves: Callable[[Shards, torch.device], Moves]
+
+
+WAYS = {
+    "functional": Way(
+        lambda *_: None,
+        lambda group, most_rows, device, copy: FunctionalTransport(group, copy),
+        lambda group, device: FunctionalSwaps(group),
+        lambda shards, device: FunctionalMoves(shards),
+    ),
+    "symmetric_memory": Way(
+        lambda group, device: unavailable(group, device), SymmetricTransport, SymmetricSwaps, SymmetricMoves
+    ),
+}
+"""By name; "auto" takes the last that ranks can use."""
+TRANSPORTS = ("auto", *WAYS)
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -39,39 +71,33 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
     The first call over a group compares its ranks, which is a collective; the answer is kept with the group.
 
     Args:
-        name: "auto", "functional" or "symmetric_memory".
+        name: of `TRANSPORTS`.
         group: the cp group.
         device: of the tensors.
 
     Raises:
-        UnsupportedError: if symmetric memory is asked for where it does not work, on every rank alike.
+        UnsupportedError: if one is asked for where it does not work, on every rank alike.
     """
-    if name == "functional" or group.size() == 1:
+    if group.size() == 1:
         return "functional"
-    reason = unavailable(group, device)
-    if reason is None:
-        return "symmetric_memory"
-    if name == "symmetric_memory":
-        raise UnsupportedError(f"transport='symmetric_memory': {reason}; transport='functional' works")
-    return "functional"
+    for chosen in (*reversed(WAYS),) if name == "auto" else (name,):
+        if (reason := WAYS[chosen].lacks(group, device)) is None:
+            return chosen
+    raise UnsupportedError(f"transport={name!r}: {reason}; transport='functional' works")
 
 
 def make_transport(
     chosen: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
 ) -> Transport:
     """A transport for one pass, that `choose_transport` has chosen."""
-    if chosen == "symmetric_memory":
-        return SymmetricTransport(group, max(schedule.shard_lens), device, copy)
-    return FunctionalTransport(group, copy)
+    return WAYS[chosen].transport(group, max(schedule.shard_lens), device, copy)
 
 
 def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:
     """All-to-alls for one pass; see `choose_transport`. Where there is no row, nothing is asked."""
-    if seq_len and choose_transport(name, group, device) == "symmetric_memory":
-        return SymmetricSwaps(group, device)
-    return FunctionalSwaps(group)
+    return WAYS[choose_transport(name, group, device) if seq_len else "functional"].swaps(group, device)
 
 
 def make_moves(chosen: str, shards: Shards, device: torch.device) -> Moves:
     """One pass of rows over tp, of equal shards, by a transport that `choose_transport` has chosen."""
-    return SymmetricMoves(shards, device) if chosen == "symmetric_memory" else FunctionalMoves(shards)
+    return WAYS[chosen].moves(shards, device)

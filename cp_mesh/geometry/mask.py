@@ -155,7 +155,7 @@ class Mask:
     blocks: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prefix", "length", "window"):
+        for name in ("window", *NUMBERS):
             given = getattr(self, name)
             object.__setattr__(self, name, tuple(map(as_int, given)) if isinstance(given, tuple) else as_int(given))
         window = self.window
@@ -168,8 +168,9 @@ class Mask:
                 f"Mask: expected a tuple window=(left, right), got {window!r}; (1023, 0) is a causal window of 1024"
                 " tokens, None an unlimited side"
             )
-        for name, value in (("prefix", self.prefix), ("length", self.length), *(("window", x) for x in window or ())):
-            absent = value is None and name != "prefix"
+        numbers = {name: getattr(self, name) for name in NUMBERS}
+        for name, value in (*numbers.items(), *(("window", x) for x in window or ())):
+            absent = value is None and NUMBERS.get(name) is None
             if not absent and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
                 raise ArgumentError(f"Mask: expected an int for {name}, in tokens, got {value!r}; round it first")
         if window is not None and any(bound is not None and bound < 0 for bound in window):
@@ -177,8 +178,9 @@ class Mask:
                 f"Mask: expected window bounds >= 0 (inclusive distances in tokens), got {window}; "
                 "use None for an unlimited side"
             )
-        if self.prefix < 0 or (self.length is not None and self.length < 0):
-            raise ArgumentError(f"Mask: expected prefix >= 0 and length >= 0, got {self.prefix} and {self.length}")
+        if any(x is not None and x < 0 for x in numbers.values()):
+            got = " and ".join(map(str, numbers.values()))
+            raise ArgumentError(f"Mask: expected {' and '.join(f'{name} >= 0' for name in numbers)}, got {got}")
         if self.prefix and not self.causal:
             raise ArgumentError("Mask: prefix relaxes causal, got prefix with causal=False; leave prefix at 0")
         if self.blocks is not None and not self.causal:
@@ -222,11 +224,11 @@ class Mask:
     def __repr__(self) -> str:
         """The Python that makes it; tensors by dtype and shape."""
         said = [f"causal={self.causal}"]
-        for name in ("window", "documents", "key_padding", "prefix", "length", "blocks"):
+        for name in ("window", *TENSORS, *NUMBERS):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 value = f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
-            if value is not None and (name, value) != ("prefix", 0):
+            if value != NUMBERS.get(name):
                 said.append(f"{name}={value}")
         return f"Mask({', '.join(said)})"
 
@@ -426,7 +428,7 @@ class Mask:
     def spec(self) -> str:
         """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
         left, right = self.window or (None, None)
-        values = self.causal, left, right, self.prefix, self.length
+        values = self.causal, left, right, *(getattr(self, name) for name in NUMBERS)
         return ",".join(["" if x is None else str(int(guard_scalar(x))) for x in values])
 
 
@@ -450,14 +452,17 @@ def _read_documents(ids: Tensor) -> tuple[Documents, ...]:
 
 
 TENSORS = ("documents", "key_padding", "blocks")
+NUMBERS: dict[str, int | None] = {"prefix": 0, "length": None}
+"""With what each is where it is not given; new ones at the end, as saved programs have shorter texts of `Mask.spec`."""
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, blocks: Tensor | None) -> Mask:
     """Rebuild a mask from its `Mask.spec` and its tensors."""
-    causal, left, right, prefix, length = (int(field) if field else None for field in spec.split(","))
+    causal, left, right, *given = (int(field) if field else None for field in spec.split(","))
     window = None if left is None and right is None else (left, right)
-    return _holding(Mask(bool(causal), window, prefix=prefix or 0, length=length), documents, key_padding, blocks)
+    numbers: dict[str, Any] = dict(zip(NUMBERS, given, strict=False))
+    return _holding(Mask(bool(causal), window, **numbers), documents, key_padding, blocks)
 
 
 def _holding(mask: Mask, *tensors: Tensor | None) -> Mask:
