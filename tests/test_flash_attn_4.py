@@ -323,18 +323,22 @@ def test_kinds_have_kernels_of_their_own() -> None:
 
 def test_a_release_that_differs_keeps_its_python() -> None:
     calls = Calls()
-    with installed(calls, extra=True):
+    flash_attn_4._warn_of_release.cache_clear()
+    with installed(calls, extra=True), pytest.warns(UserWarning, match="own Python") as warned:
         for _ in range(2):
             attend(*TILES["causal"], 2, 2)
+    assert len(warned) == 1
     assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd"]
 
 
 def test_a_release_that_takes_keys_for_values_keeps_its_python() -> None:
     """Tensors alike in everything but where they are."""
     calls = Calls()
-    with installed(calls, swapped=True):
+    flash_attn_4._warn_of_release.cache_clear()
+    with installed(calls, swapped=True), pytest.warns(UserWarning, match="own Python") as warned:
         for _ in range(2):
             attend(*TILES["causal"], 2, 2)
+    assert len(warned) == 1
     assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd"]
 
 
