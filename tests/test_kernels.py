@@ -26,6 +26,7 @@ from inside import (
     Scores,
     inner,
     make_delta,
+    name_of_captured,
     room,
     shortfalls,
 )
@@ -482,3 +483,12 @@ def test_the_table_is_keyed_by_name_and_the_reference_can_do_everything():
             3, 517, True, True,
         )  # fmt: skip
         assert not shortfalls(KERNELS["reference"].capability, wanted)
+
+
+def test_gradients_of_scores_have_one_order_on_all_ranks():
+    """A set of names has another one in each process."""
+    names = [name_of_captured(i) for i in range(9)]
+    scores = Scores(
+        1.0, alibi_slopes=torch.zeros(2), captured=(torch.zeros(1),) * 9, wanted=frozenset({"alibi_slopes", *names})
+    )
+    assert [*inner("scores", "ScoreGradients").zeros(scores, torch.float32)] == ["alibi_slopes", *names]

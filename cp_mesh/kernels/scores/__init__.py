@@ -217,8 +217,10 @@ class ScoreGradients(dict[str, Tensor]):
         if not scores.wanted:
             return cls()
         given = vars(scores) | {name_of_captured(i): x for i, x in enumerate(scores.captured)}
-        dtypes = {name: dtype if name in TERMS else None for name in scores.wanted}
-        return cls({name: torch.zeros_like(given[name], dtype=dtypes[name]) for name in scores.wanted})
+        wanted = [
+            name for name in given if name in scores.wanted
+        ]  # in an order that all ranks have, which a set has not
+        return cls({name: torch.zeros_like(given[name], dtype=dtype if name in TERMS else None) for name in wanted})
 
     def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
         """Views of a range of heads, or of a range of rows."""
