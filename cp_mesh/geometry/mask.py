@@ -428,7 +428,9 @@ class Mask:
     def spec(self) -> str:
         """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
         left, right = self.window or (None, None)
-        values = self.causal, left, right, *(getattr(self, name) for name in NUMBERS)
+        values = [self.causal, left, right]
+        for name in NUMBERS:  # a generator would be a call for each
+            values.append(getattr(self, name))
         return ",".join(["" if x is None else str(int(guard_scalar(x))) for x in values])
 
 

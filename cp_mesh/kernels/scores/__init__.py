@@ -217,9 +217,7 @@ class ScoreGradients(dict[str, Tensor]):
         if not scores.wanted:
             return cls()
         given = vars(scores) | {name_of_captured(i): x for i, x in enumerate(scores.captured)}
-        wanted = [
-            name for name in given if name in scores.wanted
-        ]  # a set has no order that all ranks have
+        wanted = [name for name in given if name in scores.wanted]  # a set has no order that all ranks have
         return cls({name: torch.zeros_like(given[name], dtype=dtype if name in TERMS else None) for name in wanted})
 
     def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
