@@ -225,3 +225,11 @@ def test_positions_for_documents_are_warned_of():
         warnings.simplefilter("error")
         for right in (ids, ids + 1, torch.tensor([0, 1, 2, 3, 3, 3, 3, 3]), torch.tensor([0, 1, 2, 0, 1, 1, 0, 2])):
             replace(Mask(documents=right), window=(3, 0))
+
+
+def test_a_number_of_a_later_release_is_refused():
+    """A mask that drops a condition would be another one; a text without the last numbers is an earlier release's."""
+    spec = Mask(prefix=3, length=9).spec()
+    assert parse_mask(spec.rpartition(",")[0], None, None, None).spec() == Mask(prefix=3).spec()
+    with pytest.raises(UnsupportedError, match="2 numbers, got 3"):
+        parse_mask(f"{spec},4", None, None, None)

@@ -463,6 +463,9 @@ def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, 
     """Rebuild a mask from its `Mask.spec` and its tensors."""
     causal, left, right, *given = (int(field) if field else None for field in spec.split(","))
     window = None if left is None and right is None else (left, right)
+    if len(given) > len(NUMBERS):  # a condition that is not known here must not be dropped
+        hint = "export or compile the model anew"
+        refuse("a saved program's mask", f"{len(NUMBERS)} numbers", len(given), hint, UnsupportedError)
     numbers: dict[str, Any] = dict(zip(NUMBERS, given, strict=False))
     return _holding(Mask(bool(causal), window, **numbers), documents, key_padding, blocks)
 
