@@ -7,7 +7,6 @@ not load are functions here, which import them.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +52,6 @@ SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"  # buffers that ranks o
 symmetric_memory = partial(import_module, SYMMETRIC_MEMORY)
 active_ddp = DistributedDataParallel._get_active_ddp_module  # the wrapper whose forward runs
 comm_hooks = attrgetter("_comm_hooks")  # by which a user of DistributedDataParallel says how gradients are summed
-PIPELINE_STAGE = "_PipelineStageBase"  # the class of stages in torch.distributed.pipelining.stage
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -81,15 +79,6 @@ def ranks_of_fsdp(module: Any) -> set[int]:
     return {rank for part in parts if part for rank in part.mesh_info.mesh.mesh.flatten().tolist()}
 
 
-def pipeline_schedules(stage: Any) -> Iterator[tuple[Any, int]]:
-    """Schedules that run a stage, and how many microbatches each has."""
-    kind = getattr(sys.modules.get("torch.distributed.pipelining.schedules"), "_PipelineSchedule", ())
-    for schedule in (x for x in gc.get_objects() if issubclass(type(x), kind)):
-        held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-        if any(x is stage for x in held):
-            yield schedule, getattr(schedule, "_n_microbatches", 1)
-
-
 # The dispatcher, autograd, transforms and modes.
 
 OpOverload = torch._ops.OpOverload  # an operator
@@ -106,8 +95,6 @@ is_batched = torch._C._functorch.is_batchedtensor  # as torch.func.vmap makes th
 forward_level = partial(getattr, forward_ad, "_current_level")  # of forward-mode derivatives; negative: none is open
 allows_plain = torch._C._get_dtensor_allow_implicit_replication  # whether plain tensors may join DTensors
 backward_number = torch._C._current_graph_task_id  # of the backward that runs in this thread; -1: none
-at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
-saved_sizes = attrgetter("_saved_self_sym_sizes")  # of the node of a select: of what it selected from
 StopRecomputation = torch.utils.checkpoint._StopRecomputationError  # a checkpoint has all that it wants: no failure
 set_grad_enabled = torch._C._set_grad_enabled  # which function modes see of torch.no_grad
 function_mode = torch.overrides._get_current_function_mode  # the innermost one

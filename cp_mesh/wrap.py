@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from cp_mesh._torch import COMPILED
-from cp_mesh.comm.model_groups import running
 from cp_mesh.errors import UnsupportedError, describe, refuse
 
 FILE = __file__
@@ -118,10 +117,7 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
         if inner is None:
             inner = functools.partial(base.forward, self)
         if replacement is not None:
-            if torch.compiler.is_compiling():
-                return replacement.run(self, inner, *args, **kwargs)
-            with running(self):
-                return replacement.run(self, inner, *args, **kwargs)
+            return replacement.run(self, inner, *args, **kwargs)
         if key != WATCH:
             got, hint = "an object of its class alone", "build the plain module and call parallelize on it"
             refuse(type(self).__name__, "a module that has its style", got, hint)

@@ -574,6 +574,11 @@ def test_a_later_refusal_is_told_when_the_wait_ends(pool: Any) -> None:
     assert f"rank 1 of the group has refused its arguments: {refused}" in waited, waited
 
 
+class Planned(torch.nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
 def plan_again(rank: int) -> None:
     """What a rank refuses where the others call nothing is of no plan that comes after."""
     axis = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("cp",))  # later calls over it would hear it
@@ -588,45 +593,3 @@ def plan_again(rank: int) -> None:
 
 def test_a_new_plan_hears_of_nothing_before(pool: Any) -> None:
     pool(2).run(plan_again)
-
-
-# Refused while compiled code is traced.
-
-
-class Planned(torch.nn.Module):
-    def forward(self, q: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
-def refused_in_a_trace(rank: int, what: str) -> tuple[str, float]:
-    """The error of this rank and how long it took; the last one alone refuses, in compiled code."""
-    axis, odd, sequence = mesh((2,), ("cp",)), rank == 1, None
-    if what == "a style":
-        sequence = cp_mesh.ShardedSequence(axis)
-        style = cp_mesh.ContextParallel(sequence, mask=(lambda *_: None) if odd else Mask())
-        attend = cp_mesh.parallelize(torch.nn.ModuleDict({"core": Planned()}), axis, {"core": style})["core"]
-    else:
-        group, scale = dist.new_group(), -1.0 if odd and what == "an option" else None
-        method = "ulysses" if what == "heads" else "ring"
-
-        def attend(q: Tensor) -> Tensor:
-            return attention(q, q, q, mesh=group, method=method, scale=scale)
-
-    q = torch.randn(1, 3 if odd and what == "heads" else 4, 8, 8, requires_grad=True)
-    started = time.monotonic()
-    try:
-        (torch.compile(attend, backend="eager", fullgraph=True) if odd else attend)(q)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - started
-    return "", 0.0
-
-
-FULL = [pytest.param(what, marks=pytest.mark.full) for what in ("heads", "a style")]
-
-
-@pytest.mark.parametrize("what", ["an option", *FULL])
-def test_a_rank_that_refuses_in_a_trace_leaves_word(pool: Any, what: str) -> None:
-    other, own = pool(2).run(refused_in_a_trace, what, timeout=60.0)
-    assert other[0].startswith("RankMismatchError: ") and "cp rank 1 refused its arguments" in other[0], other
-    assert "while torch.compile traced it" in other[0] and other[1] < 50, other
-    assert own[0] and "RankMismatchError" not in own[0], own

@@ -455,9 +455,7 @@ def cached() -> dict[str, Any]:
 
 KEPT = {
     "group_state._KEPT": "a group; of calls, at most MOST_KINDS, of groups within it by divisors of its size",
-    "model_groups._models": "a module",
-    "rows._MARKS": "a tensor",
-    **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "rows", "loss", "gradients")},
+    **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "gradients")},
     "block_mask._checked": "a block mask",
     "block_mask._hidden": "a function",
     "functions._known": "a function, which its calls hold, and a bounded list the last ones",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -24,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_mesh
-from cp_mesh import ArgumentError, ContextParallel, ShardedModel, ShardedSequence
+from cp_mesh import ContextParallel, ShardedModel, ShardedSequence
 
 agreement, first_calls = room("agreement"), room("first_calls")
 trained = room("sequence.losses")
@@ -189,11 +187,9 @@ def test_accumulated_gradients_that_are_averaged_over_ranks(pool: Any, factor: f
 # Optimizers of one parameter each, which step in the backward.
 
 
-def in_backward(
-    rank: int, how: str, compiled: bool = False, before: Callable[[nn.Module], None] = lambda _: None
-) -> list[str]:
+def in_backward(rank: int, how: str, compiled: bool = False) -> list[str]:
     axis, tokens = cp(), tokens_of(12)
-    before(model := planned(axis))
+    model = planned(axis)
     run: nn.Module = DistributedDataParallel(model) if "DDP" in how else model
     if "FSDP" in how:
         fully_shard(model, mesh=axis)
@@ -222,7 +218,7 @@ def in_backward(
     return warned(step) + warned(step)
 
 
-def after_losses_of_others(rank: int, how: str) -> list[str]:
+def after_losses_of_others(rank: int) -> list[str]:
     """Warnings of a model whose loss is the mean of its own rows, in a process where `cross_entropy` had no owner."""
     axis, tokens = cp(), tokens_of(12)
 
@@ -230,19 +226,15 @@ def after_losses_of_others(rank: int, how: str) -> list[str]:
         loss = cp_mesh.cross_entropy(logits_of(model, tokens, axis), labels_of(tokens, axis), axis)
         torch.autograd.grad(loss, [*model.parameters()])
 
-    other = planned(axis)
-    of_nobody(other)
-    if how == "before its plan":
-        model = planned(axis, seed=1)
-        F.cross_entropy(model(tokens).flatten(0, 1), labels_of(tokens, axis).flatten()).backward()
-        reduce(model)
-        return warned(torch.optim.SGD(model.parameters(), 0.1).step)
-    return in_backward(rank, "by hand, mean", before=of_nobody)
+    of_nobody(planned(axis))
+    model = planned(axis, seed=1)
+    F.cross_entropy(model(tokens).flatten(0, 1), labels_of(tokens, axis).flatten()).backward()
+    reduce(model)
+    return warned(torch.optim.SGD(model.parameters(), 0.1).step)
 
 
-@pytest.mark.parametrize("how", ["before its plan", "before its backward"])
-def test_a_loss_of_nobody_is_not_that_of_a_later_model(pool: Any, how: str) -> None:
-    for said in pool(2).run(after_losses_of_others, how):
+def test_a_loss_of_nobody_is_not_that_of_a_later_model(pool: Any) -> None:
+    for said in pool(2).run(after_losses_of_others):
         assert len(said) == 1 and "is not cp_mesh.cross_entropy" in said[0], said
 
 
@@ -269,7 +261,7 @@ def never_stepped(rank: int) -> list[bool]:
     """Whether a model waits for its first step, after each loss."""
     axis, tokens, waiting = cp(), tokens_of(12), []
     model = planned(axis)
-    with mock.patch(f"{path_of('sequence.losses')}.MOST_LOSSES", 2):
+    with mock.patch(f"{path_of('sequence.losses')}.MOST", 2):
         for _ in range(4):
             cp_mesh.cross_entropy(logits_of(model, tokens, axis), labels_of(tokens, axis), axis).backward()
             waiting.append(model in trained.WAITING)
@@ -320,7 +312,7 @@ def test_rounds_of_steps_are_counted_and_not_optimizers(pool: Any) -> None:
 # Ranks that do not come.
 
 
-def on_one_rank_alone(rank: int, reduced: bool) -> list[str]:
+def on_one_rank_alone(rank: int) -> list[str]:
     """The optimizer of the last rank holds nothing of the model."""
     axis, tokens = cp(3), tokens_of(24)
     model = planned(axis)
@@ -329,83 +321,34 @@ def on_one_rank_alone(rank: int, reduced: bool) -> list[str]:
 
     def step() -> None:
         cp_mesh.cross_entropy(model(tokens), labels_of(tokens, axis), axis).backward()
-        if reduced:
-            reduce(model)
+        reduce(model)
         optimizer.step()
 
     with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=0.5)):
         said = warned(step)
-    said += warned(step)  # where those that came compare
-    if reduced:
-        model(tokens_of(30))  # a first call of another length, which all ranks compare
+    model(tokens_of(30))  # a first call of another length, which all ranks compare
     return said
 
 
 @pytest.mark.full
 def test_ranks_whose_optimizer_holds_nothing_keep_nobody_waiting(pool: Any) -> None:
-    assert pool(3).run(on_one_rank_alone, True, timeout=20.0) == [[]] * 3
-    errors = pool(3).run_expecting_error(on_one_rank_alone, False, timeout=20.0)
-    assert all(error is not None and UNREDUCED in error.message for error in errors[:2]), errors
+    assert pool(3).run(on_one_rank_alone, timeout=20.0) == [[]] * 3
 
 
-def late(rank: int, how: str) -> tuple[int, str, float]:
-    """The last of three ranks comes late to its first step, and some are wrong. The step that raised, and what."""
-    axis, tokens = cp(3), tokens_of(24)
-    model = planned(axis)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=0.5)):
-        for number in range(3):
-            optimizer.zero_grad()
-            cp_mesh.cross_entropy(model(tokens), labels_of(tokens, axis), axis).backward()
-            reduce(model)
-            if number == 0 and how != "right":
-                for x in model.parameters():
-                    x.grad += rank == (0 if how == "one that is in time" else 2)
-            if rank == 2 and number == 0:
-                time.sleep(3.0)  # a file store waits for whole seconds, here for batches and for gradients
-            started = time.monotonic()
-            try:
-                optimizer.step()
-            except ArgumentError as error:
-                return number, str(error), time.monotonic() - started
-    return number, "", 0.0
+def test_all_have_the_same_answers(pool: Any) -> None:
+    assert pool(3).run(the_same_answers, timeout=20.0) == [[[0, 1, 2], []]] * 3
 
 
-FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("right", "the late one")]
-
-
-@pytest.mark.parametrize("how", ["one that is in time", *FULL])
-@pytest.mark.full
-def test_a_late_rank_hears_what_the_others_hear(pool: Any, how: str) -> None:
-    """None raises alone, and none waits for one that did: all compare at the next step."""
-    found = pool(3).run(late, how, timeout=30.0)
-    assert [number for number, _, _ in found] == [2 if how == "right" else 1] * 3, found
-    assert all((UNREDUCED in said) == (how != "right") for _, said, _ in found), found
-
-
-def test_all_go_by_the_words_of_the_same_ranks(pool: Any) -> None:
-    assert pool(3).run(by_the_same_words, timeout=20.0) == [["now [0, 1, 2]", "later", "[0, 1]"]] * 2 + [
-        ["now [0, 1, 2]", "later", "not compared"]
-    ]
-
-
-def by_the_same_words(rank: int) -> list[str]:
+def the_same_answers(rank: int) -> list[list[int]]:
     """All come; then one of them comes when the others have decided without it."""
     group, said = dist.new_group(), []
     for topic in ("all", "two"):
         if rank == 2 and topic == "two":
             dist.barrier(group)
         with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=5 if topic == "all" else 0.2)):
-            now: list[int] = []
-            later = agreement.compare_steps(group, topic, {}, now.extend)
-        said.append(f"now {now}" if later is None else "later")
-        if later is not None:
-            if rank == 2:
-                assert not now
-            later()
-            if rank < 2:
-                dist.barrier(group)
-            said.append(str(now) if now else "not compared")
+            said.append([*agreement.compare_step(group, topic, {})])
+        if rank < 2 and topic == "two":
+            dist.barrier(group)
     return said
 
 
@@ -472,12 +415,6 @@ def labelled(rank: int, how: str, compiled: bool = False) -> list[str]:
     return warned(step)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_labels_that_are_wrong_on_one_rank_alone(pool: Any, compiled: bool) -> None:
-    for said in pool(3).run(labelled, "another batch", compiled):
-        assert len(said) == 1 and "next tokens of their rows on cp ranks [0, 2], and others on [1]" in said[0], said
-
-
 def test_labels_of_another_rank(pool: Any) -> None:
     errors = raised(pool, 3, labelled, "another rank's")
     assert "got the labels of rank 1, on cp rank 0; cut them with" in errors[0].message
@@ -493,90 +430,3 @@ def test_labels_of_another_rank(pool: Any) -> None:
 def test_labels_that_may_well_be_right(pool: Any, how: str) -> None:
     """Of tuning on answers, of masked or distilled tokens, of padding that counts."""
     assert pool(3).run(labelled, how) == [[]] * 3
-
-
-def one_row(rank: int, how: str) -> None:
-    axis, tokens = cp(), tokens_of(12)
-    labels, sequence = torch.tensor([1, 2]), ShardedSequence(axis)
-    logits = logits_of(planned(axis, how != "no root"), tokens, axis, how != "no root")
-    if how == "unsharded":
-        logits = sequence.unshard(logits)
-    chosen = logits[torch.tensor([0, 1]), torch.tensor([2, 4])] if how == "of some tokens" else logits[:, -1]
-    cp_mesh.cross_entropy(chosen, labels, axis).backward()
-
-
-def test_the_last_row_of_sharded_logits(pool: Any) -> None:
-    for how in ("root", "no root"):
-        for error in raised(pool, 2, one_row, how):
-            assert "such as logits[:, -1]; take them of the whole, logits = sequence.unshard(logits)" in error.message
-    for how in ("unsharded", "of some tokens"):
-        pool(2).run(one_row, how)
-
-
-# After the first step.
-
-
-def later(rank: int, batches: int, how: str, compiled: bool) -> None:
-    """Batches that differ from the 4th one on; every second one is compared."""
-    axis = cp()
-    model = planned(axis)
-    if compiled:
-        model.compile(backend="eager")
-    with mock.patch.object(agreement, "EVERY", 2), torch.no_grad():
-        for i in range(batches):
-            with cp_mesh.check_mode(False) if how == "off" else contextlib.nullcontext():
-                model(tokens_of(16, seed=100 * rank + i if how != "right" and i > 2 else i))
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_batches_that_begin_to_differ(pool: Any, compiled: bool) -> None:
-    for error in raised(pool, 2, later, 12, "wrong", compiled):
-        assert error.type == "RankMismatchError" and "seed the loader by dp rank" in error.message
-    for how in ("right", "off"):
-        pool(2).run(later, 12, how, compiled)
-
-
-def left_in_the_store(rank: int) -> list[int]:
-    """Of a group of its own: how many words are there after so many batches, none of them compared at once."""
-    group, tokens = dist.new_group(), tokens_of(8)
-    store, counts = dist.distributed_c10d._world.pg_map[group][1], []
-    with mock.patch.object(agreement, "EVERY", 2):
-        for i in range(24):
-            with cp_mesh.check_mode(False) if i % 10 == 9 else contextlib.nullcontext():  # a round is left out
-                agreement.compare_later(group, [tokens])
-                dist.barrier(group)
-            counts.append(sum(store.check([f"cp_mesh/batch {number}/{rank}"]) for number in range(20)))
-    return counts
-
-
-def test_words_about_batches_do_not_pile_up(pool: Any) -> None:
-    for counts in pool(2).run(left_in_the_store):
-        assert max(counts) == 2 and counts[-1] == 2, counts
-
-
-def test_digests_tell_the_places_of_tokens() -> None:
-    tokens = torch.arange(12).reshape(2, 6)
-    digests = [agreement.Digest.of([x]).numbers.item() for x in (tokens, tokens.flip(0), tokens.flip(1), tokens + 1)]
-    assert len({*digests}) == 4
-    assert agreement.Digest.of([tokens, tokens]).numbers.tolist() == 2 * digests[:1]
-
-
-def padded(rank: int, how: str) -> list[str]:
-    axis = cp()
-    sequence = ShardedSequence(axis, length=21 if how != "other sequence" else 24)
-    if how == "other sequence":
-        ShardedSequence(axis, length=21).shard({"tokens": tokens_of(21)})
-    rows = sequence.shard({"tokens": tokens_of(sequence.length)})["tokens"].shape[1]
-    q = torch.randn(1, 2, rows, 8)
-    mask = cp_mesh.Mask(causal=how == "causal")
-    mask = sequence.mask(mask) if how == "hidden" else mask
-    # another scale makes a first call
-    return warned(lambda: [cp_mesh.attention(q, q, q, mesh=axis, mask=mask, scale=len(how)) for _ in range(2)])
-
-
-def test_padding_that_queries_see(pool: Any) -> None:
-    for said in pool(2).run(padded, "seen"):
-        assert len(said) == 1 and "a sequence of 21 tokens was padded to 24" in said[0]
-        assert "mask=sequence.mask(mask)" in said[0]
-    for how in ("causal", "hidden", "other sequence"):
-        assert pool(2).run(padded, how) == [[], []], how

@@ -374,15 +374,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "gradients that are reduced": of(test_guard.test_gradients_of_a_wrong_scale_are_refused, "none"),
     "gathered losses": of(test_guard.test_a_loss_of_gathered_logits_has_the_right_scale, "cp", False),
     "models in turn": of(test_first_steps.test_models_in_turn_have_a_first_step_each, True, False),
-    "words in the store": lambda pool: (
-        test_first_steps.test_a_word_that_nobody_came_to_read_is_taken_back(pool, "refused"),
-        test_first_steps.test_batches_that_begin_to_differ(pool, False),
-    ),
-    "rows of ranks": lambda pool: (
-        test_first_steps.test_labels_that_are_wrong_on_one_rank_alone(pool, False),
-        test_first_steps.test_the_last_row_of_sharded_logits(pool),
-        test_first_steps.test_padding_that_queries_see(pool),
-    ),
+    "words in the store": of(test_first_steps.test_a_word_that_nobody_came_to_read_is_taken_back, "refused"),
+    "tokens without a root": test_guard.test_tokens_that_differ_without_a_root,
     "gradients of a step": lambda pool: (
         test_first_steps.test_optimizers_that_step_in_the_backward(pool, False),
         test_first_steps.test_accumulated_gradients_that_are_right(pool, 1, 2),
@@ -406,7 +399,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "unlike tokens over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, ("tokens",)),
     "unlike gradients over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, ("no gradient: columns",)),
     "refusals in cores over tp": of(test_tensor_parallel.test_all_ranks_of_cp_and_tp_hear_of_a_refusal, "a core"),
-    "refusals in another model": of(test_tensor_parallel.test_ranks_of_one_model_do_not_hear_of_another, "cp", False),
     "later refusals": test_agreement.test_a_later_refusal_is_told_when_the_wait_ends,
     "a head under FSDP2": test_tensor_parallel.test_one_trained_part_under_fsdp,
     "plain parameters over tp": test_tensor_parallel.test_plain_parameters_on_sharded_rows,

@@ -1562,45 +1562,6 @@ def test_all_ranks_of_cp_and_tp_hear_of_a_refusal(pool: Any, setup: str) -> None
         assert said.startswith(f"RankMismatchError: {place} rank"), by_rank
 
 
-def refused_in_one_model(rank: int, axis: str, watch: bool) -> tuple[str, ...]:
-    """What rank 1 refuses over one axis, then a right call of another model over both, then one that it refuses."""
-    forget_kept(agreement._Compared, first_calls._Calls)
-    axes = mesh((2, 2), ("cp", "tp"))
-    attends = ContextParallel(ShardedSequence(axes["cp"]))
-    models = [nn.Sequential(Block(Attends(), 4)).to(dtype) for dtype in (torch.float32, torch.float64)]
-    for model in models:
-        parallelize(model, axes["tp"], {"*.wq": OverlappedColwise(), "*.wo": OverlappedRowwise()})
-        parallelize(model, axes["cp"], {"*.core": attends}, watch=False)
-    x = torch.ones(1, 4, C)
-    if axis == "cp":
-        one, y = nn.Sequential(Attends()), x
-        parallelize(one, axes["cp"], {"0": attends}, watch=watch)
-        one[0].wrong = "a mask" * (rank == 1)
-    else:
-        one, y = nn.Sequential(nn.Linear(C, C)), torch.ones(1, 3 if rank == 1 else 4, C // 2)
-        parallelize(one, axes["tp"], {"0": OverlappedRowwise()})
-    models[1][0].core.wrong = "a mask" * (rank == 1)
-    said = []
-    for run in (lambda: one(y), lambda: models[0](x), lambda: models[1](x.double())):
-        dist.barrier()
-        try:
-            run()
-            said.append("nothing")
-        except Exception as error:
-            said.append(type(error).__name__)
-    return (*said,)
-
-
-@pytest.mark.parametrize(("axis", "watch"), [("cp", False), ("cp", True), ("tp", False)])
-def test_ranks_of_one_model_do_not_hear_of_another(pool: Any, axis: str, watch: bool) -> None:
-    found = pool(4).run(refused_in_one_model, axis, watch, timeout=30.0)
-    among = {"cp": 3, "tp": 0}[axis]  # the rank that is in a group with rank 1
-    own, heard, nothing = "ArgumentError", "RankMismatchError", "nothing"
-    for rank, said in enumerate(found):
-        of_one = own if rank == 1 else heard if rank == among else nothing
-        assert said == (of_one, nothing, own if rank == 1 else heard), found
-
-
 def planned_elsewhere(rank: int) -> tuple[int, ...]:
     axes = mesh((2, 2), ("dp", "tp"))
     row = parallelize(nn.Linear(C, 4), axes["tp"], {"": OverlappedRowwise()})

@@ -37,12 +37,11 @@ from cp_mesh.call.spec import (
     settle,
     shown,
 )
-from cp_mesh.comm.agreement import announce_refusal, announce_trace
+from cp_mesh.comm.agreement import announce_refusal
 from cp_mesh.errors import as_int, refuse
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.kernels.scores import ADDED, TERMS
-from cp_mesh.sequence.rows import Rows, check_marks
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -194,8 +193,6 @@ def attend(
             group = group or group_that_waits(query, mesh, seq_dim)
             if group is not None:
                 announce_refusal(group, error)
-        elif group is not None:
-            announce_trace(group.group_name)
         raise
     if isinstance(query, DTensor) and (call.seq_len < axis.size or call.options.score_mod or call.options.mask_mod):
         # DTensor gathers a dim that is shorter than its axis, and has no rule for lists of tensors. All others go by
@@ -281,11 +278,8 @@ def _make_call(
     if sources is not None:
         spec = spec._replace(sources=sources(axis.group.group_name, layout, seq_len))
     call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, spec, captured)
-    if not compiling:
-        held = Rows(spec.layout, seq_len, axis.group.group_name)
-        check_marks({"query": query, "key": key, "value": value}, held, axis.seq_dim, axis.group)
-        if given or type(query if is_local else local_tensor(query)) not in _PLAIN:
-            _plan_fakes((query, key, value, *tensors), call, axis.group)
+    if not compiling and (given or type(query if is_local else local_tensor(query)) not in _PLAIN):
+        _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
 
 

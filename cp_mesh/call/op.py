@@ -42,8 +42,8 @@ from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.operators import is_seen, is_watched, library, refuse_tangents
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
-from cp_mesh.comm.agreement import announce_trace, checking
-from cp_mesh.comm.first_calls import backward_of, last_forward
+from cp_mesh.comm.agreement import checked, checking
+from cp_mesh.comm.first_calls import last_forward
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
@@ -91,11 +91,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
         method = METHODS.get(call.options.method)
     if method is not None and method.kept_shapes is not None:
         size = call.group.size()
-        try:
-            degree = method.choose_degree(call.options, q, k, size)
-        except Exception:
-            announce_trace(call.group_name)
-            raise
+        degree = method.choose_degree(call.options, q, k, size)
         shapes = method.kept_shapes(q, k, v, call.seq_len, size, degree)
     if shapes and not call.options.differentiable_lse:
         lse = q.new_empty(0, dtype=dtype)
@@ -170,7 +166,8 @@ class _Attention(torch.autograd.Function):
         names = ",".join([*wanted, *map(name_of_captured, read)])
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
         group = resolve_group(ctx.others[2])
-        with backward_of(ctx.forward) if ctx.forward or checking(group) else nullcontext():
+        check = bool(ctx.forward) or checking(group)
+        with checked(enabled=True, backward_of=ctx.forward) if check else nullcontext():
             dq, dk, dv, *grads, flat = _call_backward(ctx.keys, given, ctx.plan)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share

@@ -33,7 +33,8 @@ from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
-from cp_mesh.sequence.rows import Rows, note_called, warn_of_padding
+from cp_mesh.sequence.cuts import told_of_tokens
+from cp_mesh.sequence.losses import note_wrapper
 from cp_mesh.sequence.sharded_sequence import ROOT
 
 
@@ -139,11 +140,9 @@ def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
     elif is_first(group, kind):
-        agree_first(group, kind, _what_must_agree(plan, q, k, v, call))
-        if call.tensors.bias is None and plan.scores.features.isdisjoint(FUNCTIONS):  # which may hide it
-            warn_of_padding(group, plan.seq_len, plan.mask)
+        note_wrapper()
+        agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
     note_call(group, "forward", kind)
-    note_called(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     try:
         with _no_autocast(q):
             given = with_whole(plan, call) if call.options.captured_cuts else plan

@@ -10,21 +10,18 @@ Any other word but those of `WORDS` is refused, where no `check_mode` decides.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from cp_mesh._torch import StopRecomputation, constant_in_traces, resolve_group, timeout_of, untraced
-from cp_mesh.comm.fingerprints import Digest
+from cp_mesh._torch import StopRecomputation, resolve_group, timeout_of, untraced
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.model_groups import beside
 from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
@@ -32,13 +29,8 @@ from cp_mesh.errors import ArgumentError, RankMismatchError, describe
 
 PATIENCE = timedelta(minutes=10)
 """How long a first call waits for the other ranks, if the timeout of their group is not shorter."""
-EVERY = 64
-"""Batches, of which one is compared after the first, without waiting for the device or for another rank."""
 STEP_PATIENCE = timedelta(seconds=10)
-"""How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come.
-
-Others may be later, and then all of them compare at the next step.
-"""
+"""How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come."""
 
 PASS, ORDER = "pass", "order of calls"
 """Names of what check mode compares of the order of calls."""
@@ -48,27 +40,51 @@ WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "f
 
 _TOLD = "_cp_mesh_told"  # of an error: names of the groups whose ranks were told, or None if none is to be
 
-_enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
+
+class Forward(NamedTuple):
+    """A forward of attention: how many came before it over its group, and the module of a plan that called it."""
+
+    number: int
+    where: str
+
+
+class Check(NamedTuple):
+    """Of the code that runs: whether calls are compared, and in check mode what tells their order.
+
+    Attributes:
+        enabled: what `check_mode` says; None outside of it.
+        where: the module of a plan that calls attention.
+        backward_of: the forward whose backward runs, in eager mode.
+    """
+
+    enabled: bool | None = None
+    where: str = ""
+    backward_of: Forward | None = None
+
+
+CHECK: ContextVar[Check] = ContextVar("cp_mesh_check", default=Check())  # noqa: B039 - frozen
+
+
+@contextmanager
+def checked(**fields: Any) -> Iterator[None]:
+    """With other fields of `CHECK`."""
+    token = CHECK.set(CHECK.get()._replace(**fields))
+    try:
+        yield
+    finally:
+        CHECK.reset(token)
 
 
 @dataclass
 class _Compared:
     """What this rank compared over one group.
 
-    ``times`` begins anew with each of the ``plans`` over it; ``batches`` counts those after the first of a shape; of
-    the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
-    before.
+    ``times`` begins anew with each of the ``plans`` over it.
     ``last``: to which all ranks came and refused nothing, and which is in the store until they come to the next one.
-    ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
     """
 
     times: int = 0
     plans: int = 0
-    batches: int = 0
-    digest: Digest | None = None
-    told: str | None = None
-    read: str | None = None
-    refused_in_trace: bool = False
     last: Words | None = None
 
     def next_topic(self) -> str:
@@ -88,16 +104,13 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
         enabled: False turns the mode off inside the context, and the comparison of first calls too. Must be the same
             on all ranks.
     """
-    token = _enabled.set(enabled)
-    try:
+    with checked(enabled=enabled):
         yield
-    finally:
-        _enabled.reset(token)
 
 
 def checking(group: dist.ProcessGroup) -> bool:
     """Whether check mode is on. Ranks of the group hear of a ``CP_MESH_CHECK`` that is refused here."""
-    enabled = _enabled.get()
+    enabled = CHECK.get().enabled
     if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
         enabled = _meaning(group, word)
     return enabled is True
@@ -105,7 +118,7 @@ def checking(group: dist.ProcessGroup) -> bool:
 
 def turned_off(group: dist.ProcessGroup) -> bool:
     """Whether somebody asked for no comparison at all; see `checking`."""
-    enabled = _enabled.get()
+    enabled = CHECK.get().enabled
     if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
         enabled = _meaning(group, word)
     return enabled is False
@@ -127,8 +140,6 @@ def count_plan(group: dist.ProcessGroup) -> int:
         How many models it had before.
     """
     own = state_of(group, _Compared)
-    own.digest = own.told = None
-    own.refused_in_trace = False
     own.times = 0
     own.plans += 1
     return own.plans - 1
@@ -167,73 +178,16 @@ def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[d
     return answers
 
 
-def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
-    """Compare a digest of every `EVERY`-th batch over the group, and wait for nobody.
+def compare_step(group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> Answers:
+    """What the ranks of the group say at a first optimizer step; none if not all of them came in time.
 
-    The device makes the digest; the next time it is told to the other ranks, and the time after it is compared with
-    theirs: each is there long since.
-
-    Args:
-        group: the cp group.
-        inputs: integers of any shape, equal on all ranks; of one batch.
-
-    Raises:
-        RankMismatchError: if the digests differ, about `EVERY` to ``2 * EVERY`` batches later.
-    """
-    compared = state_of(group, _Compared)
-    compared.batches += 1
-    if compared.batches % EVERY or turned_off(group) or group.size() == 1 or capturing():
-        return
-    if (store := store_of(group)) is None:
-        return
-    if compared.read is not None:  # the last time; since then there were collectives, so others have read it as well
-        store.delete_key(f"{compared.read}/{group.rank()}")
-    told, compared.told, compared.read = compared.told, None, compared.told
-    keys = [] if told is None else [f"{told}/{rank}" for rank in range(group.size())]
-    if keys and store.check(keys) and len(values := {*store.multi_get(keys)} - {b""}) > 1:
-        raise RankMismatchError(
-            f"ShardedModel: expected the same batch on every cp rank, got {len(values)} that differ, about "
-            f"{2 * EVERY} batches ago, though the first ones were equal; seed the loader by dp rank. "
-            "CP_MESH_CHECK=1 compares every batch"
-        )
-    if compared.digest is not None and compared.digest.is_there():
-        compared.told = f"cp_mesh/batch {compared.batches // EVERY}"
-        store.set(f"{compared.told}/{group.rank()}", str(compared.digest.numbers.tolist()))
-    compared.digest = Digest.of(inputs)
-
-
-def compare_steps(
-    group: dist.ProcessGroup, topic: str, fields: Mapping[str, str], decide: Callable[[Answers], None]
-) -> Callable[[], None] | None:
-    """Have ranks that come to a first optimizer step decide by the same words: all do it at once, or all later.
-
-    Args:
-        group: whose ranks are asked.
-        topic: what is compared, another one each time.
-        fields: what this rank says.
-        decide: called with what the ranks say; raises on all of them, or on none.
-
-    Returns:
-        None if that was done. If not all ranks came in time, what does it at this rank's next step: by then all that
-        took the step have come, as attention waited for them in between. Later ones are not compared.
+    The first that knows decides, so that all of them have the same answers, and none raises alone.
     """
     if turned_off(group) or group.size() == 1 or store_of(group) is None:
-        decide({group.rank(): dict(fields)})
-        return None
+        return {group.rank(): dict(fields)}
     words = Words(group, topic, fields)
     is_whole = len(words.wait(STEP_PATIENCE)) == words.size
-    if words.settle("when", "now" if is_whole else "later") == "now":  # whoever says so saw all
-        decide(words.read())
-        return None
-
-    def decide_later() -> None:
-        if words.is_there():
-            among = json.loads(words.settle("who", json.dumps([*words.read()])))
-            answers = words.read()
-            if words.rank in among:
-                decide({rank: answers[rank] for rank in among})
-
-    return decide_later
+    return words.read() if words.settle("when", "now" if is_whole else "never") == "now" else {}
 
 
 def leave_word(text: str) -> None:
@@ -253,7 +207,6 @@ def _exchange(
     group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp", patience: timedelta | None = None
 ) -> list[dict[str, str]]:
     """What every rank of the group left in the store for this comparison; a first call waits `PATIENCE` at most."""
-    _note_trace(group, False)
     patience = patience or min(PATIENCE, timeout_of(group))
     compared = state_of(group, _Compared)
     words = Words(group, compared.next_topic(), fields)
@@ -290,42 +243,24 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
     if told is None or (isinstance(error, RankMismatchError) and not told):
         return  # of one that nobody was told of, all ranks raise their own
     waiting = group if axis == "cp" and in_check_mode and not told else None
-    said, enabled = {"error": f"{type(error).__name__}: {error}"}, _enabled.get()
+    said, enabled = {"error": f"{type(error).__name__}: {error}"}, CHECK.get().enabled
     if enabled is None:  # a CP_MESH_CHECK that is refused counts as none
         enabled = WORDS.get(os.environ.get("CP_MESH_CHECK", "").lower())
     for other, its_axis in (*beside(group).items(), (group, axis)):
         if other.group_name in told:
             continue
         vars(error)[_TOLD] = told = told | {other.group_name}
-        if (compared := state_of(other, _Compared)).refused_in_trace:
-            compared.refused_in_trace = False
-            continue
         if its_axis == "cp" and enabled and (in_check_mode or other is not group):
             if other is waiting:
                 with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
                     require_agreement(group, said)
         elif enabled is not False and other.size() > 1 and store_of(other) is not None:
-            Words(other, compared.next_topic(), said).wait(None)
-
-
-@constant_in_traces
-def announce_trace(group_name: str, axis: str = "cp") -> None:
-    """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
-    group = resolve_group(group_name)
-    announce_refusal(group, RuntimeError("refused while torch.compile traced it; its own error says why"), axis)
-    _note_trace(group, True)
-
-
-def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
-    for each in (group, *beside(group, of_all_models=not refused)):
-        state_of(each, _Compared).refused_in_trace = refused
+            Words(other, state_of(other, _Compared).next_topic(), said).wait(None)
 
 
 def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
-    """`announce_refusal`, or `announce_trace` where torch.compile traces what refuses."""
-    if torch.compiler.is_compiling():
-        announce_trace(group_name, axis)
-    else:
+    """`announce_refusal`, but not while torch.compile traces: there all ranks are to refuse alike."""
+    if not torch.compiler.is_compiling():
         announce_refusal(resolve_group(group_name), error, axis)
 
 
@@ -349,7 +284,6 @@ def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """The fields of every rank; raises on ranks that refused nothing if another one did, see `require_agreement`."""
     answers: list[dict[str, str]] = [{} for _ in range(group.size())]
-    _note_trace(group, False)
     try:
         dist.all_gather_object(answers, dict(fields), group=group)
     except RuntimeError as error:

@@ -7,34 +7,29 @@ of attention is compared too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh._torch import backward_number, timeout_of
-from cp_mesh.comm.agreement import agree, capturing, check_mode, checking, count_plan, require_agreement, turned_off
+from cp_mesh.comm.agreement import (
+    CHECK,
+    Forward,
+    agree,
+    capturing,
+    checking,
+    count_plan,
+    require_agreement,
+    turned_off,
+)
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.store_messages import store_of
 
 MOST_KINDS = 256
 """Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
-
-
-class Forward(NamedTuple):
-    """A forward of attention: how many came before it over its group, and the module of a plan that called it."""
-
-    number: int
-    where: str
-
-
-_where: ContextVar[str] = ContextVar("cp_mesh_where", default="")  # the module that calls attention; in check mode
-_backward_of: ContextVar[Forward | None] = ContextVar("cp_mesh_backward_of", default=None)  # in eager, in check mode
 
 
 @dataclass
@@ -138,30 +133,9 @@ def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     return is_new
 
 
-@contextmanager
-def called_in(module: str) -> Iterator[None]:
-    """Attention inside is called by the module of this name."""
-    token = _where.set(module)
-    try:
-        yield
-    finally:
-        _where.reset(token)
-
-
 def last_forward(group: dist.ProcessGroup) -> Forward:
     """The one that has just run over the group."""
-    return Forward(state_of(group, _Calls).forwards - 1, _where.get())
-
-
-@contextmanager
-def backward_of(forward: Forward) -> Iterator[None]:
-    """Check mode is on, and the op inside is the backward of this call."""
-    token = _backward_of.set(forward)
-    try:
-        with check_mode():
-            yield
-    finally:
-        _backward_of.reset(token)
+    return Forward(state_of(group, _Calls).forwards - 1, CHECK.get().where)
 
 
 def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
@@ -169,9 +143,9 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
     A backward in compiled code knows no forward: there it is how many calls were of this kind and direction.
     """
-    calls, of = state_of(group, _Calls), _backward_of.get()
+    calls, of = state_of(group, _Calls), CHECK.get().backward_of
     if direction == "forward":
-        of = Forward(calls.forwards, _where.get())
+        of = Forward(calls.forwards, CHECK.get().where)
     told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
     return f"{direction}{told}, after {calls.calls[direction, kind]} like it"
 

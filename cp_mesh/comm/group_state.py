@@ -24,7 +24,12 @@ def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
     return own
 
 
-def states_of_all(kind: Callable[[], T]) -> list[T]:
-    """The instances of all groups that have one."""
+def groups_with(kind: Callable[[], T]) -> list[tuple[dist.ProcessGroup, T]]:
+    """The groups that have an instance, with it."""
     groups = (ref() for ref in _KEPT.keyrefs())  # a copy: other threads may add groups
-    return [kinds[kind] for group in groups if group is not None and kind in (kinds := _KEPT.get(group, {}))]
+    return [(group, kinds[kind]) for group in groups if group is not None and kind in (kinds := _KEPT.get(group, {}))]
+
+
+def states_of_all(kind: Callable[[], T]) -> list[T]:
+    """The instances of all groups."""
+    return [own for _, own in groups_with(kind)]

@@ -63,7 +63,7 @@ class Words:
             with suppress(RuntimeError):
                 self._store.wait(self._keys, patience)
                 return self._of(range(self.size))
-        keys = [self._keys[self.rank], *(f"{self._room}/{name}" for name in ("when", "who"))]
+        keys = [self._keys[self.rank], *(f"{self._room}/{name}" for name in ("when",))]
         finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
         finalizer.atexit = False
         with suppress(RuntimeError):  # the store is gone with the rank that served it
@@ -88,10 +88,6 @@ class Words:
     def settle(self, name: str, value: str) -> str:
         """What the first rank to settle this says."""
         return self._store.compare_set(f"{self._room}/{name}", "", value).decode()
-
-    def is_there(self) -> bool:
-        """Whether the group was not destroyed."""
-        return self._group_store() is not None
 
 
 def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) -> None:

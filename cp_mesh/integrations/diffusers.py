@@ -192,7 +192,7 @@ def parallelize(
     model._parallel_config = own  # so that diffusers refuses another one
     replace_forward(model, STYLE, "cp_mesh.integrations.diffusers.parallelize", own.run)
     if watch:
-        watch_first_step(model, sequence.mesh)
+        watch_first_step(model, sequence.mesh.get_group())
     return model
 
 

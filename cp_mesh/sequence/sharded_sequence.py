@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import MappingKey, funcol, tree_map_with_path
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.comm.whole import gather, scatter_sum
@@ -23,7 +24,7 @@ from cp_mesh.errors import as_int, refuse
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Run, ZigZag
 from cp_mesh.geometry.mask import EXCLUDED, Mask
-from cp_mesh.sequence.rows import Rows, mark, marked, note_length, note_tokens
+from cp_mesh.sequence.cuts import Cuts, is_cut, note_cut
 
 WHOLE = ("documents", "blocks", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
@@ -197,6 +198,8 @@ class ShardedSequence:
 
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
         whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]), scale)
+        if not torch.compiler.is_compiling():
+            state_of(self.mesh.get_group(), Cuts).gathered = self.length or whole.shape[dim]
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -315,8 +318,7 @@ class ShardedSequence:
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf
             refuse(f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors")
-        held = None if torch.compiler.is_compiling() else marked(leaf)
-        if held is not None and held.group_name == self.mesh.get_group().group_name and self.cp_size > 1:
+        if not torch.compiler.is_compiling() and is_cut(leaf, self.mesh.get_group()):
             got, hint = "rows that shard has returned", "shard once; under a ShardedModel the model takes the whole"
             refuse(f"shard({name or ''})", "a tensor of the whole sequence", got, hint)
         if isinstance(leaf, DTensor):
@@ -343,14 +345,9 @@ class ShardedSequence:
             for copy in (piece for piece in pieces if isinstance(piece, Run) and piece.copied):
                 whole = whole.index_fill(dim, copy.positions().to(whole.device), padding)
         rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
-        local = whole.index_select(dim, rows)
-        if torch.compiler.is_compiling():
-            return local
-        group = self.mesh.get_group()
-        held = Rows(self.layout.spec(), whole.shape[dim], group.group_name)
-        note_length(group, whole.shape[dim], leaf.shape[dim] if self.length is None else self.length)
-        note_tokens(str(name), leaf, self.layout, held, group)
-        return mark(local, held, dim)
+        if not torch.compiler.is_compiling() and self.cp_size > 1:
+            note_cut(str(name), leaf, self.layout, whole.shape[dim], self.mesh.get_group())
+        return whole.index_select(dim, rows)
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
         """The padding becomes a document of its own."""

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import resolve_group
-from cp_mesh.comm.agreement import compare_later
 from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.geometry.layouts import parse_layout
-from cp_mesh.sequence.rows import Rows, note_tokens
+from cp_mesh.sequence.cuts import note_cut
 
 
 def kind_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
@@ -21,14 +20,13 @@ def kind_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
 def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
     """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
     found, group = dict(zip(names.split(), inputs, strict=True)), resolve_group(group_name)
-    if inputs and not agree_on_shapes(group, kind_of(found), found):
-        compare_later(group, inputs)
+    if inputs:
+        agree_on_shapes(group, kind_of(found), found)
     if layout:
-        parsed, size = parse_layout(layout), group.size()
+        parsed = parse_layout(layout)
+        multiple = parsed.multiple(group.size())
         for name, x in found.items():
-            multiple = parsed.multiple(size)
-            rows = Rows(layout, -(-x.shape[-1] // multiple) * multiple, group_name)
-            note_tokens(name, x, parsed, rows, group)
+            note_cut(name, x, parsed, -(-x.shape[-1] // multiple) * multiple, group)
     return [x.clone() for x in inputs]
 
 

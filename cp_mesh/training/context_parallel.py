@@ -26,9 +26,8 @@ from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense, settle
-from cp_mesh.comm.agreement import checking
+from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
-from cp_mesh.comm.first_calls import called_in
 from cp_mesh.comm.model_groups import ranks_of_tp
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.flex.block_mask import check_hidden
@@ -196,7 +195,7 @@ class ContextParallel(ParallelStyle):
             flex = torch.compiler.set_stance("default")(flex)
         interception = Interception(sdpa, flex, told)
         if eager and checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
-            forward = called_in(found.where)(forward)
+            forward = checked(where=found.where)(forward)
         if watched():
             with unwatched(), interception:
                 result = forward(*args, **kwargs)

@@ -5,8 +5,6 @@ the sum over ranks of the losses is the loss of one rank that sees everything, a
 parameter gradients is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` tells FSDP2 so.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,19 +15,11 @@ from cp_mesh._torch import funcol
 from cp_mesh.comm.agreement import announce_error, leave_word, read_word
 from cp_mesh.comm.first_calls import is_first_here
 from cp_mesh.comm.waiting import wait_for
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
-from cp_mesh.sequence.losses import WAITING, Loss, note_trained
-from cp_mesh.sequence.rows import (
-    first_leaf,
-    forget,
-    from_attention,
-    is_whole,
-    likeness,
-    note_count,
-    tokens_given,
-    wrong_labels,
-)
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
+from cp_mesh.sequence.cuts import is_whole
+from cp_mesh.sequence.losses import note_loss
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, check_ranks
+from cp_mesh.training.checks.labels import check_labels
 from cp_mesh.training.token_losses import token_losses
 
 _FLAG = 1 << 44
@@ -91,24 +81,19 @@ def _cross_entropy(
         refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
     if logits.shape[:-1] != labels.shape:
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
-    graph = logits.hidden if isinstance(logits, DeferredLogits) else logits  # for what autograd knows of them
     groups = groups_of(mesh)
     if isinstance(logits, DeferredLogits):
         check_ranks(logits.head.group_name, [group.group_name for group in groups])
     valid = (labels != ignore_index).sum()
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
-    # with a count a collective depends on it: it must be alike on all ranks, as which model the logits are of is not
-    eager = not torch.compiler.is_compiling()  # compiled code asks nothing of autograd's graph
-    leaf = first_leaf(graph) if eager and WAITING and logits.requires_grad and count is None else None
-    first = eager and _is_first(groups, kind, leaf)
+    eager = not torch.compiler.is_compiling()
+    first = eager and any([is_first_here(group, kind) for group in groups])  # all are noted
     found: Exception | None = None
-    known = "", ""
     if first:
         try:
-            found = _find_wrong(graph, logits.shape[-1], labels, ignore_index, mesh, count is not None)
-            if found is None and WAITING and from_attention(graph):
-                known = likeness(labels, ignore_index), tokens_given()
+            ranks, trained = {*ranks_of(mesh)}, logits.requires_grad
+            found = check_labels(labels, logits.shape[-1], ignore_index, ranks, count is not None, trained)
         except Exception as error:  # the other ranks wait in the sum
             found = error
     if found is not None:
@@ -125,9 +110,7 @@ def _cross_entropy(
     divisor = valid if count is None else count
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if eager:
-        if WAITING:
-            note_trained(share, Loss(mesh, is_whole(labels), *known, counted=count is not None))
-        forget(share.requires_grad)
+        note_loss(share, None if is_whole(labels) else mesh)
     return share
 
 
@@ -155,8 +138,6 @@ def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore
     """
     if isinstance(labels, DTensor):
         refuse("labels", "a local tensor", "a DTensor", "pass those of this rank's rows")
-    if not torch.compiler.is_compiling():
-        note_count(labels)
     return _sum_over(groups_of(mesh), (labels != ignore_index).sum(), "valid_tokens")
 
 
@@ -165,12 +146,6 @@ def _sum_over(groups: list[dist.ProcessGroup], valid: Tensor, function: str) -> 
         summed = funcol.all_reduce(valid, "sum", group.group_name)
         valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
     return valid
-
-
-def _is_first(groups: list[dist.ProcessGroup], kind: tuple[Any, ...], leaf: int | None) -> bool:
-    """Whether to look at a loss: the first one of its kind, or of a model while one waits for its first step."""
-    kinds = [kind] if leaf is None else [kind, (*kind, leaf)]
-    return any([is_first_here(group, each) for group in groups for each in kinds])  # all are noted
 
 
 def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
@@ -187,18 +162,3 @@ def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
     if isinstance(mesh, dist.ProcessGroup):
         return sorted(dist.get_process_group_ranks(mesh))
     return sorted(mesh.mesh.flatten().tolist())
-
-
-def _find_wrong(
-    graph: Tensor, vocab: int, labels: Tensor, ignore_index: int, mesh: DeviceMesh | dist.ProcessGroup, in_parts: bool
-) -> ArgumentError | None:
-    """What is wrong with this rank's labels, as far as its first loss can tell; ``graph`` is what logits come from."""
-    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
-    if len(outside):
-        hint = f"pass ignore_index={int(outside[0])}, or pad with shard(..., pad_value={ignore_index})"
-        expected = f"0 <= label < {vocab}, or ignore_index={ignore_index}"
-        return ArgumentError(describe("labels", expected, int(outside[0]), hint))
-    if not from_attention(graph):
-        return None  # of another model than attention was called in last, or of one that is not trained
-    found = wrong_labels(graph, labels, ignore_index, ranks_of(mesh), in_parts)
-    return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None

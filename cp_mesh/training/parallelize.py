@@ -30,7 +30,7 @@ from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.tensor_parallel.styles import TENSOR_PARALLEL, columns_of, shards_rows, tp_groups
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
 from cp_mesh.training.checks.config import HEAD_DIM, stated_head_dim
-from cp_mesh.training.checks.gradients import watch_first_step, watch_over_tp
+from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
@@ -114,12 +114,12 @@ def parallelize(
         _tie(places)
     _note_head_dims(module)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
-    stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
+    stand_beside(over_cp | dict.fromkeys(tp_groups(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
-        watch_first_step(root, mesh)
+        watch_first_step(root, cp=mesh.get_group())
     if any(isinstance(style, TENSOR_PARALLEL) for style in styles):
-        watch_over_tp(root, mesh, any(shards_rows(style) for style in styles))
+        watch_first_step(root, tp=mesh.get_group(), rows=any(shards_rows(style) for style in styles))
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(root)
     return module

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import compare_later
 from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.sequence.rows import CALLED
+from cp_mesh.sequence.losses import LOSSES
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
@@ -224,7 +223,7 @@ class ShardedModel(ParallelStyle):
         """Of a model that was given labels of its rows and returns a loss that is not `cp_mesh.cross_entropy`."""
         labelled = [name for name in self.inputs if PADDING.get(name) == -100 and arguments.get(name) is not None]
         loss = output if isinstance(output, Tensor) else _loss_of(output)
-        if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and CALLED.get() is not None:
+        if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and not LOSSES.ran:
             warnings.warn(
                 f"cp_mesh: the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
                 "mean over these rows, of labels that it may shift within the shard. Expected this rank's share of the "
@@ -235,14 +234,11 @@ class ShardedModel(ParallelStyle):
     def compare(self, arguments: dict[str, Any]) -> None:
         """Raise on every rank if whole inputs or positions among ``arguments`` differ between ranks.
 
-        Shapes in every forward; what they hold in the first of each shape, and in some later ones of tokens; in check
-        mode in every one.
+        Shapes in every forward; what they hold in the first of each shape, and in check mode in every one.
         """
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
-        given = [x for x in found.values() if x is not None]
-        integers = [x for x in given if not x.is_floating_point()]
-        if given and not agree_on_shapes(group, kind_of(found), found) and integers:
-            compare_later(group, integers)
+        if any(x is not None for x in found.values()):
+            agree_on_shapes(group, kind_of(found), found)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """For a forward that is traced: ``arguments`` that are compared when the code runs, as in `compare`."""

@@ -32,15 +32,15 @@ def _(is_first: Any) -> Any:
     return mutant
 
 
-plant("labels are not compared with tokens", "rows:_unlike_tokens", "labels of other rows")(nothing())
-plant("what shard returns has no mark", "rows:marked", "sharded twice")(nothing())
+plant("labels are not compared with tokens", "labels:_of_others", "labels of other rows")(nothing())
+plant("rows may be sharded once more", "cuts:is_cut", "sharded twice")(nothing(False))
 plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
 plant("variables of a loop are not compared", "config:check_variables", "variables of a loop")(nothing())
 plant("a mask may reach a style that has its own", "config:check_mask_read", "unread masks")(nothing())
 plant("tokens are not compared without a root", "checks.inputs:_check", "whole tokens")(nothing())
 plant("the ranks of a loss are not those of its gradients", "gradients:_check_ranks", "ranks of the loss")(nothing())
-plant("nobody asks whether gradients were reduced", "gradients:_check_equal", "gradients that are reduced")(nothing())
-plant("nobody asks whose rows over tp a gradient is of", "gradients:_check_over_tp", "plain parameters over tp")(
+plant("nobody asks whether gradients were reduced", "gradients:_compare_norms", "gradients that are reduced")(nothing())
+plant("nobody asks whose rows over tp a gradient is of", "gradients:_decide_over_tp", "plain parameters over tp")(
     nothing()
 )
 
@@ -59,26 +59,14 @@ plant(
 )(lambda gather: lambda self, x, dim=1: self.unshard(x, dim))
 
 
-@plant("the first loss is that of every model", "sequence.losses:losses_of", "models in turn")
-def _(losses_of: Any) -> Any:
-    first: list[Any] = []
-
-    def mutant(planned: Any) -> Any:
-        first[:] = first or losses_of(planned)
-        return first
-
-    return mutant
-
-
-plant("models are not told apart by their logits", "rows:first_leaf", "models in turn")(nothing())
+plant("a loss is that of every later model", "sequence.losses:forget_losses", "models in turn")(nothing())
+plant("tokens are not compared in a first call", "cuts:told_of_tokens", "tokens without a root")(nothing({}))
 plant("a word that nobody read stays in the store", "store_messages:_take_back", "words in the store")(nothing())
-plant("later batches are not compared", "agreement:compare_later", "words in the store")(nothing())
-plant("labels are not compared over ranks", "gradients:_compare_batches", "rows of ranks")(nothing())
-plant("a shard's last row passes for the sequence's", "rows:_of_one_row", "rows of ranks")(nothing(False))
-plant("queries may see padding", "rows:warn_of_padding", "rows of ranks")(nothing())
-plant("an optimizer in the backward comes after it", "sequence.losses:note_step", "gradients of a step")(nothing(False))
-plant("each of the accumulated losses counts alone", "gradients:_Found.is_averaged", "gradients of a step")(
-    lambda is_averaged: lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
+plant("an optimizer in the backward comes after it", "gradients:_check", "gradients of a step")(
+    lambda check: lambda module, planned, graded, inside: check(module, planned, graded, False)
+)
+plant("each of the accumulated losses counts alone", "gradients:_is_averaged", "gradients of a step")(
+    lambda is_averaged: lambda num_ranks: any(factor <= 1 for factor in inner("sequence.losses", "LOSSES").factors)
 )
 plant("a first call waits longer than its group", "_torch:timeout_of", "patience")(
     lambda timeout_of: lambda *given: 4 * timeout_of(*given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,9 +126,6 @@ plant("tp ranks do not compare what requires a gradient", "matmul:graded_names",
 )
 plant("ranks of tp do not hear of what a core refuses", "model_groups:stand_beside", "refusals in cores over tp")(
     lambda stand_beside: lambda *_: None
-)
-plant("ranks hear of what another model refuses", "model_groups:running", "refusals in another model")(
-    lambda running: lambda module: nullcontext()
 )
 plant("a head that is trained alone has a hidden input", "styles:_hidden", "a head under FSDP2")(
     lambda hidden: lambda x, weight: x

@@ -15,7 +15,7 @@ from cp_mesh._torch import times_written
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.masks import Batch
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.sequence.losses import WAITING, Loss
+from cp_mesh.sequence.losses import note_loss
 from cp_mesh.training.loss import cross_entropy, ranks_of
 
 _ROUTER = "model.config.output_router_logits"
@@ -122,9 +122,7 @@ class Losses:
             output = forward(shift_labels=labels, fused_lm_head=True, **arguments)
         finally:
             hook.remove()
-        if WAITING and output.log_probs.requires_grad:
-            loss = Loss(self.data)
-            output.log_probs.register_hook(lambda grad: loss.begin(grad.new_ones(())))
+        note_loss(output.log_probs, self.data, output.log_probs.new_ones(()))
         return type(output)(**{name: x for name, x in output.items() if name != "loss"})
 
 

@@ -134,7 +134,7 @@ def parallelize(
     replace_forward(model, STYLE, "cp_mesh.integrations.transformers.parallelize", adapter.run)
     if watch:
         watch_encoders(model)
-    watch_first_step(model, sequence.mesh)
+    watch_first_step(model, sequence.mesh.get_group())
     return model
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cp_mesh.comm.agreement import compare_first
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import refuse
-from cp_mesh.sequence.rows import marked
+from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.context_parallel import ContextParallel, cores_of
@@ -68,7 +68,7 @@ def _check(styles: list[ContextParallel], names: list[str], given: dict[str, Any
     tokens = next((x for name, x in given.items() if name not in (*POSITIONS, *WHOLE) and _is_ids(x)), None)
     if tokens is None or sequence.cp_size == 1:
         return None
-    if marked(tokens) is None and sequence.length is None:
+    if sequence.length is None and not is_cut(tokens, sequence.mesh.get_group()):
         answers = compare_first(sequence.mesh.get_group(), {"tokens": fingerprint(tokens)})
         alike = len(answers) > 1 and len({answer["tokens"] for answer in answers}) == 1
         if alike and tokens.numel() > 1 and tokens.min() != tokens.max():

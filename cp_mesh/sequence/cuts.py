@@ -1,0 +1,114 @@
+"""What `ShardedSequence` cut last over a group: which rows this rank holds, and of which tokens.
+
+Labels and tokens are plain tensors, so nothing in them says which rows they hold. The first step compares them with
+what is known here (`training/checks/labels.py`, and the first call of attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_mesh.comm.agreement import turned_off
+from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import is_first_here, is_new_here
+from cp_mesh.comm.group_state import state_of, states_of_all
+from cp_mesh.errors import refuse
+from cp_mesh.geometry.layouts import Layout
+
+TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
+"""Names of leaves of which labels are usually the next ones."""
+_KIND = "tokens"  # of which the first batch is looked at
+
+
+class Tokens(NamedTuple):
+    """The whole tokens [B, S] of a batch, and how they were cut: padded to ``seq_len``, for this rank of ``ranks``."""
+
+    whole: Tensor
+    layout: Layout
+    seq_len: int
+    ranks: tuple[int, ...]
+    rank: int
+
+    def rows(self, shift: int, layout: Layout | None = None, rank: int | None = None, fill: int = 0) -> Tensor:
+        """The tokens ``shift`` places after each row of a rank, this one if none is said: [B, rows]."""
+        rank = self.rank if rank is None else rank
+        positions = (layout or self.layout).positions(self.seq_len, len(self.ranks), rank).to(self.whole.device)
+        return F.pad(self.whole, (0, self.seq_len + shift - self.whole.shape[1]), value=fill)[:, positions + shift]
+
+
+@dataclass
+class Cuts:
+    """Of one group.
+
+    Attributes:
+        layout, rows: of the last tensor, and how many rows this rank has of it; rows are 0 before the first.
+        tokens: of a first batch, until a loss has looked at them.
+        used: whether attention was called since these tokens were cut.
+        gathered: the tokens of the last sequence that was gathered since; 0 if none was.
+    """
+
+    layout: str = ""
+    rows: int = 0
+    tokens: Tokens | None = None
+    used: bool = False
+    gathered: int = 0
+
+
+def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:
+    """Of a tensor that is sharded, by its name."""
+    own, size, rank = state_of(group, Cuts), group.size(), group.rank()
+    own.layout, own.rows = layout.spec(), layout.shard_len(seq_len, size, rank)
+    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or turned_off(group):
+        return
+    own.gathered = 0
+    # a loader may be a batch ahead, so the first batch stays until it was used
+    goes = own.tokens is None or (own.used and own.tokens.whole.shape != whole.shape)
+    if goes and is_new_here(group, _KIND):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        own.tokens, own.used = Tokens(whole, layout, seq_len, ranks, rank), False
+
+
+def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
+    """In a first call of attention: what the tokens are, for the other ranks; a root ``compares`` them itself."""
+    own = state_of(group, Cuts)
+    own.used = True
+    return {} if own.tokens is None or not compares else {"tokens": fingerprint(own.tokens.whole)}
+
+
+def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether these are this rank's rows of the tokens that were cut, unlike those of the whole."""
+    tokens = state_of(group, Cuts).tokens
+    if tokens is None or x.device != tokens.whole.device or x.shape == tokens.whole.shape:
+        return False
+    own = tokens.rows(0)
+    return own.shape == x.shape and torch.equal(own, x) and bool((own != own[:1, :1]).any())
+
+
+def check_rows(group: dist.ProcessGroup, rows: int, layout: Layout, what: str) -> None:
+    """Refuse attention over other rows than were cut last, where no root and no length say which they are.
+
+    Raises:
+        ArgumentError: on this rank.
+    """
+    own = state_of(group, Cuts)
+    if own.rows and (own.rows, own.layout) != (rows, layout.spec()):
+        hint = "a sequence with a length of its own, ShardedSequence(..., length=), says which rows they are"
+        refuse(what, f"the {own.rows} rows that were sharded last, in {own.layout}", f"{rows} in {layout.spec()}", hint)
+
+
+def forget(own: Cuts, group: dist.ProcessGroup, trained: bool) -> None:
+    """After a loss has looked at the tokens of this group; after a trained one no others are looked at."""
+    own.tokens = None
+    if trained:
+        is_first_here(group, _KIND)
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether this has the rows [B, S] of a whole sequence that was gathered since it was cut."""
+    return any(own.gathered and x.shape[1:] == (own.gathered,) for own in states_of_all(Cuts))

@@ -1,0 +1,88 @@
+"""Labels of a first loss, compared with the tokens that were sharded: are they the next ones of this rank's rows?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cp_mesh._torch import without_function_modes, world
+from cp_mesh.comm.group_state import groups_with
+from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.geometry.layouts import Contiguous, Striped, ZigZag
+from cp_mesh.sequence.cuts import Cuts, Tokens, forget
+
+LEAST_KNOWN = 4
+"""Labels that must be known to call them those of other rows: fewer may be equal by chance."""
+_SHIFT = "shift the whole labels and then shard them: the token after a shard's last row is another rank's"
+_CUT = 'cut them with sequence.shard({"labels": labels}), not by chunk or another layout'
+_WHOLE = 'of gathered logits take F.cross_entropy, or cross_entropy over mesh["dp"], without the cp ranks'
+
+
+def check_labels(
+    labels: Tensor, vocab: int, ignore_index: int, ranks: set[int], in_parts: bool, trained: bool
+) -> ArgumentError | None:
+    """What is wrong with this rank's labels, as far as its first loss can tell.
+
+    Args:
+        labels: of this rank's rows, any shape.
+        vocab: how many labels there are.
+        ignore_index: the label of tokens that do not count.
+        ranks: of the loss.
+        in_parts: whether the loss was given a count; then it may be of some of the rows.
+        trained: whether it has a gradient. Then no later loss is looked at.
+    """
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
+    if len(outside):
+        hint = f"pass ignore_index={int(outside[0])}, or pad with shard(..., pad_value={ignore_index})"
+        expected = f"0 <= label < {vocab}, or ignore_index={ignore_index}"
+        return ArgumentError(describe("labels", expected, int(outside[0]), hint))
+    found = None
+    for group, own in groups_with(Cuts):
+        if group not in world().pg_map:  # it was destroyed
+            continue
+        if own.tokens is not None and ranks.issuperset(own.tokens.ranks):
+            with without_function_modes():  # a watch over the model's forward may be on, and see what is counted here
+                found = found or _wrong(labels, ignore_index, own, in_parts)
+            forget(own, group, trained)
+    return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
+
+
+def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool) -> tuple[str, str] | None:
+    """What these labels seem to be, and what mends it; None if they may well be right."""
+    tokens = own.tokens
+    assert tokens is not None
+    (batch, length), device = tokens.whole.shape, tokens.whole.device
+    if labels.is_floating_point() or labels.device != device or labels.ndim > 2:
+        return None
+    if own.gathered and labels.shape == (batch, own.gathered):
+        return f"{own.gathered} rows, of the whole sequence, on every cp rank", _WHOLE
+    local = tokens.rows(0)
+    rows = local.shape[1]
+    if 1 < rows < length and not in_parts and labels.shape in ((batch, rows - 1), (batch * (rows - 1),)):
+        return f"{rows - 1} rows of {rows}", _SHIFT
+    return _of_others(labels.reshape(batch, rows), ignore_index, tokens) if labels.numel() == batch * rows else None
+
+
+def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens) -> tuple[str, str] | None:
+    """By content: labels [B, rows] that are not the next tokens of this rank's rows, but of other ones."""
+
+    def are(found: Tensor) -> bool:
+        if found.shape != labels.shape:
+            return False
+        known = (labels != ignore_index) & (found != ignore_index)
+        return bool(known.sum() >= LEAST_KNOWN) and bool((labels == found).masked_select(known).all())
+
+    if are(tokens.rows(1, fill=ignore_index)):
+        return None
+    local = tokens.rows(0, fill=ignore_index)
+    if are(torch.cat([local[:, 1:], torch.full_like(local[:, :1], ignore_index)], 1)):
+        return "the next tokens within this rank's shard", _SHIFT
+    for layout in (Contiguous(), ZigZag(), Striped()):
+        if layout != tokens.layout and are(tokens.rows(1, layout, fill=ignore_index)):
+            return f"the labels of {layout.spec()} rows, beside tokens in {tokens.layout.spec()}", _CUT
+    if are(local):
+        return "the tokens themselves, not the next ones", "shift the whole labels by one, and then shard them"
+    for rank in range(len(tokens.ranks)):
+        if rank != tokens.rank and are(tokens.rows(1, rank=rank, fill=ignore_index)):
+            return f"the labels of rank {rank}, on cp rank {tokens.rank}", _CUT
+    return None
