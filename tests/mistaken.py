@@ -315,7 +315,10 @@ core(ATTENTION, "a score that counts rows of the shard", TableOfShard, with_flex
 class LoopVariable(Training):
     deep = True
     Net = type("Net", (Net,), {"Core": stating()})
-    of = staticmethod(dense)
+
+    @classmethod
+    def of(cls, set_up: SetUp) -> bool:
+        return dense(set_up) and unpiped(set_up)
 
     def plan(self) -> dict[str, Any]:
         plan = super().plan()

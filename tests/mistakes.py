@@ -36,11 +36,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 COLUMNS = ["label", "commit", "torch", "mistake", "set_up", "found", "class", "message", "off"]
 COLUMNS += ["probe", "probe_class", "probe_message"]
-TIMEOUT = 15.0
+TIMEOUT = 25.0
 """Seconds of the groups: a rank that waits as long, hangs."""
 SAME = 1e-5
 """A relative difference from one rank that is rounding."""
-PATIENCE = 8.0
+PATIENCE = 20.0
 """Seconds that ranks are given after another has raised."""
 ENDED = "the process ended"
 SKIPPED = "cp_mesh: the probe"
