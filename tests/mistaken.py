@@ -690,7 +690,13 @@ core(MIXING, "registers before q, k and v in the core", Registers, dense)
 core(MIXING, "chunks by a reshape in the core", Chunks, dense)
 core(MIXING, "a forgotten transpose in the core", OverHeads, dense)
 core(MIXING, "a context in the core", type("Context", (Context,), {"num": 5}), dense, Crossing)
-core(MIXING, "a context as long as the shard in the core", Context, dense, Crossing)
+core(
+    MIXING,
+    "a context as long as the shard in the core",
+    Context,
+    lambda set_up: dense(set_up) and set_up.beside != "tp",  # whose ranks have other heads of it
+    Crossing,
+)
 
 
 # ---- labels and the loss
