@@ -1,10 +1,10 @@
 """`ContextParallel`: the style of an attention core.
 
-During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` and
-flex_attention into the sharded ones (`coverage`); no function of torch is patched. Inside the module tensors stay as
-the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
-cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the place of its
-module's forward as `wrap.py` says.
+During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` into
+the sharded one (`coverage`), and `cp_mesh.flex_attention` finds it; no function of torch is patched. Inside the module
+tensors stay as the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as
+DTensors over cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the
+place of its module's forward as `wrap.py` says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.call.dtensor import check_placements, check_score_placements, first_index, local_scores, wrap, wrap_results
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import attend
+from cp_mesh.call.function import attend, check_format
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense, settle
 from cp_mesh.comm.agreement import checking
@@ -31,7 +31,6 @@ from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.first_calls import called_in
 from cp_mesh.comm.model_groups import ranks_of_tp
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
-from cp_mesh.flex.block_mask import check_hidden
 from cp_mesh.flex.function import Functions, ScoreMod
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
@@ -50,7 +49,6 @@ from cp_mesh.training.checks.config import (
 from cp_mesh.training.checks.coverage import (
     PUT_BACK,
     Interception,
-    can_compile_flex,
     keep_uncompiled,
     replaced_sdpa,
     unwatched,
@@ -68,7 +66,6 @@ from cp_mesh.training.style_helpers import (
 from cp_mesh.wrap import STYLE, replace_forward, replaced
 
 _LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
-_COMPILES_FLEX = "_cp_mesh_compiles_flex"  # whether a core calls what torch.compile made of flex_attention
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
@@ -90,10 +87,10 @@ class ContextParallel(ParallelStyle):
 
     The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
     ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Or it calls PyTorch's `flex_attention`, with a block mask of the whole sequence (docs/flex.md); then the
-    style's mask must hide nothing that the block mask shows, as `Mask(causal=False)` does not. Other attention of
-    PyTorch (`nn.MultiheadAttention`, operators of aten) is refused there, and so is a checkpoint that the core itself
-    begins: checkpoint the module that holds the core. Not seen are
+    means. Or it calls `cp_mesh.flex_attention` as it would PyTorch's, with a block mask of the whole sequence
+    (docs/flex.md) and no mesh; the style's mask is `Mask(causal=False)` then. Other attention of PyTorch (its own
+    flex_attention, `nn.MultiheadAttention`, operators of aten) is refused there, and so is a checkpoint that the core
+    itself begins: checkpoint the module that holds the core. Not seen are
     torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
     higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
     as it is.
@@ -189,11 +186,6 @@ class ContextParallel(ParallelStyle):
         eager = not torch.compiler.is_compiling()
         if eager:
             keep_uncompiled()
-        if eager and module.__dict__.get(
-            _COMPILES_FLEX, can_compile_flex()
-        ):  # a first call tells whether the core does
-            forward = torch.compiler.set_stance("force_eager")(forward)
-            flex = torch.compiler.set_stance("default")(flex)
         interception = Interception(sdpa, flex, told)
         if eager and checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
             forward = called_in(found.where)(forward)
@@ -203,11 +195,9 @@ class ContextParallel(ParallelStyle):
         else:
             with interception:
                 result = forward(*args, **kwargs)
-        if eager and can_compile_flex():
-            module.__dict__.setdefault(_COMPILES_FLEX, interception.compiles_flex)
         if interception.calls == 0:
             what = f"ContextParallel({type(module).__name__})"
-            expected = "a call of F.scaled_dot_product_attention, or of flex_attention,"
+            expected = "a call of F.scaled_dot_product_attention, or of cp_mesh.flex_attention,"
             hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
             got = "none"
             if wrapper := replaced_sdpa():
@@ -291,39 +281,30 @@ class ContextParallel(ParallelStyle):
         score_mod: ScoreMod | None,
         block_mask: Any,
         scale: float | None,
-        enable_gqa: bool,  # which PyTorch's function checks
+        enable_gqa: bool,
         return_lse: bool,
-        kernel_options: Any,
-        return_aux: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """PyTorch's flex_attention over the whole sequence, for one intercepted call.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`cp_mesh.flex_attention` over the whole sequence, for one call in the core.
 
         Args:
             call: the style's for the module's call.
             query, key, value: [B, H or K, S_local, D], plain or DTensors.
-            score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux: as in PyTorch's; functions
-                see global indices, and the mask is of the whole sequence, without padding.
-
-        Returns:
-            out and lse; lse has no element if it is not wanted.
+            score_mod, block_mask, scale, enable_gqa, return_lse: as in `cp_mesh.flex_attention`; functions see global
+                indices, and the mask is of the whole sequence, without padding.
 
         Raises:
             ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
         """
         form = FORMATS[2]
-        return_lse = return_lse or getattr(return_aux, "lse", False)
         given = self._keywords(call, scale) | {"return_lse": return_lse}
         try:
-            if kernel_options:
-                hint = "leave it out: cp_mesh chooses its kernel by ContextParallel(kernel=)"
-                refuse("kernel_options", "none", kernel_options, hint, UnsupportedError)
-            if getattr(return_aux, "max_scores", False):
-                hint = "lse is there, AuxRequest(lse=True)"
-                refuse("return_aux", "no maxima of scores", return_aux, hint, UnsupportedError)
-            if call.stated is not None:
-                check_head_dim(call.stated[0], query)
+            check_format(query, key, value, form)
             if call.scores:
                 refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
+            if call.mask.causal or call.mask.window or call.mask.elementwise:
+                hint = "mask=Mask(causal=False) leaves all to the functions"
+                refuse("ContextParallel.mask", "one that hides nothing beside flex_attention", call.mask, hint)
+            _check_heads(query, key, enable_gqa)
             if over_tp := _over_others(query, self.sequence.mesh):
                 check_placements(query, key, value, (), form)
             rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
@@ -333,19 +314,18 @@ class ContextParallel(ParallelStyle):
             functions = Functions.of(score_mod, block_mask, query, sizes, last)
             if not isinstance(query, DTensor):
                 functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
-            check_hidden(call.mask, functions.mask_mod, functions.of_mask, sizes, query.device)
         except Exception as error:
             announce(self.sequence, error)
             raise
         given |= functions.keywords()
         if not _over_others(query, self.sequence.mesh):
-            found = attend(query, key, value, **given)
-            return cast(tuple[Tensor, Tensor], found if return_lse else (found, query.new_empty(0)))
+            return attend(query, key, value, **given)
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
         found = attend(q, k, v, **given, first_head=first_head, first_batch=first_batch)
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
-        return wrap_results(out, lse, query, form)
+        results = wrap_results(out, lse, query, form)
+        return results if return_lse else results[0]
 
     def _keywords(self, call: _Call, scale: float | None) -> dict[str, Any]:
         """What `attend` is told."""
@@ -395,8 +375,12 @@ class ContextParallel(ParallelStyle):
             check_scores_stated(module, call.scores)
             check_head_dim(module, query)
             check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
-        if not enable_gqa and query.shape[-3] != key.shape[-3]:
-            refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+        _check_heads(query, key, enable_gqa)
+
+
+def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+        refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
 
 
 def _over_others(query: Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:

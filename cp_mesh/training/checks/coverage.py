@@ -11,12 +11,11 @@ and what is in the body of a higher-order operator, such as torch.cond.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -26,21 +25,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cp_mesh._torch import (
+    ASKS_TENSORS,
     ATTENTION_OPS,
     COMPILED,
     COMPILED_CALL,
     FLEX,
     constant_in_traces,
-    frame_callback,
     function_mode,
     loaded_dynamo,
     sdpa,
-    uncompiled_flex,
 )
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
-from cp_mesh.flex.block_mask import refuse_sliced
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.wrap import FILE, STYLE, WATCH, check_class, replace_forward, replaced
 
 # The functions that attend, by name (torch.compile guards every look-up of a function, none of a name), and the dim of
@@ -74,131 +71,83 @@ def replaced_sdpa() -> str:
 
 
 @constant_in_traces  # what it raises is no reason to try uncompiled
-def _refuse_traced_flex() -> NoReturn:
+def _refuse_flex() -> NoReturn:
     raise UnsupportedError(
-        "ContextParallel: flex_attention that torch.compile traces is not available in a core; call flex_attention "
-        "itself, or already in the core's first forward what torch.compile made of it, which then runs uncompiled; in "
-        "a model that is compiled put torch.compiler.disable around the core"
+        "ContextParallel: PyTorch's flex_attention is not available in a core: it is told of this rank's rows alone. "
+        "Import cp_mesh.flex_attention under its name, and call it alike in the core; in a model that is compiled it "
+        "is left out of the graph"
     )
 
 
 class Interception(TorchFunctionMode):
-    """Lives for one forward of one core: turns its calls of SDPA and flex_attention into the style's, and counts them.
-
-    PyTorch's flex_attention is a function in Python, which no mode sees, but for what it calls: first it asks what
-    tensors are like, and their lengths must be those of its block mask. Then it calls an operator. It is told of the
-    whole sequence, and made to call the operator uncompiled, by PyTorch's own switch for that, so that it is seen here.
+    """Lives for one forward of one core: turns its calls of SDPA into the style's, and counts them.
 
     Args:
         attend: called instead of `F.scaled_dot_product_attention`.
-        attend_by_functions: called instead of flex_attention, with its arguments by name; returns (out, lse).
+        attend_by_functions: called by `cp_mesh.flex_attention`, which finds this mode.
         announce: told of what is refused here, before it is raised.
 
     Attributes:
         calls: how many there were.
-        compiles_flex: whether torch.compile had made what called flex_attention.
     """
 
     def __init__(
         self,
         attend: Callable[..., Any],
-        attend_by_functions: Callable[..., tuple[Tensor, Tensor]],
+        attend_by_functions: Callable[..., Any],
         announce: Callable[[Exception], None],
     ) -> None:
         super().__init__()
         self.attend, self.attend_by_functions, self.announce = attend, attend_by_functions, announce
-        self.calls, self.graded, self.compiles_flex = 0, torch.is_grad_enabled(), False
-        self.flex: FrameType | None = None
-        self.flex_arguments: dict[str, Any] = {}
-        self.undo = ExitStack()
-
-    def __exit__(self, *given: Any) -> None:
-        if self.flex is not None:  # PyTorch's function raised
-            self._end_flex()
-        super().__exit__(*given)
+        self.calls, self.graded = 0, torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name not in ATTENTION and name not in CHECKPOINTS:
-            if not torch.compiler.is_compiling() and (func is Tensor.size or name == "__get__"):
-                caller = sys._getframe(1)
-                if caller.f_globals.get("__name__") == FLEX:
-                    return self._asked_in_flex(caller, func, *args, **kwargs)
+        if name not in ATTENTION and name not in CHECKPOINTS and not _asked_by_flex(func, name):
             return call_function(func, args, kwargs)
-        is_flex = self.flex is not None and name == "flex_attention"
         try:
-            if name in ATTENTION and func is not F.scaled_dot_product_attention and not is_flex:
-                if name == "flex_attention":
-                    _refuse_traced_flex()
+            if func is not F.scaled_dot_product_attention and name not in CHECKPOINTS:
+                if name not in ATTENTION or name == "flex_attention":
+                    _refuse_flex()
                 if func is sdpa and (wrapper := replaced_sdpa()):
                     expected = "PyTorch's own F.scaled_dot_product_attention"
                     refuse("ContextParallel", expected, f"{wrapper}, which calls it", PUT_BACK, UnsupportedError)
                 raise UnsupportedError(
                     f"ContextParallel: {name} is not available in a core; call F.scaled_dot_product_attention "
-                    "and say the mask as ContextParallel(mask=Mask(...)), or call flex_attention"
+                    "and say the mask as ContextParallel(mask=Mask(...)), or call cp_mesh.flex_attention"
                 )
-            if name in CHECKPOINTS or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
-                raise UnsupportedError(
-                    "ContextParallel: attention inside of a checkpoint, or of no_grad, that the core itself begins is "
-                    "not available: the backward would recompute it outside of the core, from this rank's rows alone; "
-                    "checkpoint the module that holds the core, checkpoint(block, x, use_reentrant=False)"
-                )
+            self._count(name)
         except Exception as error:
             self.announce(error)
             raise
-        self.calls += 1
-        if is_flex:
-            return self._attend_by_functions()
         return self.attend(*args, **kwargs)
 
-    def _asked_in_flex(self, caller: FrameType, func: Any, x: Tensor, *given: Any) -> Any:
-        """What PyTorch's flex_attention is told of a tensor.
+    def flex_attention(self, *args: Any) -> Any:
+        """`cp_mesh.flex_attention` in the core."""
+        try:
+            self._count("flex_attention")
+        except Exception as error:
+            self.announce(error)
+            raise
+        return self.attend_by_functions(*args)
 
-        It has as many rows as the block mask, that of the whole sequence, and no gradient: CPUs do not have it there.
-        """
-        if func is not Tensor.size:
-            return False if func.__self__ is Tensor.requires_grad else func(x, *given)
-        if caller is not self.flex and caller.f_code.co_name == "flex_attention":
-            self._end_flex()
-            try:
-                if compiles_frames():  # of a model that it could not trace this far
-                    _refuse_traced_flex()
-                refuse_sliced(caller.f_locals.get("block_mask"))
-            except (ArgumentError, UnsupportedError) as error:
-                self.announce(error)
-                raise
-            if can_compile_flex() and _called_by(loaded_dynamo()):
-                self.compiles_flex = True
-            code, values = caller.f_code, caller.f_locals
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            self.flex, self.flex_arguments = caller, {name: values[name] for name in names}
-            self.undo.enter_context(uncompiled_flex())
-        lengths = getattr(self.flex_arguments.get("block_mask"), "seq_lengths", None)
-        if caller is not self.flex or given != (-2,) or lengths is None:
-            return x.size(*given)
-        return lengths[x is not self.flex_arguments["query"]]
-
-    def _end_flex(self) -> None:
-        self.flex, self.flex_arguments = None, {}
-        self.undo.close()
-
-    def _attend_by_functions(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The operator of flex_attention: out, lse by the logarithm of 2, and no maxima of scores."""
-        given = self.flex_arguments
-        self._end_flex()
-        out, lse = self.attend_by_functions(**given)
-        return out, lse / math.log(2), lse.new_empty(0)
+    def _count(self, name: str) -> None:
+        if name in CHECKPOINTS or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
+            raise UnsupportedError(
+                "ContextParallel: attention inside of a checkpoint, or of no_grad, that the core itself begins is "
+                "not available: the backward would recompute it outside of the core, from this rank's rows alone; "
+                "checkpoint the module that holds the core, checkpoint(block, x, use_reentrant=False)"
+            )
+        self.calls += 1
 
 
-def can_compile_flex() -> bool:
-    """Whether there can be a flex_attention that torch.compile made, as both were imported; not while it compiles."""
-    return FLEX in sys.modules and loaded_dynamo() is not None and not compiles_frames()
-
-
-def compiles_frames() -> bool:
-    """Whether torch.compile looks at each Python function that is called, to compile it."""
-    return frame_callback() not in (None, False)
+def _asked_by_flex(func: Any, name: str) -> bool:
+    """Whether PyTorch's flex_attention asks what a tensor is like: a function in Python, which no mode sees itself."""
+    if torch.compiler.is_compiling() or (func is not Tensor.size and name != "__get__"):
+        return False
+    caller = sys._getframe(2)
+    return caller.f_globals.get("__name__") == FLEX and caller.f_code.co_name in ASKS_TENSORS
 
 
 def keep_uncompiled(*functions: Callable[..., Any]) -> None:
@@ -209,21 +158,16 @@ def keep_uncompiled(*functions: Callable[..., Any]) -> None:
     """
     skip_code = getattr(loaded_dynamo(), "skip_code", None)
     if skip_code is not None:
-        own = Interception.__torch_function__, Interception._asked_in_flex, Watch.__torch_function__, call_function
+        own = Interception.__torch_function__, Watch.__torch_function__, call_function, _asked_by_flex
         for function in (*own, *functions):
             skip_code(function.__code__)
 
 
 def _inside_checkpoint() -> bool:
-    # a checkpoint that is traced is seen as an operator
-    return not torch.compiler.is_compiling() and _called_by(torch.utils.checkpoint)
-
-
-def _called_by(module: ModuleType) -> bool:
-    """Whether a function of a module was called between the core's forward and here."""
-    frame: FrameType | None = sys._getframe(1)
+    """Whether a checkpoint was begun between the core's forward and here; one that is traced is seen as an operator."""
+    frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != FILE:
-        if frame.f_code.co_filename == module.__file__:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
         frame = frame.f_back
     return False
