@@ -485,49 +485,6 @@ def test_a_mask_that_no_style_reads(pool: Any, compiled: bool) -> None:
     pool(2).run(unread_mask, True, compiled)
 
 
-def windows_of_a_loop(rank: int, how: str) -> None:
-    axis = mesh((2,), ("cp",))
-    sequence, cores = ShardedSequence(axis), nn.ModuleList([Core(), Core()])
-    plan = {}
-    for i, window in enumerate((3, 5)):
-        if how == "bound":
-            plan[f"{i}"] = ContextParallel(sequence, mask=lambda q, k, v, window=window: Mask(window=(window, 0)))
-        else:
-            plan[f"{i}"] = ContextParallel(sequence, mask=lambda q, k, v: Mask(window=(window, 0)))  # noqa: B023
-        if how == "a plan a layer":
-            cp_mesh.parallelize(cores, axis, {f"{i}": plan[f"{i}"]})
-    if how != "a plan a layer":
-        cp_mesh.parallelize(cores, axis, plan)
-    for core in cores:
-        core(*(torch.randn(1, H, 8, D) for _ in range(3)))
-
-
-def test_functions_that_read_the_variable_of_a_loop(pool: Any) -> None:
-    """Every layer would get the window of the last one."""
-    for how in ("a plan", "a plan a layer"):
-        for error in raised(pool, 2, windows_of_a_loop, how):
-            assert "ContextParallel.mask: expected a function of its arguments alone: its variable 'window' as it was, "
-            assert "got 3, and now 5; bind it" in error.message and "window=window" in error.message
-    pool(2).run(windows_of_a_loop, "bound")
-
-
-def bound_anew(rank: int, root: bool) -> None:
-    sequence, windows = ShardedSequence(mesh((2,), ("cp",))), 3
-    core = ContextParallel(sequence, mask=lambda *_: Mask(window=(windows, 0)))
-    plan = {"": ShardedModel(sequence, positions=None), "core": core} if root else {"core": core}
-    model = cp_mesh.parallelize(Model(), sequence.mesh, plan)
-    tokens = tokens_of(52) if root else sequence.shard({"tokens": tokens_of(52)})["tokens"]
-    model(tokens)
-    windows = 5
-    with torch.no_grad():
-        model.eval()(tokens)
-
-
-@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
-def test_variables_that_are_bound_anew_after_the_first_forward(pool: Any, root: bool) -> None:
-    pool(2).run(bound_anew, root)
-
-
 class OfEmbeddings(Model):
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:  # type: ignore[override]
         x = x.unflatten(-1, (H, D)).transpose(1, 2)

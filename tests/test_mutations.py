@@ -365,7 +365,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "labels of other rows": of(test_guard.test_labels_of_other_rows, True),
     "sharded twice": of(test_guard.test_what_is_sharded_twice, False),
     "positions of a root": of(test_guard.test_positions_of_a_root, False),
-    "variables of a loop": test_guard.test_functions_that_read_the_variable_of_a_loop,
     "unread masks": of(test_guard.test_a_mask_that_no_style_reads, False),
     "windows of modules": of(
         test_guard.test_what_the_module_says_and_the_style_does_not, "a window of its layer", False

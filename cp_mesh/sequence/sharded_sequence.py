@@ -369,12 +369,10 @@ class Root:
     Attributes:
         sequence: its sequence, in the layout of the batch.
         seq_len: tokens of the sequence, with padding.
-        cores: calls of cores in this forward so far; of those that are not compiled.
     """
 
     sequence: ShardedSequence
     seq_len: int
-    cores: int = 0
 
 
 ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)

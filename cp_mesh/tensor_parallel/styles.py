@@ -29,7 +29,7 @@ from cp_mesh.tensor_parallel.colwise import Columns, column_linears
 from cp_mesh.tensor_parallel.matmul import graded_names, refuse_transforms
 from cp_mesh.tensor_parallel.rowwise import row_linear, sum_rows
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, Head, embed
-from cp_mesh.wrap import LINEAR, check_plain, plain_name, replace_forward, replaced
+from cp_mesh.wrap import LINEAR, check_plain, replace_forward, replaced
 
 Mode = Literal["reduce_scatter", "all_reduce"]
 """How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
@@ -329,16 +329,6 @@ class VocabParallelHead(ParallelStyle):
 def shards_rows(style: ParallelStyle) -> bool:
     """Whether the module's input or output is sharded along the sequence over tp."""
     return isinstance(style, TENSOR_PARALLEL) and style.mode == "reduce_scatter"
-
-
-def columns_of(module: nn.Module) -> dict[str, tuple[nn.Linear, int]]:
-    """The linears in a module whose output features are sharded, by their last names, and over how many ranks."""
-    found = {}
-    for path, part in module.named_modules():
-        style = replaced(part, LINEAR)
-        if isinstance(part, nn.Linear) and style is not None and style.name == OverlappedColwise.__name__:
-            found[plain_name(path).rpartition(".")[2]] = part, style.run.args[0].size  # type: ignore[attr-defined]
-    return found
 
 
 def tp_groups(module: nn.Module) -> set[dist.ProcessGroup]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -157,8 +156,8 @@ class GatherOutput(_Boundary):
     What their gradient means must be said, since it is not seen from here:
 
     - "mean": every cp rank computes the same loss from the whole, as `F.cross_entropy` of whole logits and labels, with
-      no parameters behind the module, whose gradients would be cp times too large (the first forward warns of them); as
-      in ``ShardedModel(gather_output=True)``.
+      no parameters behind the module, whose gradients would be cp times too large;
+      as in ``ShardedModel(gather_output=True)``.
     - "sum": the loss is this rank's share of a sum, also where a `ShardInput` follows, or more layers that every rank
       computes alike. Of a loss that is the same on every rank the share is its part, ``loss / cp_size``.
 
@@ -207,18 +206,7 @@ class GatherOutput(_Boundary):
         except Exception as error:
             announce(self.sequence, error)
             raise
-        if self.gradient == "mean" and sequence.cp_size > 1 and (watch := watched()) is not None:
-            watch.behind = functools.partial(self._warn_of_parameters, type(module).__name__)
         return whole
-
-    def _warn_of_parameters(self, where: str) -> None:
-        self.gather_output = False  # so that a loss that is no share is warned of, too
-        warnings.warn(
-            f'cp_mesh: parameters are used behind GatherOutput({where}, gradient="mean"): every rank computes their '
-            f"whole gradient, so its sum over the ranks is {self.sequence.cp_size} times too large. Gather the output "
-            'of the last module with parameters; or say gradient="sum", and divide the loss by the number of cp ranks',
-            stacklevel=3,
-        )
 
     def _gather(self, where: str, gather: Callable[[Tensor], Tensor], output: Any) -> Any:
         if self.outputs is None:

@@ -38,13 +38,10 @@ from cp_mesh.kernels.table import KERNELS
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.config import (
     Reach,
-    check_head_dim,
     check_mask_read,
     check_reach,
     check_scores_stated,
-    check_variables,
     stated_reach,
-    variables,
 )
 from cp_mesh.training.checks.coverage import (
     PUT_BACK,
@@ -157,26 +154,13 @@ class ContextParallel(ParallelStyle):
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
         check_choice("transport", transport, TRANSPORTS, "functional")
-        self._variables = {name: variables(getattr(self, name)) for name in ("mask", "scores", "layout")}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if "cross" in type(module).__name__.lower():
             raise UnsupportedError(cross_attention(type(module).__name__))
-        self.check_functions()
         claim(module, device_mesh, self.sequence, self)
         replace_forward(module, STYLE, type(self).__name__, self._run)
         return module
-
-    def check_functions(self) -> None:
-        """Refuse functions whose variables have changed since the style was made."""
-        for name, before in self._variables.items():
-            if before:
-                check_variables(f"ContextParallel.{name}", getattr(self, name), before)
-
-    def check_functions_once(self) -> None:
-        """In the first forward; later ones may bind what they like."""
-        self.check_functions()
-        self._variables = {}
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
@@ -213,8 +197,6 @@ class ContextParallel(ParallelStyle):
             layout = layout_of_call(self, *args, **kwargs)
             _check_root(self.sequence, layout)
             first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
-            if first and not torch.compiler.is_compiling():
-                self.check_functions_once()
             mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
             if not isinstance(mask, Mask):
                 refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
@@ -373,7 +355,6 @@ class ContextParallel(ParallelStyle):
             rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
             module, reach = call.stated
             check_scores_stated(module, call.scores)
-            check_head_dim(module, query)
             check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
         _check_heads(query, key, enable_gqa)
 
@@ -398,7 +379,6 @@ def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
     found = None if torch.compiler.is_compiling() else ROOT.get()
     if found is None or found.sequence.mesh != sequence.mesh:
         return
-    found.cores += 1
     check_layout_of_root(found.sequence, layout, "the core")
 
 

@@ -27,9 +27,8 @@ from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.tensor_parallel.styles import TENSOR_PARALLEL, columns_of, shards_rows, tp_groups
+from cp_mesh.tensor_parallel.styles import TENSOR_PARALLEL, shards_rows, tp_groups
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
-from cp_mesh.training.checks.config import HEAD_DIM, stated_head_dim
 from cp_mesh.training.checks.gradients import watch_first_step, watch_over_tp
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
@@ -40,7 +39,6 @@ from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
 """Of a parameter or buffer: its name in the model, its module, and its name there."""
-_QUERIES = ("q", "wq", "q_proj", "query", "to_q", "q_linear")  # names of the linear of queries
 
 
 def parallelize(
@@ -112,7 +110,6 @@ def parallelize(
                 parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
     for places in tied:
         _tie(places)
-    _note_head_dims(module)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
     stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
     styles = [style for _, style in chosen.values()]
@@ -229,22 +226,6 @@ def _tie(places: list[_Place]) -> None:
     for path, part, name in places:
         if found[path] is not first:
             setattr(part, name, first)
-
-
-def _note_head_dims(module: nn.Module) -> None:
-    """Tell each core what head dim the nearest module with column linears over tp says."""
-    modules = dict(module.named_modules())
-    for path, core in modules.items():
-        style = replaced(core, STYLE)
-        if style is None or style.name != ContextParallel.__name__:
-            continue
-        parts = path.split(".") if path else []
-        for above in (modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)):
-            if columns := columns_of(above):
-                queries = next((linear for name, (linear, _) in columns.items() if name in _QUERIES), None)
-                tp = max(size for _, size in columns.values())
-                core.__dict__[HEAD_DIM] = stated_head_dim(above, queries, tp)
-                break
 
 
 def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:

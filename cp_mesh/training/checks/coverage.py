@@ -193,15 +193,11 @@ class Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.root = root
-        self.behind: Callable[[], None] | None = None  # called of the next parameter in use; see `GatherOutput`
         self.group_name, self.seq_len, self.local_rows = group_name, seq_len, local_rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self.behind is not None and _takes_parameter([*args, *kwargs.values()]):
-            tell, self.behind = self.behind, None
-            tell()
         if name in ATTENTION:
             dim = ROWS[name]
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
@@ -223,13 +219,6 @@ class Watch(TorchFunctionMode):
             )
             self.local_rows = None
         return call_function(func, args, kwargs)
-
-
-def _takes_parameter(given: list[Any]) -> bool:
-    """Whether a parameter that is trained meets another tensor."""
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    trained = [x for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad]
-    return bool(trained) and not all(isinstance(x, nn.Parameter) for x in tensors)
 
 
 def _counted(args: Any, kwargs: Any) -> Any:

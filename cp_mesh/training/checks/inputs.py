@@ -50,8 +50,6 @@ def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *a
     try:
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a part shards: tokens are whole
         rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
-        for style in styles:
-            style.check_functions_once()
         with watching(module, rows):
             result = forward(*args, **kwargs)
     except Exception as error:
