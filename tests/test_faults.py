@@ -459,7 +459,6 @@ KEPT = {
     "rows._MARKS": "a tensor",
     **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "rows", "loss", "gradients")},
     "block_mask._checked": "a block mask",
-    "block_mask._hidden": "a function",
     "functions._known": "a function, which its calls hold, and a bounded list the last ones",
     "programs._programs": "the last ones, at most KEPT",
     "trace._known": "the last ones, at most KEPT",
