@@ -587,6 +587,44 @@ def test_positions_counted_in_the_model(pool: Any) -> None:
         assert second == right == []
 
 
+class Rotated(Core):
+    """A core with a table for positions from 0, which it cuts to the rows that it has, or to more."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("cos", torch.ones(64, D))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = q.shape[2]
+        cos = {
+            "slice": lambda: self.cos[:rows],
+            "slice of a view": lambda: self.cos[None, 0:rows],
+            "narrow": lambda: self.cos.narrow(0, 0, rows),
+            "more": lambda: self.cos[: 2 * rows][:rows],
+            "later": lambda: self.cos[rows : 2 * rows],
+        }[self.how]()
+        return super().forward(q * cos, k * cos, v)
+
+
+def cut_tables(rank: int, hows: list[str]) -> list[list[str]]:
+    sequence, found = ShardedSequence(mesh((2,), ("cp",))), []
+    for how in hows:
+        model = Positioned()
+        model.core = Rotated(how)
+        plan = {"": ShardedModel(sequence, positions="position_ids"), "core": ContextParallel(sequence)}
+        cp_mesh.parallelize(model, sequence.mesh, plan)
+        found.append(warned(functools.partial(model, tokens_of(16))))
+    return found
+
+
+def test_tables_that_a_core_cuts_to_the_rows_of_a_rank(pool: Any) -> None:
+    hows = ["slice", "slice of a view", "narrow", "more", "later"]
+    for *cut, more, later in pool(2).run(cut_tables, hows):
+        assert all(len(said) == 1 and "cuts a table to 8 positions from 0" in said[0] for said in cut), cut
+        assert more == later == []
+
+
 def short_table(rank: int, rows: int) -> None:
     sequence = ShardedSequence(mesh((2,), ("cp",)), length=21)
     plan = {"": ShardedModel(sequence, positions="position_ids"), "core": ContextParallel(sequence)}

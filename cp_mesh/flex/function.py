@@ -117,7 +117,8 @@ def flex_attention(
         if given := [name for name, x in options.items() if x is not _DEFAULTS[name]]:
             hint = "leave it out: ContextParallel says it"
             refuse("flex_attention in a core", "functions, a mask of the whole sequence and a scale", given[0], hint)
-        return core.flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        core.count()
+        return core.attend_by_functions(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     seq_len = options["seq_len"]
     try:
         axis = find_cp_axis((query, key, value), mesh, seq_dim)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sharded_model import POSITIONS, padding_of
-from cp_mesh.training.style_helpers import announce, check_layout, check_layout_of_root, claim, layout_of_call
+from cp_mesh.training.style_helpers import announcing, check_layout, check_layout_of_root, claim, layout_of_call
 from cp_mesh.wrap import INPUT, OUTPUT, replace_forward
 
 
@@ -34,7 +33,7 @@ class _Boundary(ParallelStyle):
 
     def __init__(self, sequence: ShardedSequence, dim: int, layout: Callable[..., Layout] | None) -> None:
         check_layout(type(self).__name__, layout)
-        self.sequence, self.dim, self.layout = sequence, dim, layout
+        self.sequence, self.dim, self.layout, self.refusing = sequence, dim, layout, announcing(sequence)
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
         """The sequence in the layout of one call of the module; these are its arguments."""
@@ -116,20 +115,17 @@ class ShardInput(_Boundary):
     ) -> Any:
         """The module's forward on this rank's rows; ``chosen`` are the names and places of its inputs."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        try:
+        with self.refusing:
             sequence = self.of_call(*args, **kwargs)
             present = [(name, place if place in given else name) for name, place in chosen]
             present = [(name, key) for name, key in present if given.get(key) is not None]
-            with unwatched() if watched() else nullcontext():  # a layout counts rows
+            with unwatched():  # a layout counts rows
                 for name, key in present:
                     given[key] = self._shard(sequence, name, given[key])
             if not present:
                 got = f"{len(args)} arguments by place, {[*kwargs]} by name"
                 refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
             self._watch_positions({name: given[key] for name, key in present})
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
         return forward(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
 
     def _watch_positions(self, local: dict[str, Any]) -> None:
@@ -198,15 +194,11 @@ class GatherOutput(_Boundary):
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        try:
+        with self.refusing:
             sequence = self.of_call(*args, **kwargs)
             gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
-            with unwatched() if watched() else nullcontext():
-                whole = self._gather(type(module).__name__, gather, output)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
-        return whole
+            with unwatched():
+                return self._gather(type(module).__name__, gather, output)
 
     def _gather(self, where: str, gather: Callable[[Tensor], Tensor], output: Any) -> Any:
         if self.outputs is None:

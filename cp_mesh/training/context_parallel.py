@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -43,16 +44,10 @@ from cp_mesh.training.checks.config import (
     check_scores_stated,
     stated_reach,
 )
-from cp_mesh.training.checks.coverage import (
-    PUT_BACK,
-    Interception,
-    keep_uncompiled,
-    replaced_sdpa,
-    unwatched,
-    watched,
-)
+from cp_mesh.training.checks.coverage import unwatched, watched
+from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import (
-    announce,
+    announcing,
     check_layout,
     check_layout_of_root,
     claim,
@@ -68,13 +63,15 @@ _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of an attention core attends with; the mask is that of the padded sequence.
+    """What one call of an attention core attends with.
 
-    ``stated``: of a first call, the module and what the mask must say.
+    Attributes:
+        given: keywords of `attend`, but for the scale and what the scores say; the mask is of the padded sequence.
+        scores: options of the scores.
+        stated: of a first call, the module and what the mask must say.
     """
 
-    layout: Layout
-    mask: Mask
+    given: dict[str, Any]
     scores: Mapping[str, Any]
     stated: tuple[nn.Module, Reach] | None = None
 
@@ -138,7 +135,7 @@ class ContextParallel(ParallelStyle):
         if not isinstance(mask, Mask) and not callable(mask):
             refuse("ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
         check_layout("ContextParallel", layout)
-        self.sequence, self.mask, self.layout = sequence, mask, layout
+        self.sequence, self.mask, self.layout, self.refusing = sequence, mask, layout, announcing(sequence)
         self.scores = scores if callable(scores) else _check_scores(scores or {})
         of_axes = sequence.ulysses_degree
         self.options: dict[str, Any] = {
@@ -164,51 +161,46 @@ class ContextParallel(ParallelStyle):
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
-        call = self.of_call(module, *args, **kwargs)
-        told = functools.partial(announce, self.sequence)
-        sdpa, flex = functools.partial(self.sharded_sdpa, call), functools.partial(self.sharded_flex, call)
-        eager = not torch.compiler.is_compiling()
-        if eager:
-            keep_uncompiled()
-        interception = Interception(sdpa, flex, told)
-        if eager and checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
-            forward = called_in(found.where)(forward)
-        if watched():
-            with unwatched(), interception:
+        with self.refusing:
+            call, watch = self.prepare(module, *args, **kwargs), watched()
+            if not torch.compiler.is_compiling():
+                keep_uncompiled()
+                if checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
+                    forward = called_in(found.where)(forward)
+            sdpa, flex = functools.partial(self.sdpa, call), functools.partial(self.flex, call)
+            mode = SDPAMode(sdpa, flex, None if watch is None else watch.look)
+            with nullcontext() if watch is None else unwatched(), mode:
                 result = forward(*args, **kwargs)
-        else:
-            with interception:
-                result = forward(*args, **kwargs)
-        if interception.calls == 0:
-            what = f"ContextParallel({type(module).__name__})"
-            expected = "a call of F.scaled_dot_product_attention, or of cp_mesh.flex_attention,"
-            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
-            got = "none"
-            if wrapper := replaced_sdpa():
-                got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
-            error = ArgumentError(describe(what, f"{expected} in its forward", got, hint))
-            announce(self.sequence, error)
-            raise error
-        return result
+            if mode.calls == 0:
+                got, hint = (
+                    "none",
+                    "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
+                )
+                if wrapper := replaced_sdpa():
+                    got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
+                expected = "a call of F.scaled_dot_product_attention, or of cp_mesh.flex_attention, in its forward"
+                refuse(f"ContextParallel({type(module).__name__})", expected, got, hint)
+            return result
 
-    def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
+    def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """What one call of the wrapped module attends with; these are its arguments."""
-        try:
-            layout = layout_of_call(self, *args, **kwargs)
-            _check_root(self.sequence, layout)
-            first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
-            mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
-            if not isinstance(mask, Mask):
-                refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
-            if isinstance(self.scores, Mapping):  # Dynamo cannot tell whether a dict is callable
-                scores = self.scores
-            else:
-                scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
-            stated = self._first(module, (*args, *kwargs.values())) if first else None
-            return _Call(layout, self.sequence.mask(mask, layout), scores, stated)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
+        layout = layout_of_call(self, *args, **kwargs)
+        _check_root(self.sequence, layout)
+        mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
+        if not isinstance(mask, Mask):
+            refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
+        if isinstance(self.scores, Mapping):  # Dynamo cannot tell whether a dict is callable
+            scores = self.scores
+        else:
+            scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
+        first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
+        stated = self._first(module, (*args, *kwargs.values())) if first else None
+        sequence = self.sequence
+        given: dict[str, Any] = dict(
+            mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len_in(layout), layout=layout,
+            mask=sequence.mask(mask, layout), of_root=sequence.length is None, **self.options,
+        )  # fmt: skip
+        return _Call(given, scores, stated)
 
     def _first(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[nn.Module, Reach]:
         """In the first call of a module: refuse what the module says of its attention and the style does not."""
@@ -218,7 +210,7 @@ class ContextParallel(ParallelStyle):
             module.__dict__[_LOOKED_AT] = True
         return module, stated_reach(module)
 
-    def sharded_sdpa(
+    def sdpa(
         self,
         call: _Call,
         query: Tensor,
@@ -230,31 +222,40 @@ class ContextParallel(ParallelStyle):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
-
-        Args:
-            call: the style's for the module's call.
-            query, key, value: [B, H or K, S_local, D], plain or DTensors.
-            attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
-
-        Raises:
-            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
-        """
-        try:
-            self._check_call(call, query, key, value, attn_mask, is_causal, enable_gqa)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
-        tensors = query, key, value
-        given = self._keywords(call, scale) | {"dropout_p": dropout_p}
-        if not _over_others(query, self.sequence.mesh):
-            return cast(Tensor, attend(*tensors, **given | dict(call.scores)))
+        """`F.scaled_dot_product_attention` over the whole sequence, for one call in the core: [B, H, S_local, D]."""
+        form, over_tp = FORMATS[2], _over_others(query, self.sequence.mesh)
+        check_dense(query=query, key=key, value=value)
+        if over_tp:
+            check_placements(query, key, value, (), form)
+            check_score_placements(call.scores, query, form)
+        if attn_mask is not None:
+            raise UnsupportedError(
+                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
+                "Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=)), or by cp_mesh.batch_mask of the "
+                "whole batch, and call SDPA without attn_mask. Any other mask is, exactly, a bias of 0 and -inf, "
+                "mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, rows of this rank, all keys]}; that "
+                "needs memory for each pair and the Triton or reference kernel"
+            )
+        mask = call.given["mask"]
+        if is_causal != mask.causal:
+            refuse(
+                "is_causal", f"{mask.causal}, as in the style's {mask}", is_causal, "make the call and the style agree"
+            )
+        if call.stated is not None:
+            rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
+            module, reach = call.stated
+            check_scores_stated(module, call.scores)
+            check_reach(type(module).__name__, reach, mask, self.sequence.length or rows)
+        _check_heads(query, key, enable_gqa)
+        given = call.given | {"scale": scale, "dropout_p": dropout_p}
+        if not over_tp:
+            return cast(Tensor, attend(query, key, value, **given | dict(call.scores)))
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
-        q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
-        out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, query, FORMATS[2])))
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
+        out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, query, form)))
         return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
 
-    def sharded_flex(
+    def flex(
         self,
         call: _Call,
         query: Tensor,
@@ -268,39 +269,27 @@ class ContextParallel(ParallelStyle):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`cp_mesh.flex_attention` over the whole sequence, for one call in the core.
 
-        Args:
-            call: the style's for the module's call.
-            query, key, value: [B, H or K, S_local, D], plain or DTensors.
-            score_mod, block_mask, scale, enable_gqa, return_lse: as in `cp_mesh.flex_attention`; functions see global
-                indices, and the mask is of the whole sequence, without padding.
-
-        Raises:
-            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
+        Functions see global indices, and the block mask is of the whole sequence, without padding.
         """
-        form = FORMATS[2]
-        given = self._keywords(call, scale) | {"return_lse": return_lse}
-        try:
-            check_format(query, key, value, form)
-            if call.scores:
-                refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
-            if call.mask.causal or call.mask.window or call.mask.elementwise:
-                hint = "mask=Mask(causal=False) leaves all to the functions"
-                refuse("ContextParallel.mask", "one that hides nothing beside flex_attention", call.mask, hint)
-            _check_heads(query, key, enable_gqa)
-            if over_tp := _over_others(query, self.sequence.mesh):
-                check_placements(query, key, value, (), form)
-            rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
-            length = self.sequence.length or rows
-            last = None if given["seq_len"] in (None, length) else length - 1
-            sizes = query.shape[0], query.shape[1], length
-            functions = Functions.of(score_mod, block_mask, query, sizes, last)
-            if not isinstance(query, DTensor):
-                functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
-        given |= functions.keywords()
-        if not _over_others(query, self.sequence.mesh):
+        form, mask, over_tp = FORMATS[2], call.given["mask"], _over_others(query, self.sequence.mesh)
+        check_format(query, key, value, form)
+        if call.scores:
+            refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
+        if mask.causal or mask.window or mask.elementwise:
+            hint = "mask=Mask(causal=False) leaves all to the functions"
+            refuse("ContextParallel.mask", "one that hides nothing beside flex_attention", mask, hint)
+        _check_heads(query, key, enable_gqa)
+        if over_tp:
+            check_placements(query, key, value, (), form)
+        rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
+        length = self.sequence.length or rows
+        last = None if call.given["seq_len"] in (None, length) else length - 1
+        sizes = query.shape[0], query.shape[1], length
+        functions = Functions.of(score_mod, block_mask, query, sizes, last)
+        if not isinstance(query, DTensor):
+            functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
+        given = call.given | functions.keywords() | {"scale": scale, "return_lse": return_lse}
+        if not over_tp:
             return attend(query, key, value, **given)
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
@@ -308,55 +297,6 @@ class ContextParallel(ParallelStyle):
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
         results = wrap_results(out, lse, query, form)
         return results if return_lse else results[0]
-
-    def _keywords(self, call: _Call, scale: float | None) -> dict[str, Any]:
-        """What `attend` is told."""
-        return dict(
-            mesh=self.sequence.mesh,
-            seq_dim=2,
-            seq_len=self.sequence.seq_len_in(call.layout),
-            layout=call.layout,
-            mask=call.mask,
-            scale=scale,
-            of_root=self.sequence.length is None,
-            **self.options,
-        )
-
-    def _check_call(
-        self,
-        call: _Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> None:
-        check_dense(query=query, key=key, value=value)
-        if _over_others(query, self.sequence.mesh):
-            check_placements(query, key, value, (), FORMATS[2])
-            check_score_placements(call.scores, query, FORMATS[2])
-        if attn_mask is not None:
-            raise UnsupportedError(
-                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
-                "Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=)), or by cp_mesh.batch_mask of the "
-                "whole batch, and call SDPA without attn_mask. Any other mask is, exactly, a bias of 0 and -inf, "
-                "mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, rows of this rank, all keys]}; that "
-                "needs memory for each pair and the Triton or reference kernel"
-            )
-        if is_causal != call.mask.causal:
-            refuse(
-                "is_causal",
-                f"{call.mask.causal}, as in the style's {call.mask}",
-                is_causal,
-                "make the call and the style agree",
-            )
-        if call.stated is not None:
-            rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
-            module, reach = call.stated
-            check_scores_stated(module, call.scores)
-            check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
-        _check_heads(query, key, enable_gqa)
 
 
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:

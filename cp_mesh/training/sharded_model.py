@@ -25,7 +25,7 @@ from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequen
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
-from cp_mesh.training.style_helpers import SUMS, announce, announcing, check_layout, claim, layout_of_call
+from cp_mesh.training.style_helpers import SUMS, announcing, check_layout, claim, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
@@ -88,6 +88,7 @@ class ShardedModel(ParallelStyle):
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
         self.watch, self.layout, self.position_dims = watch, layout, position_dims
+        self.refusing = announcing(sequence)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -111,16 +112,13 @@ class ShardedModel(ParallelStyle):
     ) -> Any:
         """The root's forward on this rank's rows; ``names`` are those of its arguments."""
         given = dict(zip(names, args, strict=False))
-        try:
+        with self.refusing:
             if len(args) > len(names) or given.keys() & kwargs.keys():
                 expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
                 refuse("ShardedModel", expected, got, "see forward")
             named = given | kwargs
             self._check_positions(names, named)
             root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
         if torch.compiler.is_compiling():
             output = self._run_traced(root, module, forward, arguments)
         else:
@@ -140,7 +138,7 @@ class ShardedModel(ParallelStyle):
         """The eager forward of a root, with its ``arguments`` for this rank's rows; others hear of what it raises."""
         token = ROOT.set(root)
         try:
-            with announcing(self.sequence):
+            with self.refusing:
                 return self._run_watched(root, module, forward, arguments)
         finally:
             ROOT.reset(token)
@@ -160,7 +158,7 @@ class ShardedModel(ParallelStyle):
             return forward(**arguments)
         _check_masks(module, arguments)
         try:
-            with watching(module, self._local_rows(arguments) if self.positions is None else None):
+            with watching(module, self._local_rows(arguments), self.positions is None):
                 result = forward(**arguments)
         except IndexError as error:
             if self.sequence.length in (None, self.sequence.seq_len):

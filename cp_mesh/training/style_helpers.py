@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import announce_error
+from cp_mesh.comm.agreement import announce_error, refusing
 from cp_mesh.comm.groups import names_of_axes
 from cp_mesh.errors import refuse, written
 from cp_mesh.geometry.layouts import Layout
@@ -70,14 +69,9 @@ def announce(sequence: ShardedSequence, error: Exception) -> None:
     announce_error(sequence.mesh.get_group().group_name, error)
 
 
-@contextmanager
-def announcing(sequence: ShardedSequence) -> Iterator[None]:
-    """`announce` what is raised within; not in code that is compiled."""
-    try:
-        yield
-    except Exception as error:
-        announce(sequence, error)
-        raise
+def announcing(sequence: ShardedSequence) -> refusing:
+    """Let the ranks that wait for this one raise, too, by what is raised within."""
+    return refusing(sequence.mesh.get_group().group_name)
 
 
 def claim(

@@ -94,7 +94,7 @@ plant("sums have no order where one is asked for", "functions:_fixed_order", "or
 plant("heads over tp count from 0 in functions", "spec:settle", "heads of cores over tp")(
     lambda settle: with_result(settle, lambda spec: spec._replace(first_head=0))
 )
-plant("a core calls PyTorch's flex_attention", "coverage:_asked_by_flex", "flex_attention of PyTorch in cores")(
+plant("a core calls PyTorch's flex_attention", "sdpa_mode:_asked_by_flex", "flex_attention of PyTorch in cores")(
     lambda asked: lambda *given: False
 )
 
