@@ -8,6 +8,7 @@ does, by a subclass of the same name whose forward looks up the replacement in t
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 from collections.abc import Callable
 from functools import partial, partialmethod
@@ -135,7 +136,8 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
                 f"{base.__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds process "
                 "groups; save model.state_dict(), then build the model and call parallelize where it is loaded"
             )
-        return _in_class(base, self, base.__reduce_ex__, protocol)
+        make, *rest = _in_class(base, self, base.__reduce_ex__, protocol)
+        return base.__new__ if make is copyreg.__newobj__ else make, *rest  # pickle would ask for the class of self
 
     def copied(how: Callable[..., Any], self: nn.Module, *memo: Any) -> Any:
         return _like(self, _in_class(base, self, how, *memo))

@@ -77,7 +77,7 @@ class OfTorch(Core):
     """Calls PyTorch's, as it is or compiled."""
 
     def __init__(self, compiled: bool = False) -> None:
-        super().__init__()
+        super().__init__("none", "causal", of_torch=True)
         self.function = torch.compile(of_torch.flex_attention) if compiled else of_torch.flex_attention
 
     def attend(self, *args: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sharded_model import POSITIONS, padding_of
-from cp_mesh.training.style_helpers import announcing, check_layout, check_layout_of_root, claim, layout_of_call
+from cp_mesh.training.style_helpers import announced, check_layout, check_layout_of_root, claim, layout_of_call
 from cp_mesh.wrap import INPUT, OUTPUT, replace_forward
 
 
@@ -33,7 +33,7 @@ class _Boundary(ParallelStyle):
 
     def __init__(self, sequence: ShardedSequence, dim: int, layout: Callable[..., Layout] | None) -> None:
         check_layout(type(self).__name__, layout)
-        self.sequence, self.dim, self.layout, self.refusing = sequence, dim, layout, announcing(sequence)
+        self.sequence, self.dim, self.layout = sequence, dim, layout
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
         """The sequence in the layout of one call of the module; these are its arguments."""
@@ -104,6 +104,7 @@ class ShardInput(_Boundary):
         replace_forward(module, INPUT, type(self).__name__, functools.partial(self._run, chosen))
         return module
 
+    @announced
     def _run(
         self,
         chosen: list[tuple[str, int]],
@@ -115,17 +116,16 @@ class ShardInput(_Boundary):
     ) -> Any:
         """The module's forward on this rank's rows; ``chosen`` are the names and places of its inputs."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        with self.refusing:
-            sequence = self.of_call(*args, **kwargs)
-            present = [(name, place if place in given else name) for name, place in chosen]
-            present = [(name, key) for name, key in present if given.get(key) is not None]
-            with unwatched():  # a layout counts rows
-                for name, key in present:
-                    given[key] = self._shard(sequence, name, given[key])
-            if not present:
-                got = f"{len(args)} arguments by place, {[*kwargs]} by name"
-                refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
-            self._watch_positions({name: given[key] for name, key in present})
+        sequence = self.of_call(*args, **kwargs)
+        present = [(name, place if place in given else name) for name, place in chosen]
+        present = [(name, key) for name, key in present if given.get(key) is not None]
+        with unwatched():  # a layout counts rows
+            for name, key in present:
+                given[key] = self._shard(sequence, name, given[key])
+        if not present:
+            got = f"{len(args)} arguments by place, {[*kwargs]} by name"
+            refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
+        self._watch_positions({name: given[key] for name, key in present})
         return forward(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
 
     def _watch_positions(self, local: dict[str, Any]) -> None:
@@ -192,13 +192,13 @@ class GatherOutput(_Boundary):
         replace_forward(module, OUTPUT, type(self).__name__, self._run)
         return module
 
+    @announced
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        with self.refusing:
-            sequence = self.of_call(*args, **kwargs)
-            gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
-            with unwatched():
-                return self._gather(type(module).__name__, gather, output)
+        sequence = self.of_call(*args, **kwargs)
+        gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
+        with unwatched():
+            return self._gather(type(module).__name__, gather, output)
 
     def _gather(self, where: str, gather: Callable[[Tensor], Tensor], output: Any) -> Any:
         if self.outputs is None:

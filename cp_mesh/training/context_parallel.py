@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -47,7 +46,7 @@ from cp_mesh.training.checks.config import (
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import (
-    announcing,
+    announced,
     check_layout,
     check_layout_of_root,
     claim,
@@ -135,7 +134,7 @@ class ContextParallel(ParallelStyle):
         if not isinstance(mask, Mask) and not callable(mask):
             refuse("ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
         check_layout("ContextParallel", layout)
-        self.sequence, self.mask, self.layout, self.refusing = sequence, mask, layout, announcing(sequence)
+        self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
         of_axes = sequence.ulysses_degree
         self.options: dict[str, Any] = {
@@ -159,28 +158,26 @@ class ContextParallel(ParallelStyle):
         replace_forward(module, STYLE, type(self).__name__, self._run)
         return module
 
+    @announced
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
-        with self.refusing:
-            call, watch = self.prepare(module, *args, **kwargs), watched()
-            if not torch.compiler.is_compiling():
-                keep_uncompiled()
-                if checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
-                    forward = called_in(found.where)(forward)
-            sdpa, flex = functools.partial(self.sdpa, call), functools.partial(self.flex, call)
-            mode = SDPAMode(sdpa, flex, None if watch is None else watch.look)
-            with nullcontext() if watch is None else unwatched(), mode:
-                result = forward(*args, **kwargs)
-            if mode.calls == 0:
-                got, hint = (
-                    "none",
-                    "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
-                )
-                if wrapper := replaced_sdpa():
-                    got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
-                expected = "a call of F.scaled_dot_product_attention, or of cp_mesh.flex_attention, in its forward"
-                refuse(f"ContextParallel({type(module).__name__})", expected, got, hint)
-            return result
+        call, watch = self.prepare(module, *args, **kwargs), watched()
+        if not torch.compiler.is_compiling():
+            keep_uncompiled()
+            if checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
+                forward = called_in(found.where)(forward)
+        sdpa, flex = functools.partial(self.sdpa, call), functools.partial(self.flex, call)
+        mode = SDPAMode(sdpa, flex, None if watch is None else watch.look)
+        with unwatched(), mode:
+            result = forward(*args, **kwargs)
+        if mode.calls == 0:
+            got = "none"
+            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
+            if wrapper := replaced_sdpa():
+                got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
+            expected = "a call of F.scaled_dot_product_attention, or of cp_mesh.flex_attention, in its forward"
+            refuse(f"ContextParallel({type(module).__name__})", expected, got, hint)
+        return result
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """What one call of the wrapped module attends with; these are its arguments."""

@@ -25,7 +25,7 @@ from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequen
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
-from cp_mesh.training.style_helpers import SUMS, announcing, check_layout, claim, layout_of_call
+from cp_mesh.training.style_helpers import SUMS, announced, check_layout, claim, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
@@ -88,7 +88,6 @@ class ShardedModel(ParallelStyle):
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
         self.watch, self.layout, self.position_dims = watch, layout, position_dims
-        self.refusing = announcing(sequence)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -107,18 +106,18 @@ class ShardedModel(ParallelStyle):
             watch_encoders(module)
         return module
 
+    @announced
     def _run(
         self, names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """The root's forward on this rank's rows; ``names`` are those of its arguments."""
         given = dict(zip(names, args, strict=False))
-        with self.refusing:
-            if len(args) > len(names) or given.keys() & kwargs.keys():
-                expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
-                refuse("ShardedModel", expected, got, "see forward")
-            named = given | kwargs
-            self._check_positions(names, named)
-            root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
+        if len(args) > len(names) or given.keys() & kwargs.keys():
+            expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
+            refuse("ShardedModel", expected, got, "see forward")
+        named = given | kwargs
+        self._check_positions(names, named)
+        root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
         if torch.compiler.is_compiling():
             output = self._run_traced(root, module, forward, arguments)
         else:
@@ -134,12 +133,12 @@ class ShardedModel(ParallelStyle):
         with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
             return forward(**arguments)
 
+    @announced
     def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The eager forward of a root, with its ``arguments`` for this rank's rows; others hear of what it raises."""
         token = ROOT.set(root)
         try:
-            with self.refusing:
-                return self._run_watched(root, module, forward, arguments)
+            return self._run_watched(root, module, forward, arguments)
         finally:
             ROOT.reset(token)
 

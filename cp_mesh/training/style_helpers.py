@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -70,8 +71,22 @@ def announce(sequence: ShardedSequence, error: Exception) -> None:
 
 
 def announcing(sequence: ShardedSequence) -> refusing:
-    """Let the ranks that wait for this one raise, too, by what is raised within."""
+    """`announce` what is raised within; not in code that is compiled."""
     return refusing(sequence.mesh.get_group().group_name)
+
+
+def announced(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a style that lets other ranks hear of what it refuses, also while torch.compile traces it."""
+
+    @functools.wraps(run)
+    def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(style, *args, **kwargs)
+        except Exception as error:
+            announce(style.sequence, error)
+            raise
+
+    return wrapper
 
 
 def claim(

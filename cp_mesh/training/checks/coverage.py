@@ -9,7 +9,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -181,12 +181,13 @@ def watched() -> Watch | None:
     return mode if isinstance(mode, Watch) else None
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
+def unwatched() -> AbstractContextManager[None]:
     """Without the watch of an eager root, if it is the innermost mode: in a core, which sees its own attention."""
-    if (watch := watched()) is None:
-        yield
-        return
+    return nullcontext() if (watch := watched()) is None else _without(watch)
+
+
+@contextmanager
+def _without(watch: Watch) -> Iterator[None]:
     watch.__exit__(None, None, None)
     try:
         yield
