@@ -22,6 +22,7 @@ from cp_mesh.comm.model_groups import running
 from cp_mesh.errors import UnsupportedError, describe, refuse
 
 FILE = __file__
+NEW: Any = vars(copyreg)["__newobj__"]  # what makes an object that has no way of its own
 STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
 INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
 LINEAR = "_cp_mesh_linear"  # of the styles over tp, which a module may have beside one over cp
@@ -137,7 +138,7 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
                 "groups; save model.state_dict(), then build the model and call parallelize where it is loaded"
             )
         make, *rest = _in_class(base, self, base.__reduce_ex__, protocol)
-        return base.__new__ if make is copyreg.__newobj__ else make, *rest  # pickle would ask for the class of self
+        return base.__new__ if make is NEW else make, *rest  # of a new object pickle would ask for the class of self
 
     def copied(how: Callable[..., Any], self: nn.Module, *memo: Any) -> Any:
         return _like(self, _in_class(base, self, how, *memo))

@@ -37,7 +37,9 @@ class _Boundary(ParallelStyle):
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
         """The sequence in the layout of one call of the module; these are its arguments."""
-        sequence = replace(self.sequence, layout=layout_of_call(self, *args, **kwargs))
+        sequence = self.sequence
+        if self.layout is not None:
+            sequence = replace(sequence, layout=layout_of_call(self, *args, **kwargs))
         root = None if torch.compiler.is_compiling() else ROOT.get()
         if root is not None and root.sequence.mesh == sequence.mesh:
             check_layout_of_root(root.sequence, sequence.layout, type(self).__name__)

@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,17 +46,18 @@ from cp_mesh.training.checks.config import (
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import (
+    LOOKED_AT,
     announced,
     check_layout,
     check_layout_of_root,
     claim,
     has_axis,
     layout_of_call,
+    looked_at,
     styles_of,
 )
 from cp_mesh.wrap import STYLE, replace_forward, replaced
 
-_LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
@@ -190,7 +191,7 @@ class ContextParallel(ParallelStyle):
             scores = self.scores
         else:
             scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
-        first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
+        first = torch.compiler.is_compiling() or "core" not in module.__dict__.get(LOOKED_AT, ())
         stated = self._first(module, (*args, *kwargs.values())) if first else None
         sequence = self.sequence
         given: dict[str, Any] = dict(
@@ -204,7 +205,7 @@ class ContextParallel(ParallelStyle):
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
         if not torch.compiler.is_compiling():
-            module.__dict__[_LOOKED_AT] = True
+            looked_at(module).add("core")
         return module, stated_reach(module)
 
     def sdpa(
@@ -222,9 +223,9 @@ class ContextParallel(ParallelStyle):
         """`F.scaled_dot_product_attention` over the whole sequence, for one call in the core: [B, H, S_local, D]."""
         form, over_tp = FORMATS[2], _over_others(query, self.sequence.mesh)
         check_dense(query=query, key=key, value=value)
-        if over_tp:
-            check_placements(query, key, value, (), form)
-            check_score_placements(call.scores, query, form)
+        if over_tp is not None:
+            check_placements(over_tp, key, value, (), form)
+            check_score_placements(call.scores, over_tp, form)
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
@@ -245,12 +246,12 @@ class ContextParallel(ParallelStyle):
             check_reach(type(module).__name__, reach, mask, self.sequence.length or rows)
         _check_heads(query, key, enable_gqa)
         given = call.given | {"scale": scale, "dropout_p": dropout_p}
-        if not over_tp:
+        if over_tp is None:
             return cast(Tensor, attend(query, key, value, **given | dict(call.scores)))
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
-        out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, query, form)))
-        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
+        out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, over_tp, form)))
+        return wrap(out, over_tp.device_mesh, over_tp.placements, (*query.shape[:-1], value.shape[-1]), over_tp)
 
     def flex(
         self,
@@ -276,9 +277,9 @@ class ContextParallel(ParallelStyle):
             hint = "mask=Mask(causal=False) leaves all to the functions"
             refuse("ContextParallel.mask", "one that hides nothing beside flex_attention", mask, hint)
         _check_heads(query, key, enable_gqa)
-        if over_tp:
-            check_placements(query, key, value, (), form)
-        rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
+        if over_tp is not None:
+            check_placements(over_tp, key, value, (), form)
+        rows = query.shape[2] * (1 if isinstance(query, DTensor) and over_tp is None else self.sequence.cp_size)
         length = self.sequence.length or rows
         last = None if call.given["seq_len"] in (None, length) else length - 1
         sizes = query.shape[0], query.shape[1], length
@@ -286,13 +287,13 @@ class ContextParallel(ParallelStyle):
         if not isinstance(query, DTensor):
             functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
         given = call.given | functions.keywords() | {"scale": scale, "return_lse": return_lse}
-        if not over_tp:
+        if over_tp is None:
             return attend(query, key, value, **given)
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
         found = attend(q, k, v, **given, first_head=first_head, first_batch=first_batch)
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
-        results = wrap_results(out, lse, query, form)
+        results = wrap_results(out, lse, over_tp, form)
         return results if return_lse else results[0]
 
 
@@ -301,9 +302,9 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
         refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
 
 
-def _over_others(query: Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor over other axes, tp alone: its rows are those of this rank."""
-    return isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh)
+def _over_others(query: Tensor, mesh: DeviceMesh) -> DTensor | None:
+    """The query if it is a DTensor over other axes, tp alone: its rows are those of this rank."""
+    return query if isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh) else None
 
 
 def cores_of(module: nn.Module) -> list[ContextParallel]:

@@ -27,14 +27,13 @@ from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.tensor_parallel.styles import TENSOR_PARALLEL, shards_rows, tp_groups
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
 from cp_mesh.training.checks.gradients import watch_first_step, watch_over_tp
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import RANKS, SUMS, styles_of
-from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
+from cp_mesh.wrap import LINEAR, STYLE, check_plain, plain_name, replaced
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
@@ -111,12 +110,12 @@ def parallelize(
     for places in tied:
         _tie(places)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
-    stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
+    stand_beside(module, over_cp | dict.fromkeys(_groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
         watch_first_step(root, mesh)
-    if any(isinstance(style, TENSOR_PARALLEL) for style in styles):
-        watch_over_tp(root, mesh, any(shards_rows(style) for style in styles))
+    if modes := {mode for style in styles if (mode := _mode_over_tp(style))}:
+        watch_over_tp(root, mesh, "reduce_scatter" in modes)
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(root)
     return module
@@ -195,10 +194,21 @@ def _matches(key: str, name: str) -> bool:
 
 def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
     """Refuse linears over tp between which rows lie in two ways."""
-    modes = {style.mode: key for key, style in chosen.values() if isinstance(style, TENSOR_PARALLEL)}
+    modes = {mode: key for key, style in chosen.values() if (mode := _mode_over_tp(style))}
     if len(modes) > 1:
         got = ", ".join(f"{mode!r} at {key!r}" for mode, key in sorted(modes.items()))
         refuse("parallelize: mode", "one for all linears over tp", got, "give all of a model one mode")
+
+
+def _mode_over_tp(style: ParallelStyle) -> str:
+    """How rows lie between the linears of a style over tp of this library; "" of other styles."""
+    return str(getattr(style, "mode_over_tp", ""))
+
+
+def _groups_over_tp(module: nn.Module) -> set[dist.ProcessGroup]:
+    """Those over which such styles were applied in a module."""
+    runs: list[Any] = [found.run for part in module.modules() if (found := replaced(part, LINEAR)) is not None]
+    return {run.args[0].mesh.get_group() for run in runs}
 
 
 def _tied(module: nn.Module) -> list[list[_Place]]:

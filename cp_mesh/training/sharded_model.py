@@ -25,14 +25,13 @@ from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequen
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
-from cp_mesh.training.style_helpers import SUMS, announced, check_layout, claim, layout_of_call
+from cp_mesh.training.style_helpers import SUMS, announced, check_layout, claim, layout_of_call, looked_at
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
 """Names of forward arguments that take positions."""
 OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
 """Names of entries of an output that hold rows along dim 1."""
-_WATCHED = "_cp_mesh_watched"  # of a ShardedModel: its id, and in which modes a forward was watched
 
 
 class ShardedModel(ParallelStyle):
@@ -152,7 +151,7 @@ class ShardedModel(ParallelStyle):
         """
         _warn_of_averages(module, self.sequence)
         mode = id(module), module.training, torch.is_grad_enabled()  # a copy may be changed before it runs
-        watched = module.__dict__.setdefault(_WATCHED, set())
+        watched = looked_at(module)
         if not self.watch or mode in watched:
             return forward(**arguments)
         _check_masks(module, arguments)

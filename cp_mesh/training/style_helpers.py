@@ -20,6 +20,13 @@ from cp_mesh.wrap import INPUT, OUTPUT, STYLE, replaced
 
 SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
 RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
+LOOKED_AT = "_cp_mesh_looked_at"
+
+
+def looked_at(module: nn.Module) -> set[Any]:
+    """What was looked at once in a module. Copies have it too: what they are to be looked at again for has its id."""
+    found: set[Any] = module.__dict__.setdefault(LOOKED_AT, set())
+    return found
 
 
 def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:

@@ -24,10 +24,8 @@ from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.context_parallel import ContextParallel, cores_of
 from cp_mesh.training.sharded_model import POSITIONS
-from cp_mesh.training.style_helpers import announcing
+from cp_mesh.training.style_helpers import announcing, looked_at
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
-
-_WATCHED = "_cp_mesh_watched_without_root"
 
 
 def watch_rootless(module: nn.Module) -> None:
@@ -45,7 +43,7 @@ def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *a
             return forward(*args, **kwargs)
         with Watch():
             return forward(*args, **kwargs)
-    if module.__dict__.get(_WATCHED) == id(module) or replaced(module, STYLE) is not None or ROOT.get() is not None:
+    if id(module) in looked_at(module) or replaced(module, STYLE) is not None or ROOT.get() is not None:
         return forward(*args, **kwargs)
     styles = cores_of(module)
     with announcing(styles[0].sequence) if styles else nullcontext():
@@ -53,7 +51,7 @@ def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *a
         rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
         with watching(module, rows):
             result = forward(*args, **kwargs)
-    module.__dict__[_WATCHED] = id(module)
+    looked_at(module).add(id(module))
     return result
 
 
