@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +31,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 untraced = torch._disable_dynamo  # as `torch.compiler.disable`, which imports Dynamo
 loaded_dynamo: Callable[[], Any] = partial(sys.modules.get, "torch._dynamo.eval_frame")  # by the first torch.compile
-frame_callback = eval_frame.get_eval_frame_callback  # None or False: torch.compile looks at no function that is called
 inductor = partial(import_module, "torch._inductor")
 
 
@@ -177,20 +175,8 @@ def balances_context_parallel() -> bool:
 # flex_attention.
 
 FLEX = "torch.nn.attention.flex_attention"
+ASKS_TENSORS = ("flex_attention", "_validate_device")  # functions of that module, on the way to its operator
 SLICED_MASK_MOD = "_sliced_mask_mod_error"  # the name of the mask_mod of block_mask[...]
-large_block = attrgetter("_LARGE_SPARSE_BLOCK_SIZE")  # of that module: the block size of a mask that has no blocks
 flex_operators = partial(import_module, "torch._higher_order_ops.flex_attention")  # for which Inductor has templates
 flex_lowering = partial(import_module, "torch._inductor.kernel.flex.flex_attention")  # what these write, in which dtype
 indexing = partial(import_module, "torch._dynamo._trace_wrapped_higher_order_op")  # whose backward templates scatter
-
-
-@contextmanager
-def uncompiled_flex() -> Iterator[None]:
-    """While PyTorch's flex_attention calls its operator as it is."""
-    module, switch = sys.modules[FLEX], "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    before = getattr(module, switch)
-    setattr(module, switch, True)
-    try:
-        yield
-    finally:
-        setattr(module, switch, before)

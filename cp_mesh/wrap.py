@@ -7,9 +7,12 @@ does, by a subclass of the same name whose forward looks up the replacement in t
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial, partialmethod
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +21,7 @@ from cp_mesh._torch import COMPILED
 from cp_mesh.errors import UnsupportedError, describe, refuse
 
 FILE = __file__
+NEW: Any = vars(copyreg)["__newobj__"]  # what makes an object that has no way of its own
 STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
 INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
 LINEAR = "_cp_mesh_linear"  # of the styles over tp, which a module may have beside one over cp
@@ -40,11 +44,7 @@ class Replacement:
         return self
 
     def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """What is read back instead of a replacement."""
+        return type(None), ()  # what is read back of a module that is only watched
 
 
 def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., Any]) -> None:
@@ -115,7 +115,7 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
         # Attributes with a default of the class: torch.compile guards their absence, and not that of a key of __dict__.
         inner, replacement = getattr(self, of_instance), getattr(self, key)
         if inner is None:
-            inner = functools.partial(base.forward, self)
+            inner = partial(base.forward, self)
         if replacement is not None:
             return replacement.run(self, inner, *args, **kwargs)
         if key != WATCH:
@@ -128,54 +128,36 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
     code.__code__ = code.__code__.replace(co_name=f"forward of {base.__module__}.{base.__qualname__}")
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        make, arguments, *rest = cast(tuple[Any, ...], super(made, self).__reduce_ex__(protocol))
-        plain = tuple(base if argument is type(self) else argument for argument in arguments)
-        return _Copier(make, self), plain, *rest
+        if {STYLE, INPUT, OUTPUT, LINEAR} & self.__dict__.keys():
+            raise UnsupportedError(
+                f"{base.__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds process "
+                "groups; save model.state_dict(), then build the model and call parallelize where it is loaded"
+            )
+        make, *rest = _in_class(base, self, base.__reduce_ex__, protocol)
+        return base.__new__ if make is NEW else make, *rest  # of a new object pickle would ask for the class of self
+
+    def copied(how: Callable[..., Any], self: nn.Module, *memo: Any) -> Any:
+        return _like(self, _in_class(base, self, how, *memo))
 
     members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": base.__doc__}
+    members |= {f"__{name}__": partialmethod(partial(copied, getattr(copy, name))) for name in ("copy", "deepcopy")}
     members |= {_mark(key): True, key: None, of_instance: None}
-    for name in ("__copy__", "__deepcopy__"):
-        if hasattr(base, name):  # of a class that copies in its own way
-            members[name] = functools.partialmethod(_own_copy, getattr(base, name))
-    made: type[nn.Module] = type(base.__name__, (base,), members)
+    made = type(base.__name__, (base,), members)
     made.__module__, made.__qualname__ = base.__module__, base.__qualname__
     return made
 
 
-def _own_copy(module: nn.Module, copy: Callable[..., nn.Module], *memo: Any) -> nn.Module:
-    return _like(module, copy(module, *memo))
+def _in_class(base: type[nn.Module], module: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    """``run(module, *args)`` while the module is one of ``base``, whose own way to copy or to pickle it that takes."""
+    made, module.__class__ = type(module), base
+    try:
+        return run(module, *args)
+    finally:
+        module.__class__ = made
 
 
 def _like(module: nn.Module, twin: nn.Module) -> nn.Module:
-    """``twin`` with the class and the replacements of ``module``, however it was made."""
-    if type(twin) is not type(module):
-        twin.__class__ = type(module)
-    for key in (STYLE, INPUT, OUTPUT, LINEAR, WATCH):
-        if key in module.__dict__:
-            twin.__dict__[key] = module.__dict__[key]
+    """``twin`` with the class and the replacements of ``module``, of which the way of its class knows nothing."""
+    twin.__class__ = type(module)
+    twin.__dict__.update({key: x for key, x in module.__dict__.items() if isinstance(x, Replacement)})
     return twin
-
-
-def _itself(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    return make
-
-
-class _Copier:
-    """What ``__reduce_ex__`` gives to `copy`, which calls it, and to `pickle`, which cannot write that of a style.
-
-    A module that is only watched is read back as a plain one.
-    """
-
-    def __init__(self, make: Callable[..., nn.Module], module: nn.Module) -> None:
-        self.make, self.module = make, module
-
-    def __call__(self, *args: Any) -> nn.Module:
-        return _like(self.module, self.make(*args))
-
-    def __reduce__(self) -> Any:
-        if not {STYLE, INPUT, OUTPUT, LINEAR} & self.module.__dict__.keys():
-            return _itself, (self.make,)
-        raise UnsupportedError(
-            f"{type(self.module).__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds "
-            "process groups; save model.state_dict(), then build the model and call parallelize where it is loaded"
-        )

@@ -1,11 +1,9 @@
-"""Flex in cores: a module that calls PyTorch's flex_attention computes under `ContextParallel` what one rank does."""
+"""Flex in cores: a module that calls `cp_mesh.flex_attention` computes under `ContextParallel` what one rank does."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,15 +13,12 @@ from cases import gap
 from checks import TOLERANCE, report
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, dense, numbers
-from inside import ScalarFunction, inner, room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import flex_attention as of_torch
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-import cp_mesh
 from cp_mesh import (
     ArgumentError,
     ContextParallel,
@@ -33,12 +28,9 @@ from cp_mesh import (
     UnsupportedError,
     ZigZag,
     create_block_mask,
+    flex_attention,
     parallelize,
 )
-
-block_masks = room("block_mask")
-check_hidden = inner("block_mask", "check_hidden")
-Functions = inner("flex.function", "Functions")
 
 B, H, K, D = 2, 4, 2, 5
 ALL = Mask(causal=False)
@@ -73,22 +65,23 @@ class Core(nn.Module):
 
 
 class Compiled(Core):
-    """By what torch.compile makes of it, also in a way that Dynamo may not leave."""
+    """By what torch.compile makes of it, which is the function itself."""
 
-    lazily, fully = torch.compile(flex_attention), torch.compile(flex_attention, fullgraph=True)
-
-    def attend(self, *args: Any, **options: Any) -> Any:
-        return (Compiled.lazily if self.mask == "causal" else Compiled.fully)(*args, **options)
-
-
-class LatelyCompiled(Core):
-    """Not yet in its first forward."""
-
-    calls = 0
+    compiled = torch.compile(flex_attention)
 
     def attend(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return (torch.compile(flex_attention) if self.calls > 1 else flex_attention)(*args, **options)
+        return Compiled.compiled(*args, **options)
+
+
+class OfTorch(Core):
+    """Calls PyTorch's, as it is or compiled."""
+
+    def __init__(self, compiled: bool = False) -> None:
+        super().__init__("none", "causal", of_torch=True)
+        self.function = torch.compile(of_torch.flex_attention) if compiled else of_torch.flex_attention
+
+    def attend(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
 
 
 def style(axis: Any, mask: Mask = ALL, **options: Any) -> ContextParallel:
@@ -116,17 +109,16 @@ USES: dict[str, tuple[Callable[[], Core], dict[str, Any], dict[str, Any]]] = {
     "a mask": (lambda: Core("none", "causal or of one image"), {}, {}),
     "a mask of PyTorch": (lambda: Core("pair bias", "documents", of_torch=True), {}, {}),
     "another method": (lambda: Core("scale of a head", "windows of heads"), {"method": "all_gather"}, {}),
-    "beside a mask of the style": (lambda: Core("ALiBi", "dilated", of_torch=True), {"mask": Mask()}, {}),
+    "a mask of order": (lambda: Core("ALiBi", "dilated", of_torch=True), {}, {}),
     "a scale": (lambda: Core("relative table", "causal"), {}, {"scale": 0.3}),
     "padding": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21}, {}),
     "padding, causal": (
         lambda: Core("relative table", "causal", 21, of_torch=True),
-        {"length": 21, "mask": Mask()},
+        {"length": 21},
         {},
     ),
     "unequal shards": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21, "pad": False}, {}),
     "compiled": (lambda: Compiled("ALiBi", "causal", of_torch=True), {}, {}),
-    "compiled, all of it": (lambda: Compiled("none", "documents", of_torch=True), {}, {}),
 }
 
 
@@ -163,7 +155,7 @@ def test_cores(pool: Any, cp_size: int) -> None:
 
 
 def without_pairs(rank: int) -> None:
-    """No batch row, or no token: there is nothing to compare a mask of the style with."""
+    """No batch row, or no token."""
     axis = mesh((2,), ("cp",))
     for batch, S in ((0, 24), (B, 0)):
         ids = torch.zeros(batch, S, dtype=torch.int64)
@@ -171,7 +163,7 @@ def without_pairs(rank: int) -> None:
         core.gate = nn.Parameter(numbers(batch, S))
         made = create_block_mask(lambda b, h, i, j, ids=ids: ids[b, i] == ids[b, j], None, None, S, S)
         core.block_mask = lambda made=made: made
-        parallelize(core, axis, {"": style(axis, Mask(window=(4, 0)))})
+        parallelize(core, axis, {"": style(axis)})
         leaves = [torch.zeros(batch, heads, S // 2, D, requires_grad=True).double() for heads in (H, K, K)]
         out = core(*leaves)
         grads = torch.autograd.grad(out.sum(), [*leaves, core.gate])
@@ -183,52 +175,62 @@ def test_a_core_without_pairs(pool: Any) -> None:
     pool(2).run(without_pairs)
 
 
-def hides(rank: int) -> list[str]:
-    """A style that hides no more than the block mask, until ids that the mask reads are written; and one that does."""
+def of_torch_inside(rank: int) -> list[str]:
+    """What cores say that call PyTorch's function, and that mask beside ours; before any collective."""
+    axis, said = mesh((2,), ("cp",)), []
+    torch._dynamo.reset()
+    causal, options = Core(), Core()
+    options.attend = lambda *args, **others: flex_attention(*args, **others, kernel="reference")
+    cases = [(OfTorch(), ALL), (OfTorch(compiled=True), ALL), (causal, Mask()), (options, ALL)]
+    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
+    for core, mask in cases:
+        before = num_collectives()
+        try:
+            parallelize(core, axis, {"": style(axis, mask)})(*qkv)
+            said.append("nothing")
+        except Exception as error:
+            said.append(str(error))
+        assert num_collectives() == before
+    return said
+
+
+REFUSED = (
+    *("PyTorch's flex_attention is not available in a core", "Import cp_mesh.flex_attention under its name"),
+    *("one that hides nothing beside flex_attention", "got kernel; leave it out"),
+)
+
+
+def test_what_is_refused_beside_it(pool: Any) -> None:
+    for said in pool(2).run(of_torch_inside):
+        assert all(words in each for words, each in zip(REFUSED, said, strict=True)), said
+
+
+def written(rank: int) -> list[str]:
+    """A core whose BlockMask reads ids that are written after the first call: its blocks are those of before."""
     axis, problems = mesh((2,), ("cp",)), []
     image = torch.zeros(24, dtype=torch.int64)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) | ((image[q_idx] == image[kv_idx]) & (image[q_idx] > 0))
 
-    of = {"device": "cpu", "BLOCK_SIZE": 8}
     qkv = [x[:, :, :12] for x in make_qkv(B, K, K, 24, D)[:3]]
-    for make in (create_block_mask, functools.partial(of_torch.create_block_mask, **of)):
-        image.zero_()
-        core, made = Core(), make(mask_mod, None, None, 24, 24)
-        core.block_mask = lambda made=made: made
-        parallelize(core, axis, {"": style(axis, Mask())})
+    core, made = Core(), of_torch.create_block_mask(mask_mod, None, None, 24, 24, device="cpu", BLOCK_SIZE=8)
+    core.block_mask = lambda: made
+    parallelize(core, axis, {"": style(axis)})
+    core(*qkv)
+    image[3:9] = 1
+    before = num_collectives()
+    try:
         core(*qkv)
-        image[3:9] = 1
-        before = num_collectives()
-        try:
-            core(*qkv)
-            problems.append(f"rank {rank}: {make} is hidden in silence")
-        except (ArgumentError, UnsupportedError) as error:
-            words = "hides no pair which" if make is create_block_mask else "follow from its mask_mod"
-            if words not in str(error) or num_collectives() > before:
-                problems.append(f"rank {rank}: {error}")
+        problems.append(f"rank {rank}: another mask is taken for that of before")
+    except UnsupportedError as error:
+        if "follow from its mask_mod" not in str(error) or num_collectives() > before:
+            problems.append(f"rank {rank}: {error}")
     return problems
 
 
-def test_a_style_hides_no_more_than_the_mask(pool: Any) -> None:
-    report(pool(2).run(hides))
-
-
-def maxima(rank: int) -> list[str]:
-    """PyTorch refuses these by itself on CPUs."""
-    axis = mesh((1,), ("cp",))
-    core, applied, q = Core(), style(axis), numbers(1, 1, 24, D)
-    call = applied.of_call(core, q, q, q)
-    with pytest.raises(UnsupportedError, match=r"return_aux: expected no maxima .*lse=True"):
-        applied.sharded_flex(call, q, q, q, None, None, None, False, False, None, AuxRequest(max_scores=True))
-    out, aux = parallelize(core, axis, {"": applied})(q, q, q, return_aux=AuxRequest(lse=True))
-    want = cp_mesh.attention(q, q, q, mesh=axis, mask=ALL, return_lse=True)
-    return [] if max(gap(out, want[0]), gap(aux.lse, want[1])) <= TOLERANCE else [f"{out} or {aux.lse} is off"]
-
-
-def test_other_results(pool: Any) -> None:
-    report(pool(1).run(maxima))
+def test_a_mask_that_was_written_is_looked_at_again(pool: Any) -> None:
+    report(pool(2).run(written))
 
 
 def over_tp(rank: int) -> list[str]:
@@ -282,9 +284,7 @@ def of_all_heads(rank: int, first: bool) -> str:
 
     class ALiBi(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return of_torch.flex_attention(
-                q, k, v, lambda s, b, h, i, j: s - slopes[h + begin if first else h] * (i - j)
-            )
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s - slopes[h + begin if first else h] * (i - j))
 
     model = Attention(ALiBi())
     parallelize(model, grid["tp"], {"": OverlappedColwise("wq", mode="all_reduce")})
@@ -319,62 +319,6 @@ def test_batch_rows_over_dp(pool: Any) -> None:
     assert max(pool(2).run(over_dp)) <= TOLERANCE
 
 
-def test_blocks_of_another_batch_are_looked_at_again() -> None:
-    ids, q = torch.arange(24) // 6, torch.zeros(1, H, 24, D)
-    block_mask = create_block_mask(lambda b, h, i, j: (i >= j) | (ids[i] == ids[j]), 1, H, 24, 24)
-    functions = Functions.of(None, block_mask, q, (1, H, 24))
-    about = functions.mask_mod, functions.of_mask, (1, H, 24), q.device
-    check_hidden(Mask(blocks=ids), *about)
-    with pytest.raises(ArgumentError, match="a mask that hides no pair"):
-        check_hidden(Mask(blocks=torch.arange(24) // 3), *about)
-
-
-def test_at_how_many_pairs_a_mask_is_looked_at() -> None:
-    """Once, in batch rows and heads that differ; at none if the function says causal itself; and not at any number."""
-    S, counted, of_pairs = 24, list[int](), ScalarFunction.of_pairs
-    ids, by_head = torch.arange(S) // 6, torch.arange(H)
-
-    def counting(self: Any, *args: Any) -> Tensor:
-        counted.append((found := of_pairs(self, *args)).numel())
-        return found
-
-    def look(mask_mod: Any, mask: Mask = Mask(), last: int | None = None) -> int:  # noqa: B008 - frozen
-        counted.clear()
-        block_mask = create_block_mask(mask_mod, B, H, S, S)
-        functions = Functions.of(None, block_mask, torch.zeros(B, H, S, D), (B, H, S), last)
-        for _ in range(2):
-            check_hidden(mask, functions.mask_mod, functions.of_mask, (B, H, S), torch.device("cpu"))
-        return sum(counted)
-
-    said = {
-        "alone": lambda b, h, i, j: i >= j,
-        "turned": lambda b, h, i, j: j <= i,
-        "joined": lambda b, h, i, j: (ids[i] == ids[j]) & ((by_head[h] >= 0) & (i >= j)),
-        "joined by a function": lambda b, h, i, j: torch.logical_and(i >= j, ids[i] == ids[j]),
-    }
-    others = {
-        "later": (lambda b, h, i, j: i > j, S * S),
-        "in each head": (lambda b, h, i, j: i >= j + 0 * by_head[h], H * S * S),
-        "in each row": (lambda b, h, i, j: i >= j + 0 * b, B * S * S),
-    }
-    with mock.patch.object(ScalarFunction, "of_pairs", counting):
-        assert all(look(mask_mod) == look(mask_mod, last=S - 1) == 0 for mask_mod in said.values())
-        assert look(said["alone"], Mask(length=S + 1)) == look(said["alone"], Mask(causal=False, length=9)) == 0
-        with mock.patch.object(block_masks, "MOST", S * S), pytest.raises(UnsupportedError, match="576 pairs at most"):
-            look(others["in each row"][0])
-        assert all(look(mask_mod) == num for mask_mod, num in others.values())
-        for mask, mask_mod in (
-            (Mask(), lambda b, h, i, j: (i >= j) | (ids[i] == ids[j])),
-            (Mask(), lambda b, h, i, j: i.clamp(max=9) >= j.clamp(max=9)),
-            (Mask(), lambda b, h, i, j: j >= i),
-            (Mask(window=(4, 0)), said["alone"]),
-            (Mask(length=S - 1), said["alone"]),
-            (Mask(documents=ids), said["alone"]),
-        ):
-            with pytest.raises(ArgumentError, match="a mask that hides no pair"):
-                look(mask_mod, mask)
-
-
 class Model(nn.Module):
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
@@ -385,14 +329,13 @@ class Model(nn.Module):
 
 
 def around(rank: int) -> dict[str, list[Tensor]]:
-    """A model around the core: in a checkpoint, and compiled but for the core."""
+    """A model around the core: in a checkpoint, and compiled but for the call."""
     axis, found = mesh((2,), ("cp",)), {}
     for way in ("eager", "checkpoint", "compiled"):
         torch._dynamo.reset()
         core = Core("pair bias", "causal", of_torch=True)
-        applied = style(axis, Mask())
+        applied = style(axis)
         parallelize(core, axis, {"": applied})
-        core = torch.compiler.disable(core) if way == "compiled" else core
         model: Any = Model(core)
         run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
         q, k, v, dout = (applied.sequence.shard(x, dim=2) for x in make_qkv(B, H, K, core.S, D))
@@ -409,33 +352,16 @@ def test_models_around_a_core(pool: Any) -> None:
             assert all(gap(x, y) <= TOLERANCE for x, y in zip(results, found["eager"], strict=True)), way
 
 
-class Projected(nn.Module):
-    """Of views that it computes Dynamo gives up the core, and runs it while it waits for frames."""
-
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.projection, self.core = nn.Linear(D, (H + 2 * K) * D, dtype=torch.float64), core
-
-    def forward(self, q: Tensor, *_: Tensor) -> Tensor:
-        parts = self.projection(q[:, 0]).unflatten(-1, (-1, D)).transpose(1, 2).split((H, K, K), 1)
-        out: Tensor = self.core(*parts)
-        return out
-
-
-def traced(rank: int, fullgraph: bool) -> list[str]:
-    """What a core says that torch.compile traces, and one that is found to be compiled too late."""
+def traced(rank: int) -> list[str]:
+    """What a model says that is compiled around a core with PyTorch's function."""
     axis, said = mesh((2,), ("cp",)), []
-    torch._dynamo.reset()
-    late = parallelize(LatelyCompiled(of_torch=True), axis, {"": style(axis)})
-    model = parallelize(Model(Core(of_torch=True)), axis, {"core": style(axis)}, watch=False)
-    projected = parallelize(Projected(Core(of_torch=True)), axis, {"core": style(axis)})
     qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
-    late(*qkv)
-    models = (model,) if fullgraph else (model, projected)  # Dynamo says by itself why there is no graph
-    for run in (late, *(torch.compile(x, backend="eager", fullgraph=fullgraph) for x in models)):
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        model = parallelize(Model(OfTorch()), axis, {"core": style(axis)}, watch=False)
         before = num_collectives()
         try:
-            run(*qkv)
+            torch.compile(model, backend="eager", fullgraph=fullgraph)(*qkv)
             said.append("nothing")
         except Exception as error:
             said.append(str(error))
@@ -443,11 +369,10 @@ def traced(rank: int, fullgraph: bool) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("fullgraph", (True, False))
 @pytest.mark.full
-def test_what_torch_compile_traces_is_refused_by_name(pool: Any, fullgraph: bool) -> None:
-    for said in pool(2).run(traced, fullgraph):
-        assert all("flex_attention that torch.compile traces is not available" in words for words in said), said
+def test_pytorchs_function_is_refused_in_compiled_models(pool: Any) -> None:
+    for said in pool(2).run(traced):
+        assert all(REFUSED[0] in words for words in said), said
 
 
 class Breaks(nn.Module):

@@ -478,49 +478,6 @@ def test_a_mask_that_no_style_reads(pool: Any, compiled: bool) -> None:
     pool(2).run(unread_mask, True, compiled)
 
 
-def windows_of_a_loop(rank: int, how: str) -> None:
-    axis = mesh((2,), ("cp",))
-    sequence, cores = ShardedSequence(axis), nn.ModuleList([Core(), Core()])
-    plan = {}
-    for i, window in enumerate((3, 5)):
-        if how == "bound":
-            plan[f"{i}"] = ContextParallel(sequence, mask=lambda q, k, v, window=window: Mask(window=(window, 0)))
-        else:
-            plan[f"{i}"] = ContextParallel(sequence, mask=lambda q, k, v: Mask(window=(window, 0)))  # noqa: B023
-        if how == "a plan a layer":
-            cp_mesh.parallelize(cores, axis, {f"{i}": plan[f"{i}"]})
-    if how != "a plan a layer":
-        cp_mesh.parallelize(cores, axis, plan)
-    for core in cores:
-        core(*(torch.randn(1, H, 8, D) for _ in range(3)))
-
-
-def test_functions_that_read_the_variable_of_a_loop(pool: Any) -> None:
-    """Every layer would get the window of the last one."""
-    for how in ("a plan", "a plan a layer"):
-        for error in raised(pool, 2, windows_of_a_loop, how):
-            assert "ContextParallel.mask: expected a function of its arguments alone: its variable 'window' as it was, "
-            assert "got 3, and now 5; bind it" in error.message and "window=window" in error.message
-    pool(2).run(windows_of_a_loop, "bound")
-
-
-def bound_anew(rank: int, root: bool) -> None:
-    sequence, windows = ShardedSequence(mesh((2,), ("cp",))), 3
-    core = ContextParallel(sequence, mask=lambda *_: Mask(window=(windows, 0)))
-    plan = {"": ShardedModel(sequence, positions=None), "core": core} if root else {"core": core}
-    model = cp_mesh.parallelize(Model(), sequence.mesh, plan)
-    tokens = tokens_of(52) if root else sequence.shard({"tokens": tokens_of(52)})["tokens"]
-    model(tokens)
-    windows = 5
-    with torch.no_grad():
-        model.eval()(tokens)
-
-
-@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
-def test_variables_that_are_bound_anew_after_the_first_forward(pool: Any, root: bool) -> None:
-    pool(2).run(bound_anew, root)
-
-
 class OfEmbeddings(Model):
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:  # type: ignore[override]
         x = x.unflatten(-1, (H, D)).transpose(1, 2)
@@ -623,6 +580,44 @@ def test_positions_counted_in_the_model(pool: Any) -> None:
     for first, second, right in pool(2).run(counted_inside):
         assert len(first) == 1 and "counts 8 positions from 0, as many as this rank holds rows" in first[0]
         assert second == right == []
+
+
+class Rotated(Core):
+    """A core with a table for positions from 0, which it cuts to the rows that it has, or to more."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("cos", torch.ones(64, D))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = q.shape[2]
+        cos = {
+            "slice": lambda: self.cos[:rows],
+            "slice of a view": lambda: self.cos[None, 0:rows],
+            "narrow": lambda: self.cos.narrow(0, 0, rows),
+            "more": lambda: self.cos[: 2 * rows][:rows],
+            "later": lambda: self.cos[rows : 2 * rows],
+        }[self.how]()
+        return super().forward(q * cos, k * cos, v)
+
+
+def cut_tables(rank: int, hows: list[str]) -> list[list[str]]:
+    sequence, found = ShardedSequence(mesh((2,), ("cp",))), []
+    for how in hows:
+        model = Positioned()
+        model.core = Rotated(how)
+        plan = {"": ShardedModel(sequence, positions="position_ids"), "core": ContextParallel(sequence)}
+        cp_mesh.parallelize(model, sequence.mesh, plan)
+        found.append(warned(functools.partial(model, tokens_of(16))))
+    return found
+
+
+def test_tables_that_a_core_cuts_to_the_rows_of_a_rank(pool: Any) -> None:
+    hows = ["slice", "slice of a view", "narrow", "more", "later"]
+    for *cut, more, later in pool(2).run(cut_tables, hows):
+        assert all(len(said) == 1 and "cuts a table to 8 positions from 0" in said[0] for said in cut), cut
+        assert more == later == []
 
 
 def short_table(rank: int, rows: int) -> None:

@@ -97,7 +97,6 @@ MISTAKES = {
     "sharded twice": Mistake("got rows that shard has returned", "the same tokens on every cp rank"),
     "other lengths": Mistake("on every cp rank"),
     "an unread Mask": Mistake("a style that reads the Mask", "a core that reads extra"),
-    "a variable of a loop": Mistake("its variable 'window' as it was"),
     # a rank that refuses while it is traced leaves no word: the others wait as long as their group
     "a tensor mask on one rank": Mistake(
         "a tensor attn_mask cannot be read", of=lambda root, compiled, by: not compiled
@@ -131,9 +130,8 @@ def make(rank: int, mistake: str, root: bool, compiled: bool, by: str, grid: Any
     if mistake == "a window":
         model.core.sliding_window = 4
     plan: dict[str, Any] = {}
-    for name, window in {"core": 3, "other": 5}.items():
-        options = {"mask": lambda q, k, v: Mask(window=(window, 0))} if mistake == "a variable of a loop" else {}  # noqa: B023
-        plan[name] = ContextParallel(sequence, **options)
+    for name in ("core", "other"):
+        plan[name] = ContextParallel(sequence)
     if mistake == "a layer left out":
         del plan["other"]
     if root:

@@ -272,7 +272,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "tables of flex": alone((test_flex_kernel.test_tables_of_blocks_are_of_these_heads_rows_and_tensors, ())),
     "order of captured sums": test_flex.test_deterministic,
     "heads of cores over tp": test_flex_cores.test_heads_over_tp,
-    "masks of cores": test_flex_cores.test_a_style_hides_no_more_than_the_mask,
+    "masks of cores": test_flex_cores.test_a_mask_that_was_written_is_looked_at_again,
+    "flex_attention of PyTorch in cores": test_flex_cores.test_what_is_refused_beside_it,
     "padding of cores": on(2, test_flex_cores.as_one, ["padding"]),
     "shards": test_flex_sharded.test_a_few_shards,
     "shards of DTensors": of(test_flex_sharded.test_shards_beside_dtensors, ("cp", "tp"), {}),
@@ -364,7 +365,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "labels of other rows": of(test_guard.test_labels_of_other_rows, True),
     "sharded twice": of(test_guard.test_what_is_sharded_twice, False),
     "positions of a root": of(test_guard.test_positions_of_a_root, False),
-    "variables of a loop": test_guard.test_functions_that_read_the_variable_of_a_loop,
     "unread masks": of(test_guard.test_a_mask_that_no_style_reads, False),
     "windows of modules": of(
         test_guard.test_what_the_module_says_and_the_style_does_not, "a window of its layer", False

@@ -165,12 +165,14 @@ class Silent(nn.Module):
 
 
 class Flex(nn.Module):
-    def __init__(self, **keywords: Any) -> None:
+    def __init__(self, of_torch: bool = False, **keywords: Any) -> None:
         super().__init__()
-        self.keywords = {"enable_gqa": True} | keywords
+        self.keywords, self.function = {"enable_gqa": True} | keywords, cp_mesh.flex_attention
+        if of_torch:
+            self.function = flex_attention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, **self.keywords)
+        return self.function(q, k, v, **self.keywords)
 
 
 class Checkpointed(Flex):
@@ -794,16 +796,16 @@ CASES: dict[str, Case] = {
         lambda: run_core(Silent())
     ),
     "flex_attention inside, of a causal style": refused(
-        ARGUMENT, "ContextParallel.mask", "no block_mask here", "Mask(causal=True)", "Mask(causal=False)"
+        ARGUMENT, "ContextParallel.mask", "hides nothing beside flex", "Mask(causal=True)", "Mask(causal=False)"
     )(lambda: run_core(Flex())),
-    "flex_attention that the style masks": refused(
-        ARGUMENT, "ContextParallel.mask", "hides no pair which flex_attention's block_mask shows", "Mask(causal=False)"
-    )(lambda: run_core(Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i + 1 >= j, None, None, S, S)))),
+    "PyTorch's flex_attention inside": refused(
+        UNSUPPORTED, "PyTorch's flex_attention", "Import cp_mesh.flex_attention under its name"
+    )(lambda: run_core(Flex(of_torch=True), mask=Mask(causal=False))),
     "flex_attention with scores of the style": refused(ARGUMENT, "ContextParallel.scores", "softcap", "score_mod")(
         lambda: run_core(Flex(), mask=Mask(causal=False), scores={"softcap": 30.0})
     ),
-    "flex_attention by options of a kernel": refused(UNSUPPORTED, "kernel_options", "'BLOCK_M': 64", "kernel=")(
-        lambda: run_core(Flex(kernel_options={"BLOCK_M": 64}), mask=Mask(causal=False))
+    "flex_attention by options of the style": refused(ARGUMENT, "flex_attention in a core", "kernel", "leave it out")(
+        lambda: run_core(Flex(kernel="reference"), mask=Mask(causal=False))
     ),
     "a wrapper in place of SDPA": refused(
         UNSUPPORTED, "PyTorch's own F.scaled_dot_product_attention", f"{__file__}, line", "put PyTorch's back"
@@ -821,7 +823,10 @@ CASES: dict[str, Case] = {
         lambda: run_core(Flex(block_mask=of_torch()[:, :, 0:1]), mask=Mask(causal=False))
     ),
     "flex_attention with a mask of the shard": refused(ARGUMENT, "block_mask", "whole sequence", "global length")(
-        lambda: run_core(Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i >= j, None, None, ROWS, ROWS)))
+        lambda: run_core(
+            Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i >= j, None, None, ROWS, ROWS)),
+            mask=Mask(causal=False),
+        )
     ),
     "flex_attention in a checkpoint of the core": refused(UNSUPPORTED, "inside of a checkpoint", "checkpoint(block")(
         lambda: run_core(Checkpointed(), mask=Mask(causal=False))

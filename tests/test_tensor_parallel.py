@@ -584,49 +584,6 @@ def test_shapes_of_the_meta_device(pool: Any) -> None:
     assert pool(2).run(on_meta) == [(2, 3, C)] * 2
 
 
-class Heads(nn.Module):
-    """Attention that counts its heads by a number, or by what its projections return. ``says``: of its head dim."""
-
-    def __init__(self, counts: int, **says: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
-        self.counts = counts
-        for name, value in says.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dims = (self.counts, -1) if self.counts > 0 else (-1, 4)
-        q, k, v = (linear(x).unflatten(-1, dims).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(out.transpose(1, 2).flatten(2))
-
-
-def counted_heads(rank: int, counts: int, says: dict[str, int], cp_first: bool) -> str:
-    whole = mesh((1, 2), ("cp", "tp"))
-    model = nn.Sequential(Heads(counts, **says))
-    plans: list[tuple[str, dict[str, Any]]] = [
-        ("tp", {"0": OverlappedColwise("q", "k", "v"), "0.o": OverlappedRowwise()}),
-        ("cp", {"0": ContextParallel(ShardedSequence(whole["cp"]))}),
-    ]
-    for axis, plan in reversed(plans) if cp_first else plans:
-        parallelize(model, whole[axis], plan, watch=False)
-    try:
-        model(torch.randn(1, 4, 16))
-    except ArgumentError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize("cp_first", [False, True])
-def test_a_number_of_all_heads_is_refused(pool: Any, cp_first: bool) -> None:
-    """4 heads of all would be 4 of half the head dim on each of two tp ranks, with no error."""
-    for says in ({"head_dim": 4}, {"num_heads": 4}):
-        for found in pool(2).run(counted_heads, 4, says, cp_first):
-            assert "head dim: expected 4" in found and "got 2 on tp=2" in found and "by -1" in found
-    for counts, says in ((-1, {"num_heads": 4}), (-1, {"head_dim": 4}), (-1, {}), (4, {"head_dim": 2}), (2, {})):
-        assert pool(2).run(counted_heads, counts, says, cp_first) == ["accepted"] * 2, (counts, says)
-
-
 def frozen_and_mixed(rank: int) -> tuple[list[bool], str]:
     tp = alone_and_tp()[1]
     model = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), nn.LayerNorm(C)).requires_grad_(False)

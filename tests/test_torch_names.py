@@ -144,17 +144,6 @@ def check_loaded_dynamo() -> None:
     assert compiled_alone == [False]
 
 
-@row("torch._C._dynamo.eval_frame.get_eval_frame_callback", "flex_attention in a core that is compiled is not refused")
-def check_frame_callback() -> None:
-    assert ours.frame_callback() in (None, False)
-
-    def found(x: Tensor) -> Any:
-        torch._dynamo.graph_break()
-        return ours.frame_callback(), x + 1
-
-    assert torch.compile(found, backend="eager")(torch.ones(1))[0] not in (None, False)
-
-
 @row("_orig_mod", "names of parameters and plans do not match those of compiled models")
 def check_name_in_a_compiled_module() -> None:
     module = nn.Linear(1, 1)
@@ -626,29 +615,11 @@ def check_slice_of_a_mask() -> None:
     assert mask[:, :, :1].mask_mod.__name__ == ours.SLICED_MASK_MOD != mask.mask_mod.__name__
 
 
-@row("_LARGE_SPARSE_BLOCK_SIZE", "cp_mesh's own block mask in a core that calls PyTorch's flex_attention")
-def check_block_of_no_mask() -> None:
+@row("_validate_device", "a core that calls PyTorch's flex_attention on CPUs hears of no backward there, and no more")
+def check_what_asks_tensors() -> None:
     from torch.nn.attention import flex_attention
 
-    x = torch.ones(1, 1, 4, 4)
-    size = ours.large_block(flex_attention)
-    assert (size, size) == flex_attention._create_empty_block_mask(x, x).BLOCK_SIZE
-
-
-@row("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "a core that calls PyTorch's flex_attention compiles it in each call")
-def check_uncompiled_flex() -> None:
-    from torch.nn.attention import flex_attention
-
-    def score_mod(score: Tensor, *_: Tensor) -> Tensor:
-        compiling.append(torch.compiler.is_dynamo_compiling())
-        return score * 2
-
-    compiling: list[bool] = []
-    x = torch.randn(1, 1, 4, 16)
-    with ours.uncompiled_flex():
-        out = flex_attention.flex_attention(x, x, x, score_mod)
-    assert compiling and not any(compiling) and not flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(x, x, x, scale=0.5))
+    assert all(inspect.isfunction(getattr(flex_attention, name)) for name in ours.ASKS_TENSORS)
 
 
 @row("torch._higher_order_ops.flex_attention", "kernel='flex'")

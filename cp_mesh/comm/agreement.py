@@ -264,6 +264,24 @@ def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
         announce_refusal(resolve_group(group_name), error, axis)
 
 
+class refusing:
+    """``with refusing(group_name):`` tells the other ranks of a group what is refused inside, traced or not.
+
+    Args:
+        group_name: of ranks along ``axis``, "cp" or "tp".
+    """
+
+    def __init__(self, group_name: str, axis: str = "cp") -> None:
+        self.group_name, self.axis = group_name, axis
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, Exception):
+            announce_error(self.group_name, error, self.axis)
+
+
 def keep_to_itself(error: Exception) -> None:
     """Tell no other rank of an error: they are past the comparison, and wait for rows."""
     vars(error)[_TOLD] = None

@@ -1,4 +1,4 @@
-"""Masks of `flex_attention`: `create_block_mask`, what is read of PyTorch's BlockMask, and how masks are compared."""
+"""Masks of `flex_attention`: `create_block_mask`, and what is read of PyTorch's BlockMask."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import SLICED_MASK_MOD, large_block
+from cp_mesh._torch import SLICED_MASK_MOD
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.flex.rank_mask import Sources, Unchanged, find_sources
 from cp_mesh.flex.trace import trace
-from cp_mesh.geometry.host_tensors import Content
-from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -27,8 +25,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class PairMask:
     """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant.
 
-    ``sources``: which ranks' keys it shows to whom, if it was made for a sequence; nothing else is computed of it. Its
-    other attributes are what PyTorch's flex_attention asks for in a core of `ContextParallel`.
+    ``sources``: which ranks' keys it shows to whom, if it was made for a sequence; nothing else is computed of it.
     """
 
     mask_mod: MaskMod
@@ -36,33 +33,6 @@ class PairMask:
     heads: int | None
     seq_len: int
     sources: Sources | None = None
-
-    @property
-    def BLOCK_SIZE(self) -> tuple[int, int]:
-        """As of a mask without blocks, whose length is not compared."""
-        from torch.nn.attention import flex_attention
-
-        return (large_block(flex_attention),) * 2
-
-    @property
-    def kv_num_blocks(self) -> _Anywhere:
-        return _Anywhere()
-
-    def as_tuple(self) -> tuple[PairMask]:
-        return (self,)
-
-
-class _Anywhere:
-    """Has each device."""
-
-    @property
-    def device(self) -> _Anywhere:
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, torch.device)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def create_block_mask(
@@ -110,7 +80,9 @@ def read_mask(
     if isinstance(block_mask, PairMask):
         given: tuple[Any, ...] = block_mask.batch, block_mask.heads, block_mask.seq_len, block_mask.seq_len
     elif isinstance(block_mask, BlockMask):
-        refuse_sliced(block_mask)
+        if getattr(block_mask.mask_mod, "__name__", "") == SLICED_MASK_MOD:
+            hint = "pass the mask of the whole sequence, heads and batch as create_block_mask made it, on every rank"
+            refuse("block_mask", "a whole mask", "a slice of one, block_mask[...]", hint)
         given = *block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths
     else:
         hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
@@ -134,14 +106,6 @@ def read_mask(
         if 0 not in sizes:
             _check_blocks(block_mask, function, captured, sizes)
     return function, captured
-
-
-def refuse_sliced(block_mask: Any) -> None:
-    """Refuse a part of a mask, ``block_mask[...]``, whose mask_mod PyTorch takes away."""
-    name = getattr(getattr(block_mask, "mask_mod", None), "__name__", "")
-    if name == SLICED_MASK_MOD:
-        hint = "pass the mask of the whole sequence, heads and batch as create_block_mask made it, on every rank"
-        refuse("block_mask", "a whole mask", "a slice of one, block_mask[...]", hint)
 
 
 _checked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -177,78 +141,6 @@ def _check_blocks(
     _checked[block_mask] = key
 
 
-def check_hidden(
-    mask: Mask,
-    mask_mod: ScalarFunction | None,
-    of_mask: Sequence[Tensor],
-    sizes: tuple[int, int, int],
-    device: torch.device,
-) -> None:
-    """Refuse a mask that hides pairs, other than of padding, which mask_mod shows.
-
-    Looks at all pairs, once for each mask and content of what is read, in batch rows and heads that differ, up to
-    MOST; beside Mask() at none, if mask_mod says ``q_idx >= kv_idx`` itself, alone or joined to others by ``&``.
-
-    Args:
-        of_mask: what mask_mod reads.
-        sizes: batch rows, query heads and tokens of the whole.
-    """
-    if not (mask.causal or mask.window or mask.elementwise):
-        return
-    what, hint = "ContextParallel.mask", "mask=Mask(causal=False) leaves all to the functions"
-    if mask_mod is None:
-        refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
-    of_order_alone = not (mask.elementwise or mask.hides_earlier(sizes[2]))
-    if of_order_alone and _says_causal(mask_mod, sizes[2]):
-        return
-    if any(isinstance(x, DTensor) for x in of_mask):
-        refuse(what, "a mask_mod of plain tensors beside a mask", "one of DTensors", hint, UnsupportedError)
-    contents = (None if x is None else Content.of(x) for x in (mask.documents, mask.key_padding, mask.blocks))
-    key = mask.spec(), sizes, *contents, Unchanged(of_mask)
-    if _hidden.get(mask_mod) == key:
-        return
-    mask = mask.to(device)
-    b, h, every = _indices(mask_mod, sizes, device)
-    if (num_pairs := len(b) * len(h) * len(every) ** 2) > MOST:
-        expected = f"one that hides nothing, or is compared with mask_mod at {MOST} pairs at most"
-        hint += ", and mask_mod that says q_idx >= kv_idx & ... is not compared with Mask()"
-        refuse(what, expected, f"{mask} and {num_pairs} pairs", hint, UnsupportedError)
-    for at in every.split(max(1, _PAIRS // max(1, len(b) * len(h) * len(every)))):
-        seen = mask_mod.of_pairs(None, (b, h, at, every), of_mask)
-        if (seen & ~mask.allowed(at, every)[:, None]).any():
-            refuse(what, "a mask that hides no pair which flex_attention's block_mask shows", mask, hint)
-    _hidden[mask_mod] = key
-
-
 def _indices(mask_mod: ScalarFunction, sizes: tuple[int, int, int], device: torch.device) -> list[Tensor]:
     """Of batch rows and heads in which a mask_mod differs, and of tokens."""
     return [torch.arange(n, device=device) for n in (*mask_mod.sizes(*sizes[:2]), sizes[2])]
-
-
-def _says_causal(mask_mod: ScalarFunction, length: int) -> bool:
-    """Whether it is ``q_idx >= kv_idx``, or joins that to others by ``&``, as its operators tell."""
-    q_idx, kv_idx = mask_mod.graph.graph.find_nodes(op="placeholder")[2:4]
-    left: list[Any] = [*mask_mod.graph.graph.output_node().args]
-    while left:
-        node = left.pop()
-        if node.target in _ANDS:
-            left += node.args
-        elif node.target in _AT_LEAST:
-            q, kv = (_unclamped(x, length - 1) for x in node.args[:: 1 if node.target is _AT_LEAST[0] else -1])
-            if (q, kv) == (q_idx, kv_idx):
-                return True
-    return False
-
-
-def _unclamped(node: Any, last: int) -> Any:
-    """The index in one that is cut at the last one, as padding is."""
-    return node.args[0] if node.target is _CLAMP and node.args[1:] == (None, last) else node
-
-
-_ANDS = torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.logical_and.default, torch.ops.aten.__and__.Tensor
-_AT_LEAST = torch.ops.aten.ge.Tensor, torch.ops.aten.le.Tensor
-_CLAMP = torch.ops.aten.clamp.default
-MOST = 1 << 34
-"""Pairs that are looked at for one mask: those of 131,072 tokens."""
-_PAIRS = 1 << 24  # that are looked at together
-_hidden: weakref.WeakKeyDictionary[ScalarFunction, Any] = weakref.WeakKeyDictionary()

@@ -6,6 +6,7 @@ by their handles (`cp_mesh.kernels.functions`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import forward_level, in_transform, untraced
+from cp_mesh._torch import forward_level, function_modes, in_transform, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
@@ -71,6 +72,9 @@ def flex_attention(
     computes every pair that ``mask`` leaves. torch.compile leaves the call out of its graph; with fullgraph=True it
     raises.
 
+    In a core of `ContextParallel` call it as PyTorch's function, without the keywords from ``mesh`` on: the style says
+    them, and its mask is Mask(causal=False). Rows of padding have there the index of the last token.
+
     Args:
         query, key, value: local tensors or DTensors, as in `cp_mesh.attention`.
         score_mod: (score, b, h, q_idx, kv_idx) -> the score: scalars; the first is scale · q·k in float32 (float64),
@@ -104,7 +108,18 @@ def flex_attention(
 
     Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
     """
-    seq_len = as_int(seq_len)
+    options: dict[str, Any] = dict(
+        mesh=mesh, seq_dim=seq_dim, seq_len=as_int(seq_len), layout=layout, mask=mask, method=method, kernel=kernel,
+        transport=transport, ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
+        deterministic=deterministic,
+    )  # fmt: skip
+    if (core := _core()) is not None:
+        if given := [name for name, x in options.items() if x is not _DEFAULTS[name]]:
+            hint = "leave it out: ContextParallel says it"
+            refuse("flex_attention in a core", "functions, a mask of the whole sequence and a scale", given[0], hint)
+        core.count()
+        return core.attend_by_functions(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    seq_len = options["seq_len"]
     try:
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         form = FORMATS[axis.seq_dim]
@@ -121,12 +136,15 @@ def flex_attention(
         if (group := group_that_waits(query, mesh, seq_dim)) is not None:
             announce_refusal(group, error)
         raise
-    return attend(
-        query, key, value, mesh=mesh, seq_dim=seq_dim, seq_len=seq_len, layout=layout, mask=mask, scale=scale,
-        method=method, kernel=kernel, transport=transport, ulysses_degree=ulysses_degree,
-        inner_ring_size=inner_ring_size, head_chunks=head_chunks, deterministic=deterministic, return_lse=return_lse,
-        **functions.keywords(),
-    )  # fmt: skip
+    return attend(query, key, value, scale=scale, return_lse=return_lse, **options, **functions.keywords())
+
+
+_DEFAULTS = {name: x.default for name, x in inspect.signature(flex_attention).parameters.items()}
+
+
+def _core() -> Any:
+    """The mode of the core of a `ContextParallel` whose forward runs."""
+    return next((mode for mode in function_modes() if hasattr(mode, "attend_by_functions")), None)
 
 
 @dataclass(frozen=True, eq=False)

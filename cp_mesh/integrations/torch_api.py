@@ -33,7 +33,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.training.checks.coverage import ATTENTION, CHECKPOINTS, call_function, keep_uncompiled
+from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, call_function, keep_uncompiled
 from cp_mesh.training.style_helpers import announce
 
 _METHODS = {"allgather": "all_gather", "alltoall": "ring"}

@@ -90,14 +90,20 @@ def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
     return own.shape == x.shape and torch.equal(own, x) and bool((own != own[:1, :1]).any())
 
 
-def check_rows(group: dist.ProcessGroup, rows: int, layout: Layout, what: str) -> None:
+def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what: str) -> None:
     """Refuse attention over other rows than were cut last, where no root and no length say which they are.
+
+    Args:
+        group: the cp group.
+        rows: of this rank; None of a DTensor, which knows them.
+        layout: of the call.
+        what: calls, for messages.
 
     Raises:
         ArgumentError: on this rank.
     """
     own = state_of(group, Cuts)
-    if own.rows and (own.rows, own.layout) != (rows, layout.spec()):
+    if own.rows and rows is not None and (own.rows, own.layout) != (rows, layout.spec()):
         hint = "a sequence with a length of its own, ShardedSequence(..., length=), says which rows they are"
         refuse(what, f"the {own.rows} rows that were sharded last, in {own.layout}", f"{rows} in {layout.spec()}", hint)
 

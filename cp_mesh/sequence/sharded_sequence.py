@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import MappingKey, funcol, tree_map_with_path
+from cp_mesh._torch import FakeTensor, MappingKey, funcol, tree_map_with_path
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.comm.waiting import wait_for
@@ -36,6 +36,8 @@ PADDING = {
     **dict.fromkeys(("documents", "blocks"), EXCLUDED),
 }
 """Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
+MOST_LENGTHS = 16
+"""For which a sequence keeps the positions of its rows."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class ShardedSequence:
     length: int | None = None
     pad: bool = True
     ulysses_degree: int | None = None
+    _kept: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
@@ -247,7 +250,18 @@ class ShardedSequence:
             refuse("seq_len", "the length of the whole sequence", None, "or set length=")
         if self.length is not None and length not in (self.length, self.seq_len):
             refuse("seq_len", f"{self.length}, this sequence's length", length, "leave it out")
-        return self.layout.positions(self._sharded_len(length), self.cp_size, self.cp_rank).to(device)
+        return self._rows(self._sharded_len(length), device).clone()
+
+    def _rows(self, seq_len: int, device: torch.device | str | None) -> Tensor:
+        """Positions of this rank's rows, kept for a few lengths: each tensor of a batch needs them."""
+        if torch.compiler.is_compiling():
+            return self.layout.positions(seq_len, self.cp_size, self.cp_rank).to(device)
+        if (rows := self._kept.get((seq_len, device))) is None:
+            with torch.inference_mode(False):
+                rows = self.layout.positions(seq_len, self.cp_size, self.cp_rank).to(device)
+            if not isinstance(rows, FakeTensor) and len(self._kept) < MOST_LENGTHS:
+                self._kept[seq_len, device] = rows
+        return rows
 
     def mask(self, mask: Mask, layout: Layout | None = None) -> Mask:
         """The mask of the padded sequence: its tensors padded, and padding keys hidden where a query could see them.
@@ -344,10 +358,9 @@ class ShardedSequence:
             pieces = self.layout.runs(whole.shape[dim], self.cp_size, self.cp_rank)
             for copy in (piece for piece in pieces if isinstance(piece, Run) and piece.copied):
                 whole = whole.index_fill(dim, copy.positions().to(whole.device), padding)
-        rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
         if not torch.compiler.is_compiling() and self.cp_size > 1:
             note_cut(str(name), leaf, self.layout, whole.shape[dim], self.mesh.get_group())
-        return whole.index_select(dim, rows)
+        return whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
         """The padding becomes a document of its own."""
@@ -366,12 +379,10 @@ class Root:
     Attributes:
         sequence: its sequence, in the layout of the batch.
         seq_len: tokens of the sequence, with padding.
-        cores: calls of cores in this forward so far; of those that are not compiled.
     """
 
     sequence: ShardedSequence
     seq_len: int
-    cores: int = 0
 
 
 ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)

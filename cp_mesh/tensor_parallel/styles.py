@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +28,7 @@ from cp_mesh.tensor_parallel.colwise import Columns, column_linears
 from cp_mesh.tensor_parallel.matmul import graded_names, refuse_transforms
 from cp_mesh.tensor_parallel.rowwise import row_linear, sum_rows
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, Head, embed
-from cp_mesh.wrap import LINEAR, check_plain, plain_name, replace_forward, replaced
+from cp_mesh.wrap import LINEAR, check_plain, replace_forward, replaced
 
 Mode = Literal["reduce_scatter", "all_reduce"]
 """How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
@@ -52,7 +51,45 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class OverlappedColwise(ParallelStyle):
+class _OverTP(ParallelStyle):
+    """What the styles share: their mode and transport, and which modules they take."""
+
+    def __init__(self, mode: str, transport: str = "auto") -> None:
+        super().__init__()
+        style = type(self).__name__
+        check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
+        check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
+        if transport == "symmetric_memory" and mode == "all_reduce":
+            hint = "mode='reduce_scatter', or transport='auto', works"
+            refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(transport), hint)
+        self.mode = self.mode_over_tp = mode
+        self.transport, self.sharded = transport, mode == "reduce_scatter"
+
+    def of_mesh(self, mesh: DeviceMesh) -> _Where:
+        if mesh.ndim != 1:
+            refuse(f"{type(self).__name__}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["tp"]')
+        group = mesh.get_group()
+        return _Where(mesh, group.group_name, group.size(), group.rank())
+
+    def check(self, module: nn.Module, kind: type[nn.Module]) -> None:
+        """Refuse a module of another kind, or that has a style or a forward of its own."""
+        style = type(self).__name__
+        if (other := replaced(module, LINEAR)) is not None:
+            refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
+        check_plain(style, module)
+        if not isinstance(module, kind):
+            refuse(style, f"nn.{kind.__name__}", type(module).__name__, "name the linears, or leave the module out")
+        if type(module).forward is not kind.forward or "forward" in module.__dict__:
+            got = f"{type(module).__name__}, which has a forward of its own"
+            hint = "PyTorch's styles take DTensors to it"
+            refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
+
+    def replace(self, module: nn.Module, run: Callable[..., Any], *first: Any) -> nn.Module:
+        replace_forward(module, LINEAR, type(self).__name__, functools.partial(run, *first))
+        return module
+
+
+class OverlappedColwise(_OverTP):
     """Linears whose output features are sharded over tp, and which gather their input once.
 
     Its backward gathers the input beside the product for the input's gradient, and sums that gradient over tp beside
@@ -90,29 +127,26 @@ class OverlappedColwise(ParallelStyle):
         recompute_all_gather: bool = False,
         transport: Transport = "auto",
     ) -> None:
-        super().__init__()
-        _check_mode("OverlappedColwise", mode)
-        _check_transport("OverlappedColwise", transport, mode)
+        super().__init__(mode, transport)
         if recompute_all_gather and mode == "all_reduce":
             hint = "mode='reduce_scatter' gathers"
             refuse("OverlappedColwise: recompute_all_gather", "False where nothing is gathered", True, hint)
-        self.names, self.mode, self.recompute_all_gather, self.transport = names, mode, recompute_all_gather, transport
+        self.names, self.recompute_all_gather = names, recompute_all_gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = _check_mesh("OverlappedColwise", device_mesh)
+        where = self.of_mesh(device_mesh)
         linears = [_submodule(module, name) for name in self.names] or [module]
         for linear in linears:
-            _check_module("OverlappedColwise", linear, nn.Linear)
+            self.check(linear, nn.Linear)
         if len(kinds := {(linear.in_features, linear.weight.dtype) for linear in linears}) > 1:
             refuse(f"OverlappedColwise{self.names}", "one in_features and dtype", kinds, "give each a style of its own")
         together = _Together()
         for name, linear in zip(self.names or ("",), linears, strict=True):
             _shard(linear, "weight", device_mesh, Shard(0), self.src_data_rank)
             _shard(linear, "bias", device_mesh, Shard(0), self.src_data_rank)
-            run = functools.partial(self._run, where, together, name)
-            replace_forward(linear, LINEAR, "OverlappedColwise", run)
+            self.replace(linear, self._run, where, together, name)
         if self.names:
-            replace_forward(module, LINEAR, "OverlappedColwise", functools.partial(self._run_parent, where, together))
+            self.replace(module, self._run_parent, where, together)
         return module
 
     @_announced
@@ -155,7 +189,7 @@ class OverlappedColwise(ParallelStyle):
         return together.waiting.pop(name)
 
     def _compute(self, where: _Where, x: Tensor, linears: Mapping[str, nn.Module]) -> tuple[Tensor, ...]:
-        sharded = self.mode == "reduce_scatter"
+        sharded = self.sharded
         num_rows, x = where.read("OverlappedColwise", x, Shard(x.ndim - 2) if sharded else Replicate())
         kinds = "weight", "bias"
         weights, biases = ([where.given(getattr(linear, kind)) for linear in linears.values()] for kind in kinds)
@@ -186,7 +220,7 @@ def _version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else times_written(x)
 
 
-class OverlappedRowwise(ParallelStyle):
+class OverlappedRowwise(_OverTP):
     """A linear whose input features are sharded over tp; its output is summed over tp.
 
     Args:
@@ -206,22 +240,19 @@ class OverlappedRowwise(ParallelStyle):
     def __init__(
         self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True, transport: Transport = "auto"
     ) -> None:
-        super().__init__()
-        _check_mode("OverlappedRowwise", mode)
-        _check_transport("OverlappedRowwise", transport, mode)
-        self.mode, self.use_local_output, self.transport = mode, use_local_output, transport
+        super().__init__(mode, transport)
+        self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = _check_mesh("OverlappedRowwise", device_mesh)
-        _check_module("OverlappedRowwise", module, nn.Linear)
+        where = self.of_mesh(device_mesh)
+        self.check(module, nn.Linear)
         _shard(module, "weight", device_mesh, Shard(1), self.src_data_rank)
         _shard(module, "bias", device_mesh, Replicate(), self.src_data_rank)
-        replace_forward(module, LINEAR, "OverlappedRowwise", functools.partial(self._run, where))
-        return module
+        return self.replace(module, self._run, where)
 
     @_announced
     def _run(self, where: _Where, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
-        sharded = self.mode == "reduce_scatter"
+        sharded = self.sharded
         if isinstance(input, DTensor):
             input = where.read("OverlappedRowwise", input, Shard(input.ndim - 1))[1]
         where.check_output("OverlappedRowwise", input.shape[-2], sharded and self.use_local_output)
@@ -237,7 +268,7 @@ class OverlappedRowwise(ParallelStyle):
         return out if self.use_local_output else where.wrap(out, input.shape[-2], sharded)
 
 
-class VocabParallelEmbedding(ParallelStyle):
+class VocabParallelEmbedding(_OverTP):
     """An embedding whose vocabulary is sharded over tp.
 
     Args:
@@ -252,25 +283,23 @@ class VocabParallelEmbedding(ParallelStyle):
     """
 
     def __init__(self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True) -> None:
-        super().__init__()
-        _check_mode("VocabParallelEmbedding", mode)
-        self.mode, self.use_local_output = mode, use_local_output
+        super().__init__(mode)
+        self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = _check_mesh("VocabParallelEmbedding", device_mesh)
-        _check_module("VocabParallelEmbedding", module, nn.Embedding)
+        where = self.of_mesh(device_mesh)
+        self.check(module, nn.Embedding)
         assert isinstance(module, nn.Embedding)
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             got = f"max_norm={module.max_norm}, scale_grad_by_freq={module.scale_grad_by_freq}, sparse={module.sparse}"
             refuse("VocabParallelEmbedding", "none of these", got, "leave them out", UnsupportedError)
         own = where.vocabulary("VocabParallelEmbedding", module.num_embeddings)
         _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
-        replace_forward(module, LINEAR, "VocabParallelEmbedding", functools.partial(self._run, where, own))
-        return module
+        return self.replace(module, self._run, where, own)
 
     @_announced
     def _run(self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
-        sharded, num_rows = self.mode == "reduce_scatter", input.shape[-1]
+        sharded, num_rows = self.sharded, input.shape[-1]
         if isinstance(input, DTensor):
             input = where.read("VocabParallelEmbedding", input, Replicate())[1]
         where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
@@ -282,7 +311,7 @@ class VocabParallelEmbedding(ParallelStyle):
         return out if self.use_local_output else where.wrap(out, num_rows, sharded)
 
 
-class VocabParallelHead(ParallelStyle):
+class VocabParallelHead(_OverTP):
     """The last linear, whose logits the loss computes, in chunks of rows, of this rank's part of the vocabulary.
 
     The module returns a `DeferredLogits` of `vocab_parallel.py`, which `cross_entropy` takes in the place
@@ -297,57 +326,30 @@ class VocabParallelHead(ParallelStyle):
     """
 
     def __init__(self, *, mode: Mode = "reduce_scatter") -> None:
-        super().__init__()
-        _check_mode("VocabParallelHead", mode)
-        self.mode = mode
+        super().__init__(mode)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = _check_mesh("VocabParallelHead", device_mesh)
-        _check_module("VocabParallelHead", module, nn.Linear)
+        where = self.of_mesh(device_mesh)
+        self.check(module, nn.Linear)
         assert isinstance(module, nn.Linear)
         if module.bias is not None:
             hint = "OverlappedColwise() has logits with a bias"
             refuse("VocabParallelHead", "a linear without a bias", "one with a bias", hint, UnsupportedError)
         own = where.vocabulary("VocabParallelHead", module.out_features)
         _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
-        replace_forward(module, LINEAR, "VocabParallelHead", functools.partial(self._run, where, own))
-        return module
+        return self.replace(module, self._run, where, own)
 
     @_announced
     def _run(
         self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor
     ) -> DeferredLogits:
-        sharded = self.mode == "reduce_scatter"
+        sharded = self.sharded
         num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
         weight = where.local(module.weight)
         assert isinstance(module, nn.Linear) and weight is not None
         of_other = not torch.compiler.is_compiling() and is_view(x)  # of which FSDP2 warns where a model returns it
         x = _hidden(x, weight) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
         return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
-
-
-def shards_rows(style: ParallelStyle) -> bool:
-    """Whether the module's input or output is sharded along the sequence over tp."""
-    return isinstance(style, TENSOR_PARALLEL) and style.mode == "reduce_scatter"
-
-
-def columns_of(module: nn.Module) -> dict[str, tuple[nn.Linear, int]]:
-    """The linears in a module whose output features are sharded, by their last names, and over how many ranks."""
-    found = {}
-    for path, part in module.named_modules():
-        style = replaced(part, LINEAR)
-        if isinstance(part, nn.Linear) and style is not None and style.name == OverlappedColwise.__name__:
-            found[plain_name(path).rpartition(".")[2]] = part, style.run.args[0].size  # type: ignore[attr-defined]
-    return found
-
-
-def tp_groups(module: nn.Module) -> set[dist.ProcessGroup]:
-    """Those over which styles of this file were applied in a module."""
-    runs: list[Any] = [style.run for part in module.modules() if (style := replaced(part, LINEAR)) is not None]
-    return {run.args[0].mesh.get_group() for run in runs}
-
-
-TENSOR_PARALLEL = OverlappedColwise | OverlappedRowwise | VocabParallelEmbedding | VocabParallelHead
 
 
 def _hidden(x: Tensor, weight: Tensor) -> Tensor:
@@ -439,42 +441,12 @@ class _Where:
         return chunk_bounds(size, self.size, self.rank)
 
 
-def _check_mode(style: str, mode: str) -> None:
-    check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
-
-
-def _check_transport(style: str, transport: str, mode: str) -> None:
-    check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
-    if transport == "symmetric_memory" and mode == "all_reduce":
-        hint = "mode='reduce_scatter', or transport='auto', works"
-        refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(transport), hint)
-
-
-def _check_mesh(style: str, mesh: DeviceMesh) -> _Where:
-    if mesh.ndim != 1:
-        refuse(f"{style}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["tp"]')
-    group = mesh.get_group()
-    return _Where(mesh, group.group_name, group.size(), group.rank())
-
-
 def _submodule(module: nn.Module, name: str) -> nn.Module:
     try:
         return module.get_submodule(name)
     except AttributeError:
         names = ", ".join(key for key, part in module.named_modules() if isinstance(part, nn.Linear)) or "none"
         refuse("OverlappedColwise", "names of linears in the module", repr(name), f"it has {names}", ArgumentError)
-
-
-def _check_module(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Refuse a module of another kind, or that has a style or a forward of its own."""
-    if (other := replaced(module, LINEAR)) is not None:
-        refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
-    check_plain(style, module)
-    if not isinstance(module, kind):
-        refuse(style, f"nn.{kind.__name__}", type(module).__name__, "name the linears, or leave the module out")
-    if type(module).forward is not kind.forward or "forward" in module.__dict__:
-        got, hint = f"{type(module).__name__}, which has a forward of its own", "PyTorch's styles take DTensors to it"
-        refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
 
 
 def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:

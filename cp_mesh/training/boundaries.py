@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,7 +24,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sharded_model import POSITIONS, padding_of
-from cp_mesh.training.style_helpers import announce, check_layout, check_layout_of_root, claim, layout_of_call
+from cp_mesh.training.style_helpers import announced, check_layout, check_layout_of_root, claim, layout_of_call
 from cp_mesh.wrap import INPUT, OUTPUT, replace_forward
 
 
@@ -39,7 +37,9 @@ class _Boundary(ParallelStyle):
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
         """The sequence in the layout of one call of the module; these are its arguments."""
-        sequence = replace(self.sequence, layout=layout_of_call(self, *args, **kwargs))
+        sequence = self.sequence
+        if self.layout is not None:
+            sequence = replace(sequence, layout=layout_of_call(self, *args, **kwargs))
         root = None if torch.compiler.is_compiling() else ROOT.get()
         if root is not None and root.sequence.mesh == sequence.mesh:
             check_layout_of_root(root.sequence, sequence.layout, type(self).__name__)
@@ -106,6 +106,7 @@ class ShardInput(_Boundary):
         replace_forward(module, INPUT, type(self).__name__, functools.partial(self._run, chosen))
         return module
 
+    @announced
     def _run(
         self,
         chosen: list[tuple[str, int]],
@@ -117,20 +118,16 @@ class ShardInput(_Boundary):
     ) -> Any:
         """The module's forward on this rank's rows; ``chosen`` are the names and places of its inputs."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        try:
-            sequence = self.of_call(*args, **kwargs)
-            present = [(name, place if place in given else name) for name, place in chosen]
-            present = [(name, key) for name, key in present if given.get(key) is not None]
-            with unwatched() if watched() else nullcontext():  # a layout counts rows
-                for name, key in present:
-                    given[key] = self._shard(sequence, name, given[key])
-            if not present:
-                got = f"{len(args)} arguments by place, {[*kwargs]} by name"
-                refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
-            self._watch_positions({name: given[key] for name, key in present})
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
+        sequence = self.of_call(*args, **kwargs)
+        present = [(name, place if place in given else name) for name, place in chosen]
+        present = [(name, key) for name, key in present if given.get(key) is not None]
+        with unwatched():  # a layout counts rows
+            for name, key in present:
+                given[key] = self._shard(sequence, name, given[key])
+        if not present:
+            got = f"{len(args)} arguments by place, {[*kwargs]} by name"
+            refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
+        self._watch_positions({name: given[key] for name, key in present})
         return forward(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
 
     def _watch_positions(self, local: dict[str, Any]) -> None:
@@ -157,8 +154,8 @@ class GatherOutput(_Boundary):
     What their gradient means must be said, since it is not seen from here:
 
     - "mean": every cp rank computes the same loss from the whole, as `F.cross_entropy` of whole logits and labels, with
-      no parameters behind the module, whose gradients would be cp times too large (the first forward warns of them); as
-      in ``ShardedModel(gather_output=True)``.
+      no parameters behind the module, whose gradients would be cp times too large;
+      as in ``ShardedModel(gather_output=True)``.
     - "sum": the loss is this rank's share of a sum, also where a `ShardInput` follows, or more layers that every rank
       computes alike. Of a loss that is the same on every rank the share is its part, ``loss / cp_size``.
 
@@ -197,28 +194,13 @@ class GatherOutput(_Boundary):
         replace_forward(module, OUTPUT, type(self).__name__, self._run)
         return module
 
+    @announced
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        try:
-            sequence = self.of_call(*args, **kwargs)
-            gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
-            with unwatched() if watched() else nullcontext():
-                whole = self._gather(type(module).__name__, gather, output)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
-        if self.gradient == "mean" and sequence.cp_size > 1 and (watch := watched()) is not None:
-            watch.behind = functools.partial(self._warn_of_parameters, type(module).__name__)
-        return whole
-
-    def _warn_of_parameters(self, where: str) -> None:
-        self.gather_output = False  # so that a loss that is no share is warned of, too
-        warnings.warn(
-            f'cp_mesh: parameters are used behind GatherOutput({where}, gradient="mean"): every rank computes their '
-            f"whole gradient, so its sum over the ranks is {self.sequence.cp_size} times too large. Gather the output "
-            'of the last module with parameters; or say gradient="sum", and divide the loss by the number of cp ranks',
-            stacklevel=3,
-        )
+        sequence = self.of_call(*args, **kwargs)
+        gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
+        with unwatched():
+            return self._gather(type(module).__name__, gather, output)
 
     def _gather(self, where: str, gather: Callable[[Tensor], Tensor], output: Any) -> Any:
         if self.outputs is None:

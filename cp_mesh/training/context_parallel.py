@@ -1,10 +1,10 @@
 """`ContextParallel`: the style of an attention core.
 
-During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` and
-flex_attention into the sharded ones (`coverage`); no function of torch is patched. Inside the module tensors stay as
-the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
-cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the place of its
-module's forward as `wrap.py` says.
+During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` into
+the sharded one (`coverage`), and `cp_mesh.flex_attention` finds it; no function of torch is patched. Inside the module
+tensors stay as the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as
+DTensors over cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the
+place of its module's forward as `wrap.py` says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,63 +23,55 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.call.dtensor import check_placements, check_score_placements, first_index, local_scores, wrap, wrap_results
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import attend
+from cp_mesh.call.function import attend, check_format
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense, settle
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.model_groups import ranks_of_tp
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
-from cp_mesh.flex.block_mask import check_hidden
 from cp_mesh.flex.function import Functions, ScoreMod
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
+from cp_mesh.sequence.cuts import check_rows
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.config import (
     Reach,
-    check_head_dim,
     check_mask_read,
     check_reach,
     check_scores_stated,
-    check_variables,
     stated_reach,
-    variables,
 )
-from cp_mesh.training.checks.coverage import (
-    PUT_BACK,
-    Interception,
-    can_compile_flex,
-    keep_uncompiled,
-    replaced_sdpa,
-    unwatched,
-    watched,
-)
+from cp_mesh.training.checks.coverage import unwatched, watched
+from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import (
-    announce,
+    LOOKED_AT,
+    announced,
     check_layout,
     check_layout_of_root,
     claim,
     has_axis,
     layout_of_call,
+    looked_at,
     styles_of,
 )
 from cp_mesh.wrap import STYLE, replace_forward, replaced
 
-_LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
-_COMPILES_FLEX = "_cp_mesh_compiles_flex"  # whether a core calls what torch.compile made of flex_attention
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of an attention core attends with; the mask is that of the padded sequence.
+    """What one call of an attention core attends with.
 
-    ``stated``: of a first call, the module and what the mask must say.
+    Attributes:
+        given: keywords of `attend`, but for the scale and what the scores say; the mask is of the padded sequence.
+        scores: options of the scores.
+        stated: of a first call, the module and what the mask must say.
     """
 
-    layout: Layout
-    mask: Mask
+    given: dict[str, Any]
     scores: Mapping[str, Any]
     stated: tuple[nn.Module, Reach] | None = None
 
@@ -89,10 +81,10 @@ class ContextParallel(ParallelStyle):
 
     The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
     ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Or it calls PyTorch's `flex_attention`, with a block mask of the whole sequence (docs/flex.md); then the
-    style's mask must hide nothing that the block mask shows, as `Mask(causal=False)` does not. Other attention of
-    PyTorch (`nn.MultiheadAttention`, operators of aten) is refused there, and so is a checkpoint that the core itself
-    begins: checkpoint the module that holds the core. Not seen are
+    means. Or it calls `cp_mesh.flex_attention` as it would PyTorch's, with a block mask of the whole sequence
+    (docs/flex.md) and no mesh; the style's mask is `Mask(causal=False)` then. Other attention of PyTorch (its own
+    flex_attention, `nn.MultiheadAttention`, operators of aten) is refused there, and so is a checkpoint that the core
+    itself begins: checkpoint the module that holds the core. Not seen are
     torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
     higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
     as it is.
@@ -159,93 +151,64 @@ class ContextParallel(ParallelStyle):
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
         check_choice("transport", transport, TRANSPORTS, "functional")
-        self._variables = {name: variables(getattr(self, name)) for name in ("mask", "scores", "layout")}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if "cross" in type(module).__name__.lower():
             raise UnsupportedError(cross_attention(type(module).__name__))
-        self.check_functions()
         claim(module, device_mesh, self.sequence, self)
         replace_forward(module, STYLE, type(self).__name__, self._run)
         return module
 
-    def check_functions(self) -> None:
-        """Refuse functions whose variables have changed since the style was made."""
-        for name, before in self._variables.items():
-            if before:
-                check_variables(f"ContextParallel.{name}", getattr(self, name), before)
-
-    def check_functions_once(self) -> None:
-        """In the first forward; later ones may bind what they like."""
-        self.check_functions()
-        self._variables = {}
-
+    @announced
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
-        call = self.of_call(module, *args, **kwargs)
-        told = functools.partial(announce, self.sequence)
-        sdpa, flex = functools.partial(self.sharded_sdpa, call), functools.partial(self.sharded_flex, call)
-        eager = not torch.compiler.is_compiling()
-        if eager:
+        call, watch = self.prepare(module, *args, **kwargs), watched()
+        if not torch.compiler.is_compiling():
             keep_uncompiled()
-        if eager and module.__dict__.get(
-            _COMPILES_FLEX, can_compile_flex()
-        ):  # a first call tells whether the core does
-            forward = torch.compiler.set_stance("force_eager")(forward)
-            flex = torch.compiler.set_stance("default")(flex)
-        interception = Interception(sdpa, flex, told)
-        if eager and checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
-            forward = checked(where=found.where)(forward)
-        if watched():
-            with unwatched(), interception:
-                result = forward(*args, **kwargs)
-        else:
-            with interception:
-                result = forward(*args, **kwargs)
-        if eager and can_compile_flex():
-            module.__dict__.setdefault(_COMPILES_FLEX, interception.compiles_flex)
-        if interception.calls == 0:
-            what = f"ContextParallel({type(module).__name__})"
-            expected = "a call of F.scaled_dot_product_attention, or of flex_attention,"
-            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
+            if checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
+                forward = checked(where=found.where)(forward)
+        sdpa, flex = functools.partial(self.sdpa, call), functools.partial(self.flex, call)
+        mode = SDPAMode(sdpa, flex, None if watch is None else watch.look)
+        with unwatched(), mode:
+            result = forward(*args, **kwargs)
+        if mode.calls == 0:
             got = "none"
+            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
             if wrapper := replaced_sdpa():
                 got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
-            error = ArgumentError(describe(what, f"{expected} in its forward", got, hint))
-            announce(self.sequence, error)
-            raise error
+            expected = "a call of F.scaled_dot_product_attention, or of cp_mesh.flex_attention, in its forward"
+            refuse(f"ContextParallel({type(module).__name__})", expected, got, hint)
         return result
 
-    def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
+    def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """What one call of the wrapped module attends with; these are its arguments."""
-        try:
-            layout = layout_of_call(self, *args, **kwargs)
-            _check_root(self.sequence, layout)
-            first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
-            if first and not torch.compiler.is_compiling():
-                self.check_functions_once()
-            mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
-            if not isinstance(mask, Mask):
-                refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
-            if isinstance(self.scores, Mapping):  # Dynamo cannot tell whether a dict is callable
-                scores = self.scores
-            else:
-                scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
-            stated = self._first(module, (*args, *kwargs.values())) if first else None
-            return _Call(layout, self.sequence.mask(mask, layout), scores, stated)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
+        layout = layout_of_call(self, *args, **kwargs)
+        _check_root(self.sequence, layout)
+        mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
+        if not isinstance(mask, Mask):
+            refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
+        if isinstance(self.scores, Mapping):  # Dynamo cannot tell whether a dict is callable
+            scores = self.scores
+        else:
+            scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
+        first = torch.compiler.is_compiling() or "core" not in module.__dict__.get(LOOKED_AT, ())
+        stated = self._first(module, (*args, *kwargs.values())) if first else None
+        sequence = self.sequence
+        given: dict[str, Any] = dict(
+            mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len_in(layout), layout=layout,
+            mask=sequence.mask(mask, layout), of_root=sequence.length is None, **self.options,
+        )  # fmt: skip
+        return _Call(given, scores, stated)
 
     def _first(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[nn.Module, Reach]:
         """In the first call of a module: refuse what the module says of its attention and the style does not."""
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
         if not torch.compiler.is_compiling():
-            module.__dict__[_LOOKED_AT] = True
+            looked_at(module).add("core")
         return module, stated_reach(module)
 
-    def sharded_sdpa(
+    def sdpa(
         self,
         call: _Call,
         query: Tensor,
@@ -257,122 +220,12 @@ class ContextParallel(ParallelStyle):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
-
-        Args:
-            call: the style's for the module's call.
-            query, key, value: [B, H or K, S_local, D], plain or DTensors.
-            attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
-
-        Raises:
-            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
-        """
-        try:
-            self._check_call(call, query, key, value, attn_mask, is_causal, enable_gqa)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
-        tensors = query, key, value
-        given = self._keywords(call, scale) | {"dropout_p": dropout_p}
-        if not _over_others(query, self.sequence.mesh):
-            return cast(Tensor, attend(*tensors, **given | dict(call.scores)))
-        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
-        q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
-        out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, query, FORMATS[2])))
-        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
-
-    def sharded_flex(
-        self,
-        call: _Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_mod: ScoreMod | None,
-        block_mask: Any,
-        scale: float | None,
-        enable_gqa: bool,  # which PyTorch's function checks
-        return_lse: bool,
-        kernel_options: Any,
-        return_aux: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """PyTorch's flex_attention over the whole sequence, for one intercepted call.
-
-        Args:
-            call: the style's for the module's call.
-            query, key, value: [B, H or K, S_local, D], plain or DTensors.
-            score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux: as in PyTorch's; functions
-                see global indices, and the mask is of the whole sequence, without padding.
-
-        Returns:
-            out and lse; lse has no element if it is not wanted.
-
-        Raises:
-            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
-        """
-        form = FORMATS[2]
-        return_lse = return_lse or getattr(return_aux, "lse", False)
-        given = self._keywords(call, scale) | {"return_lse": return_lse}
-        try:
-            if kernel_options:
-                hint = "leave it out: cp_mesh chooses its kernel by ContextParallel(kernel=)"
-                refuse("kernel_options", "none", kernel_options, hint, UnsupportedError)
-            if getattr(return_aux, "max_scores", False):
-                hint = "lse is there, AuxRequest(lse=True)"
-                refuse("return_aux", "no maxima of scores", return_aux, hint, UnsupportedError)
-            if call.stated is not None:
-                check_head_dim(call.stated[0], query)
-            if call.scores:
-                refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
-            if over_tp := _over_others(query, self.sequence.mesh):
-                check_placements(query, key, value, (), form)
-            rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
-            length = self.sequence.length or rows
-            last = None if given["seq_len"] in (None, length) else length - 1
-            sizes = query.shape[0], query.shape[1], length
-            functions = Functions.of(score_mod, block_mask, query, sizes, last)
-            if not isinstance(query, DTensor):
-                functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
-            check_hidden(call.mask, functions.mask_mod, functions.of_mask, sizes, query.device)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
-        given |= functions.keywords()
-        if not _over_others(query, self.sequence.mesh):
-            found = attend(query, key, value, **given)
-            return cast(tuple[Tensor, Tensor], found if return_lse else (found, query.new_empty(0)))
-        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
-        first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
-        found = attend(q, k, v, **given, first_head=first_head, first_batch=first_batch)
-        out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
-        return wrap_results(out, lse, query, form)
-
-    def _keywords(self, call: _Call, scale: float | None) -> dict[str, Any]:
-        """What `attend` is told."""
-        return dict(
-            mesh=self.sequence.mesh,
-            seq_dim=2,
-            seq_len=self.sequence.seq_len_in(call.layout),
-            layout=call.layout,
-            mask=call.mask,
-            scale=scale,
-            of_root=self.sequence.length is None,
-            **self.options,
-        )
-
-    def _check_call(
-        self,
-        call: _Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> None:
+        """`F.scaled_dot_product_attention` over the whole sequence, for one call in the core: [B, H, S_local, D]."""
+        form, over_tp = FORMATS[2], _over_others(query, self.sequence.mesh)
         check_dense(query=query, key=key, value=value)
-        if _over_others(query, self.sequence.mesh):
-            check_placements(query, key, value, (), FORMATS[2])
-            check_score_placements(call.scores, query, FORMATS[2])
+        if over_tp is not None:
+            check_placements(over_tp, key, value, (), form)
+            check_score_placements(call.scores, over_tp, form)
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
@@ -381,26 +234,81 @@ class ContextParallel(ParallelStyle):
                 "mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, rows of this rank, all keys]}; that "
                 "needs memory for each pair and the Triton or reference kernel"
             )
-        if is_causal != call.mask.causal:
+        mask = call.given["mask"]
+        if is_causal != mask.causal:
             refuse(
-                "is_causal",
-                f"{call.mask.causal}, as in the style's {call.mask}",
-                is_causal,
-                "make the call and the style agree",
+                "is_causal", f"{mask.causal}, as in the style's {mask}", is_causal, "make the call and the style agree"
             )
         if call.stated is not None:
             rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
             module, reach = call.stated
             check_scores_stated(module, call.scores)
-            check_head_dim(module, query)
-            check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
-        if not enable_gqa and query.shape[-3] != key.shape[-3]:
-            refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+            check_reach(type(module).__name__, reach, mask, self.sequence.length or rows)
+            if call.given["of_root"] and not torch.compiler.is_compiling() and ROOT.get() is None:
+                whole = isinstance(query, DTensor) and over_tp is None
+                what, group = f"ContextParallel({type(module).__name__})", self.sequence.mesh.get_group()
+                check_rows(group, None if whole else query.shape[-2], call.given["layout"], what)
+        _check_heads(query, key, enable_gqa)
+        given = call.given | {"scale": scale, "dropout_p": dropout_p}
+        if over_tp is None:
+            return cast(Tensor, attend(query, key, value, **given | dict(call.scores)))
+        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
+        out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, over_tp, form)))
+        return wrap(out, over_tp.device_mesh, over_tp.placements, (*query.shape[:-1], value.shape[-1]), over_tp)
+
+    def flex(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: ScoreMod | None,
+        block_mask: Any,
+        scale: float | None,
+        enable_gqa: bool,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`cp_mesh.flex_attention` over the whole sequence, for one call in the core.
+
+        Functions see global indices, and the block mask is of the whole sequence, without padding.
+        """
+        form, mask, over_tp = FORMATS[2], call.given["mask"], _over_others(query, self.sequence.mesh)
+        check_format(query, key, value, form)
+        if call.scores:
+            refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
+        if mask.causal or mask.window or mask.elementwise:
+            hint = "mask=Mask(causal=False) leaves all to the functions"
+            refuse("ContextParallel.mask", "one that hides nothing beside flex_attention", mask, hint)
+        _check_heads(query, key, enable_gqa)
+        if over_tp is not None:
+            check_placements(over_tp, key, value, (), form)
+        rows = query.shape[2] * (1 if isinstance(query, DTensor) and over_tp is None else self.sequence.cp_size)
+        length = self.sequence.length or rows
+        last = None if call.given["seq_len"] in (None, length) else length - 1
+        sizes = query.shape[0], query.shape[1], length
+        functions = Functions.of(score_mod, block_mask, query, sizes, last)
+        if not isinstance(query, DTensor):
+            functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
+        given = call.given | functions.keywords() | {"scale": scale, "return_lse": return_lse}
+        if over_tp is None:
+            return attend(query, key, value, **given)
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
+        first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
+        found = attend(q, k, v, **given, first_head=first_head, first_batch=first_batch)
+        out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
+        results = wrap_results(out, lse, over_tp, form)
+        return results if return_lse else results[0]
 
 
-def _over_others(query: Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor over other axes, tp alone: its rows are those of this rank."""
-    return isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh)
+def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+        refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+
+
+def _over_others(query: Tensor, mesh: DeviceMesh) -> DTensor | None:
+    """The query if it is a DTensor over other axes, tp alone: its rows are those of this rank."""
+    return query if isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh) else None
 
 
 def cores_of(module: nn.Module) -> list[ContextParallel]:
@@ -413,7 +321,6 @@ def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
     found = None if torch.compiler.is_compiling() else ROOT.get()
     if found is None or found.sequence.mesh != sequence.mesh:
         return
-    found.cores += 1
     check_layout_of_root(found.sequence, layout, "the core")
 
 

@@ -27,20 +27,17 @@ from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.tensor_parallel.styles import TENSOR_PARALLEL, columns_of, shards_rows, tp_groups
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
-from cp_mesh.training.checks.config import HEAD_DIM, stated_head_dim
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import RANKS, SUMS, styles_of
-from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
+from cp_mesh.wrap import LINEAR, STYLE, check_plain, plain_name, replaced
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
 """Of a parameter or buffer: its name in the model, its module, and its name there."""
-_QUERIES = ("q", "wq", "q_proj", "query", "to_q", "q_linear")  # names of the linear of queries
 
 
 def parallelize(
@@ -112,14 +109,13 @@ def parallelize(
                 parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
     for places in tied:
         _tie(places)
-    _note_head_dims(module)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
-    stand_beside(over_cp | dict.fromkeys(tp_groups(module), "tp"))
+    stand_beside(over_cp | dict.fromkeys(_groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
         watch_first_step(root, cp=mesh.get_group())
-    if any(isinstance(style, TENSOR_PARALLEL) for style in styles):
-        watch_first_step(root, tp=mesh.get_group(), rows=any(shards_rows(style) for style in styles))
+    if modes := {mode for style in styles if (mode := _mode_over_tp(style))}:
+        watch_first_step(root, tp=mesh.get_group(), rows="reduce_scatter" in modes)
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(root)
     return module
@@ -198,10 +194,21 @@ def _matches(key: str, name: str) -> bool:
 
 def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
     """Refuse linears over tp between which rows lie in two ways."""
-    modes = {style.mode: key for key, style in chosen.values() if isinstance(style, TENSOR_PARALLEL)}
+    modes = {mode: key for key, style in chosen.values() if (mode := _mode_over_tp(style))}
     if len(modes) > 1:
         got = ", ".join(f"{mode!r} at {key!r}" for mode, key in sorted(modes.items()))
         refuse("parallelize: mode", "one for all linears over tp", got, "give all of a model one mode")
+
+
+def _mode_over_tp(style: ParallelStyle) -> str:
+    """How rows lie between the linears of a style over tp of this library; "" of other styles."""
+    return str(getattr(style, "mode_over_tp", ""))
+
+
+def _groups_over_tp(module: nn.Module) -> set[dist.ProcessGroup]:
+    """Those over which such styles were applied in a module."""
+    runs: list[Any] = [found.run for part in module.modules() if (found := replaced(part, LINEAR)) is not None]
+    return {run.args[0].mesh.get_group() for run in runs}
 
 
 def _tied(module: nn.Module) -> list[list[_Place]]:
@@ -229,22 +236,6 @@ def _tie(places: list[_Place]) -> None:
     for path, part, name in places:
         if found[path] is not first:
             setattr(part, name, first)
-
-
-def _note_head_dims(module: nn.Module) -> None:
-    """Tell each core what head dim the nearest module with column linears over tp says."""
-    modules = dict(module.named_modules())
-    for path, core in modules.items():
-        style = replaced(core, STYLE)
-        if style is None or style.name != ContextParallel.__name__:
-            continue
-        parts = path.split(".") if path else []
-        for above in (modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)):
-            if columns := columns_of(above):
-                queries = next((linear for name, (linear, _) in columns.items() if name in _QUERIES), None)
-                tp = max(size for _, size in columns.values())
-                core.__dict__[HEAD_DIM] = stated_head_dim(above, queries, tp)
-                break
 
 
 def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:

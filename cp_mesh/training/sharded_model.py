@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,29 +24,13 @@ from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequen
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
-from cp_mesh.training.style_helpers import SUMS, announce, announcing, check_layout, claim, layout_of_call
+from cp_mesh.training.style_helpers import SUMS, announced, check_layout, claim, layout_of_call, looked_at
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
 """Names of forward arguments that take positions."""
 OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
 """Names of entries of an output that hold rows along dim 1."""
-_WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
-
-
-@dataclass
-class _Watched:
-    """Which forwards of a `ShardedModel` were watched.
-
-    Attributes:
-        module: the id of the module.
-        counts: how many cores a watched forward called, by (training, gradients).
-        due: modes in which a forward called another number of cores since: the next one is watched.
-    """
-
-    module: int
-    counts: dict[tuple[bool, bool], set[int]] = field(default_factory=dict)
-    due: set[tuple[bool, bool]] = field(default_factory=set)
 
 
 class ShardedModel(ParallelStyle):
@@ -69,11 +53,10 @@ class ShardedModel(ParallelStyle):
             Transformers do.
         watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
             have equal lengths. Eager code is looked at in the first forward in training and in evaluation, with and
-            without gradients, and again after a forward that called another number of cores than before; compiled code
-            whenever it is traced, which costs nothing when it runs. What Python does not call by a function of PyTorch
-            is not seen, as in `ContextParallel`, nor is attention to more or fewer keys than queries, which is taken
-            for cross-attention. False for models that also attend to sequences which are not sharded, such as a vision
-            tower.
+            without gradients; compiled code whenever it is traced, which costs nothing when it runs. What Python does
+            not call by a function of PyTorch is not seen, as in `ContextParallel`, nor is attention to more or fewer
+            keys than queries, which is taken for cross-attention. False for models that also attend to sequences which
+            are not sharded, such as a vision tower.
         layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
             layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
             sequence's. With it the root is not compiled as a whole; its blocks may be.
@@ -121,21 +104,18 @@ class ShardedModel(ParallelStyle):
             watch_encoders(module)
         return module
 
+    @announced
     def _run(
         self, names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """The root's forward on this rank's rows; ``names`` are those of its arguments."""
         given = dict(zip(names, args, strict=False))
-        try:
-            if len(args) > len(names) or given.keys() & kwargs.keys():
-                expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
-                refuse("ShardedModel", expected, got, "see forward")
-            named = given | kwargs
-            self._check_positions(names, named)
-            root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
+        if len(args) > len(names) or given.keys() & kwargs.keys():
+            expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
+            refuse("ShardedModel", expected, got, "see forward")
+        named = given | kwargs
+        self._check_positions(names, named)
+        root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
         if torch.compiler.is_compiling():
             output = self._run_traced(root, module, forward, arguments)
         else:
@@ -151,12 +131,12 @@ class ShardedModel(ParallelStyle):
         with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
             return forward(**arguments)
 
+    @announced
     def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The eager forward of a root, with its ``arguments`` for this rank's rows; others hear of what it raises."""
         token = ROOT.set(root)
         try:
-            with announcing(self.sequence):
-                return self._run_watched(root, module, forward, arguments)
+            return self._run_watched(root, module, forward, arguments)
         finally:
             ROOT.reset(token)
 
@@ -166,36 +146,25 @@ class ShardedModel(ParallelStyle):
         """The forward, watched where something may have changed.
 
         A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
-        and in evaluation, with gradients and without; and the one after a forward that called another number of cores
-        than those before, as it does when a core was replaced.
+        and in evaluation, with gradients and without.
         """
         _warn_of_averages(module, self.sequence)
-        if not self.watch:
+        mode = id(module), module.training, torch.is_grad_enabled()  # a copy may be changed before it runs
+        watched = looked_at(module)
+        if not self.watch or mode in watched:
             return forward(**arguments)
-        record: _Watched | None = module.__dict__.get(_WATCHED)
-        if record is None or record.module != id(module):  # a copy may be changed before it runs
-            record = module.__dict__[_WATCHED] = _Watched(id(module))
-        mode = module.training, torch.is_grad_enabled()
-        if mode not in record.counts or mode in record.due:
-            _check_masks(module, arguments)
-            for style in cores_of(module):
-                style.check_functions_once()
-            try:
-                with watching(module, self._local_rows(arguments) if self.positions is None else None):
-                    result = forward(**arguments)
-            except IndexError as error:
-                if self.sequence.length in (None, self.sequence.seq_len):
-                    raise
-                expected = f"tables for {self.sequence.seq_len} positions, with those of padding, and for token 0"
-                hint = "give the table of learned positions as many rows, or ShardedSequence(..., pad=False)"
-                raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
-            self._warn_of_losses(arguments, result)
-            record.counts.setdefault(mode, set()).add(root.cores)
-            record.due.discard(mode)
-            return result
-        result = forward(**arguments)
-        if root.cores not in record.counts[mode]:
-            record.due.add(mode)
+        _check_masks(module, arguments)
+        try:
+            with watching(module, self._local_rows(arguments), self.positions is None):
+                result = forward(**arguments)
+        except IndexError as error:
+            if self.sequence.length in (None, self.sequence.seq_len):
+                raise
+            expected = f"tables for {self.sequence.seq_len} positions, with those of padding, and for token 0"
+            hint = "give the table of learned positions as many rows, or ShardedSequence(..., pad=False)"
+            raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
+        self._warn_of_losses(arguments, result)
+        watched.add(mode)
         return result
 
     def _local_rows(self, arguments: dict[str, Any]) -> int:

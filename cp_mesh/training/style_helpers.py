@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import announce_error
+from cp_mesh.comm.agreement import announce_error, refusing
 from cp_mesh.comm.groups import names_of_axes
 from cp_mesh.errors import refuse, written
 from cp_mesh.geometry.layouts import Layout
@@ -20,6 +20,13 @@ from cp_mesh.wrap import INPUT, OUTPUT, STYLE, replaced
 
 SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
 RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
+LOOKED_AT = "_cp_mesh_looked_at"
+
+
+def looked_at(module: nn.Module) -> set[Any]:
+    """What was looked at once in a module. Copies have it too: what they are to be looked at again for has its id."""
+    found: set[Any] = module.__dict__.setdefault(LOOKED_AT, set())
+    return found
 
 
 def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:
@@ -70,14 +77,23 @@ def announce(sequence: ShardedSequence, error: Exception) -> None:
     announce_error(sequence.mesh.get_group().group_name, error)
 
 
-@contextmanager
-def announcing(sequence: ShardedSequence) -> Iterator[None]:
+def announcing(sequence: ShardedSequence) -> refusing:
     """`announce` what is raised within; not in code that is compiled."""
-    try:
-        yield
-    except Exception as error:
-        announce(sequence, error)
-        raise
+    return refusing(sequence.mesh.get_group().group_name)
+
+
+def announced(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a style that lets other ranks hear of what it refuses, also while torch.compile traces it."""
+
+    @functools.wraps(run)
+    def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(style, *args, **kwargs)
+        except Exception as error:
+            announce(style.sequence, error)
+            raise
+
+    return wrapper
 
 
 def claim(

@@ -94,8 +94,8 @@ plant("sums have no order where one is asked for", "functions:_fixed_order", "or
 plant("heads over tp count from 0 in functions", "spec:settle", "heads of cores over tp")(
     lambda settle: with_result(settle, lambda spec: spec._replace(first_head=0))
 )
-plant("a style hides what a block mask shows", "block_mask:check_hidden", "masks of cores")(
-    lambda check: lambda *given: None
+plant("a core calls PyTorch's flex_attention", "sdpa_mode:_asked_by_flex", "flex_attention of PyTorch in cores")(
+    lambda asked: lambda *given: False
 )
 
 

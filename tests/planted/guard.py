@@ -35,7 +35,6 @@ def _(is_first: Any) -> Any:
 plant("labels are not compared with tokens", "labels:_of_others", "labels of other rows")(nothing())
 plant("rows may be sharded once more", "cuts:is_cut", "sharded twice")(nothing(False))
 plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
-plant("variables of a loop are not compared", "config:check_variables", "variables of a loop")(nothing())
 plant("a mask may reach a style that has its own", "config:check_mask_read", "unread masks")(nothing())
 plant("tokens are not compared without a root", "checks.inputs:_check", "whole tokens")(nothing())
 plant("the ranks of a loss are not those of its gradients", "gradients:_check_ranks", "ranks of the loss")(nothing())

@@ -294,11 +294,11 @@ plant("compiled blocks are not watched", "coverage:_watched", "outside of the pl
 )
 plant(
     "modes are compiled by themselves",
-    "coverage:keep_uncompiled",
+    "sdpa_mode:keep_uncompiled",
     "what a core asks",
     new_ranks="Dynamo keeps for ever what it was told of a function",
 )(lambda keep_uncompiled: lambda *_: None)
-plant("a core may checkpoint its attention", "coverage:_inside_checkpoint", "checkpoints in cores")(
+plant("a core may checkpoint its attention", "sdpa_mode:_inside_checkpoint", "checkpoints in cores")(
     lambda inside_checkpoint: lambda: False
 )
 

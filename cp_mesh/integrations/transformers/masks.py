@@ -101,6 +101,7 @@ class Batch(Root):
     made: list[tuple[Said, Rows]] = field(default_factory=list)
     loss: Tensor | None = None
     version: int = 0
+    cores: int = 0
     watch: Watch | None = None
 
     @classmethod

@@ -6,8 +6,7 @@ and make a mask tensor or call another kernel. In a core only what the style say
 
 from __future__ import annotations
 
-import dis
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,9 +16,6 @@ from cp_mesh.geometry.mask import Mask
 
 _WINDOWS = ("sliding_window", "window_size", "attention_window")
 _CHUNKS = ("attention_chunk_size",)
-_HEAD_DIMS = ("head_dim", "dim_head", "d_head", "head_size")
-_NUMBERS_OF_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads")
-HEAD_DIM = "_cp_mesh_head_dim"  # of a core: what is known of it, a `HeadDim`
 _SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "logits_soft_cap", "softcap")
 
 
@@ -54,40 +50,6 @@ def _own_number(owner: Any, names: tuple[str, ...]) -> Any:
     return None
 
 
-class HeadDim(NamedTuple):
-    """The head dim that queries have if the forward counts the heads of a tp rank, rather than all.
-
-    Attributes:
-        size: of all queries.
-        tp: ranks over which the features of the linears are sharded.
-        said: where it was read, for messages.
-    """
-
-    size: int
-    tp: int
-    said: str
-
-
-def stated_head_dim(module: nn.Module, queries: nn.Linear | None, tp: int) -> HeadDim | None:
-    """By an attribute of a module with linears over tp, or by its number of heads and the linear of its queries."""
-    if size := _own_number(module, _HEAD_DIMS):
-        return HeadDim(size, tp, f"head_dim={size}")
-    heads = _own_number(module, _NUMBERS_OF_HEADS)
-    if queries is None or not heads or queries.out_features % heads:
-        return None
-    return HeadDim(queries.out_features // heads, tp, f"{heads} heads of {queries.out_features} features")
-
-
-def check_head_dim(module: nn.Module, query: Tensor) -> None:
-    """Refuse the queries of a forward that takes this tp rank's features for those of all heads."""
-    stated: HeadDim | None = module.__dict__.get(HEAD_DIM)
-    if stated is not None and stated.tp > 1 and query.shape[-1] * stated.tp == stated.size:
-        hint = "count heads by -1, as unflatten(-1, (-1, head_dim)): a tp rank has some of them; if it is meant so, "
-        hint += f"say it by the attribute head_dim={query.shape[-1]}"
-        got = f"{query.shape[-1]} on tp={stated.tp}"
-        refuse(f"ContextParallel({type(module).__name__}): head dim", f"{stated.size}, of {stated.said}", got, hint)
-
-
 def check_reach(name: str, reach: Reach, mask: Mask, seq_len: int) -> None:
     """Refuse a mask that does not say the window or chunks of its module, where the sequence is longer."""
     if 0 < reach.window < seq_len and (mask.window is None or mask.window[0] not in (reach.window - 1, reach.window)):
@@ -120,31 +82,3 @@ def check_mask_read(module: nn.Module, mask: Mask, given: tuple[Any, ...]) -> No
         if isinstance(x, Mask) and x is not mask and x != mask:
             what, hint = f"ContextParallel({type(module).__name__})", "mask=lambda q, k, v, mask: mask reads it"
             refuse(what, "a style that reads the Mask that the core is called with", "mask=Mask(...)", hint)
-
-
-def variables(function: Any) -> dict[str, Any]:
-    """What a function reads beside its arguments, by name: variables around it, and globals."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return {}
-    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # it has no value yet
-            continue
-    return found
-
-
-def check_variables(what: str, function: Callable[..., Any], before: Mapping[str, Any]) -> None:
-    """Refuse a function whose variables are other ones than when its style was made, as those of a loop are."""
-    for name, now in variables(function).items():
-        if name in before and now is not before[name]:
-            then = before[name]
-            plain = isinstance(now, int | float | str | tuple | Mask) and type(now) is type(then)
-            if plain and now == then:
-                continue
-            hint = f"bind it where the style is made, lambda ..., {name}={name}: ...; a loop rebinds its variable"
-            shown = f"{then!r}, and now {now!r}" if plain else "another object now"
-            refuse(what, f"a function of its arguments alone: its variable {name!r} as it was", shown, hint)

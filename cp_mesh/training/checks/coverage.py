@@ -1,232 +1,28 @@
-"""Seeing calls of attention: those of a core become sharded ones, those outside of the plan are refused.
+"""Attention outside of the plan: refused in the first eager forward, and whenever torch.compile traces.
 
-Both are `TorchFunctionMode`s. Such a mode sees what Python code calls while it is active: functions of torch and
-torch.nn.functional, and operators of PyTorch (torch.ops.aten), in eager mode and while torch.compile traces. It does
-not see code of torch.jit.script, calls made in C++ or in another thread, attention written as matmul and softmax, or
-the kernels of other packages; nor, while torch.compile traces, private functions such as
-torch._scaled_dot_product_attention_math (its operator, torch.ops.aten._scaled_dot_product_attention_math, it does see),
-and what is in the body of a higher-order operator, such as torch.cond.
+The same look finds what each rank counts from 0, and warns of it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import FrameType, ModuleType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from cp_mesh._torch import (
-    ATTENTION_OPS,
-    COMPILED,
-    COMPILED_CALL,
-    FLEX,
-    constant_in_traces,
-    frame_callback,
-    function_mode,
-    loaded_dynamo,
-    sdpa,
-    uncompiled_flex,
-)
+from cp_mesh._torch import COMPILED, COMPILED_CALL, function_mode, loaded_dynamo
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
-from cp_mesh.flex.block_mask import refuse_sliced
-from cp_mesh.wrap import FILE, STYLE, WATCH, check_class, replace_forward, replaced
-
-# The functions that attend, by name (torch.compile guards every look-up of a function, none of a name), and the dim of
-# query and key that counts rows; None: it always is self-attention. `nn.MultiheadAttention` hands on [L, N, E].
-_DIMS = {"scaled_dot_product_attention": -2, "flex_attention": -2, "multi_head_attention_forward": 0} | ATTENTION_OPS
-ROWS = _DIMS | {f"{name}.default": dim for name, dim in _DIMS.items()}  # and as operators are named
-ATTENTION = frozenset(ROWS)
-# What torch.compile makes of torch.utils.checkpoint: an operator, in whose body the mode that sees it is not active.
-CHECKPOINTS = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint"))
-
-
-def call_function(func: Any, args: Any, kwargs: Any) -> Any:
-    if func is Tensor.unflatten:  # torch.compile traces a call of the method, but not what the function holds
-        return args[0].unflatten(*args[1:], **kwargs)
-    return func(*args, **kwargs)
-
-
-PUT_BACK = (
-    "what it does around the call is not known: leave it out of the core, or put PyTorch's back, "
-    "F.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention"
-)
-
-
-def replaced_sdpa() -> str:
-    """What stands in the place of PyTorch's `F.scaled_dot_product_attention`, in words; "" where that is there."""
-    found = F.scaled_dot_product_attention
-    if found is sdpa:
-        return ""
-    code = getattr(found, "__code__", None)  # a wrapper may have the name of what it wraps
-    return repr(found) if code is None else f"the function of {code.co_filename}, line {code.co_firstlineno}"
-
-
-@constant_in_traces  # what it raises is no reason to try uncompiled
-def _refuse_traced_flex() -> NoReturn:
-    raise UnsupportedError(
-        "ContextParallel: flex_attention that torch.compile traces is not available in a core; call flex_attention "
-        "itself, or already in the core's first forward what torch.compile made of it, which then runs uncompiled; in "
-        "a model that is compiled put torch.compiler.disable around the core"
-    )
-
-
-class Interception(TorchFunctionMode):
-    """Lives for one forward of one core: turns its calls of SDPA and flex_attention into the style's, and counts them.
-
-    PyTorch's flex_attention is a function in Python, which no mode sees, but for what it calls: first it asks what
-    tensors are like, and their lengths must be those of its block mask. Then it calls an operator. It is told of the
-    whole sequence, and made to call the operator uncompiled, by PyTorch's own switch for that, so that it is seen here.
-
-    Args:
-        attend: called instead of `F.scaled_dot_product_attention`.
-        attend_by_functions: called instead of flex_attention, with its arguments by name; returns (out, lse).
-        announce: told of what is refused here, before it is raised.
-
-    Attributes:
-        calls: how many there were.
-        compiles_flex: whether torch.compile had made what called flex_attention.
-    """
-
-    def __init__(
-        self,
-        attend: Callable[..., Any],
-        attend_by_functions: Callable[..., tuple[Tensor, Tensor]],
-        announce: Callable[[Exception], None],
-    ) -> None:
-        super().__init__()
-        self.attend, self.attend_by_functions, self.announce = attend, attend_by_functions, announce
-        self.calls, self.graded, self.compiles_flex = 0, torch.is_grad_enabled(), False
-        self.flex: FrameType | None = None
-        self.flex_arguments: dict[str, Any] = {}
-        self.undo = ExitStack()
-
-    def __exit__(self, *given: Any) -> None:
-        if self.flex is not None:  # PyTorch's function raised
-            self._end_flex()
-        super().__exit__(*given)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name not in ATTENTION and name not in CHECKPOINTS:
-            if not torch.compiler.is_compiling() and (func is Tensor.size or name == "__get__"):
-                caller = sys._getframe(1)
-                if caller.f_globals.get("__name__") == FLEX:
-                    return self._asked_in_flex(caller, func, *args, **kwargs)
-            return call_function(func, args, kwargs)
-        is_flex = self.flex is not None and name == "flex_attention"
-        try:
-            if name in ATTENTION and func is not F.scaled_dot_product_attention and not is_flex:
-                if name == "flex_attention":
-                    _refuse_traced_flex()
-                if func is sdpa and (wrapper := replaced_sdpa()):
-                    expected = "PyTorch's own F.scaled_dot_product_attention"
-                    refuse("ContextParallel", expected, f"{wrapper}, which calls it", PUT_BACK, UnsupportedError)
-                raise UnsupportedError(
-                    f"ContextParallel: {name} is not available in a core; call F.scaled_dot_product_attention "
-                    "and say the mask as ContextParallel(mask=Mask(...)), or call flex_attention"
-                )
-            if name in CHECKPOINTS or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
-                raise UnsupportedError(
-                    "ContextParallel: attention inside of a checkpoint, or of no_grad, that the core itself begins is "
-                    "not available: the backward would recompute it outside of the core, from this rank's rows alone; "
-                    "checkpoint the module that holds the core, checkpoint(block, x, use_reentrant=False)"
-                )
-        except Exception as error:
-            self.announce(error)
-            raise
-        self.calls += 1
-        if is_flex:
-            return self._attend_by_functions()
-        return self.attend(*args, **kwargs)
-
-    def _asked_in_flex(self, caller: FrameType, func: Any, x: Tensor, *given: Any) -> Any:
-        """What PyTorch's flex_attention is told of a tensor.
-
-        It has as many rows as the block mask, that of the whole sequence, and no gradient: CPUs do not have it there.
-        """
-        if func is not Tensor.size:
-            return False if func.__self__ is Tensor.requires_grad else func(x, *given)
-        if caller is not self.flex and caller.f_code.co_name == "flex_attention":
-            self._end_flex()
-            try:
-                if compiles_frames():  # of a model that it could not trace this far
-                    _refuse_traced_flex()
-                refuse_sliced(caller.f_locals.get("block_mask"))
-            except (ArgumentError, UnsupportedError) as error:
-                self.announce(error)
-                raise
-            if can_compile_flex() and _called_by(loaded_dynamo()):
-                self.compiles_flex = True
-            code, values = caller.f_code, caller.f_locals
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            self.flex, self.flex_arguments = caller, {name: values[name] for name in names}
-            self.undo.enter_context(uncompiled_flex())
-        lengths = getattr(self.flex_arguments.get("block_mask"), "seq_lengths", None)
-        if caller is not self.flex or given != (-2,) or lengths is None:
-            return x.size(*given)
-        return lengths[x is not self.flex_arguments["query"]]
-
-    def _end_flex(self) -> None:
-        self.flex, self.flex_arguments = None, {}
-        self.undo.close()
-
-    def _attend_by_functions(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The operator of flex_attention: out, lse by the logarithm of 2, and no maxima of scores."""
-        given = self.flex_arguments
-        self._end_flex()
-        out, lse = self.attend_by_functions(**given)
-        return out, lse / math.log(2), lse.new_empty(0)
-
-
-def can_compile_flex() -> bool:
-    """Whether there can be a flex_attention that torch.compile made, as both were imported; not while it compiles."""
-    return FLEX in sys.modules and loaded_dynamo() is not None and not compiles_frames()
-
-
-def compiles_frames() -> bool:
-    """Whether torch.compile looks at each Python function that is called, to compile it."""
-    return frame_callback() not in (None, False)
-
-
-def keep_uncompiled(*functions: Callable[..., Any]) -> None:
-    """Have torch.compile trace these functions of modes, and those of this module, within other code alone.
-
-    Where it falls back within a forward it would compile them by themselves, and of getters, such as those of
-    `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
-    """
-    skip_code = getattr(loaded_dynamo(), "skip_code", None)
-    if skip_code is not None:
-        own = Interception.__torch_function__, Interception._asked_in_flex, Watch.__torch_function__, call_function
-        for function in (*own, *functions):
-            skip_code(function.__code__)
-
-
-def _inside_checkpoint() -> bool:
-    # a checkpoint that is traced is seen as an operator
-    return not torch.compiler.is_compiling() and _called_by(torch.utils.checkpoint)
-
-
-def _called_by(module: ModuleType) -> bool:
-    """Whether a function of a module was called between the core's forward and here."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != FILE:
-        if frame.f_code.co_filename == module.__file__:
-            return True
-        frame = frame.f_back
-    return False
+from cp_mesh.errors import refuse
+from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, ROWS, call_function, keep_uncompiled
+from cp_mesh.wrap import STYLE, WATCH, check_class, replace_forward, replaced
 
 
 class Watch(TorchFunctionMode):
@@ -235,8 +31,8 @@ class Watch(TorchFunctionMode):
     Args:
         group_name, seq_len: while a root is traced, its cp group and the tokens of its whole sequence, which are then
             compared with those of its cores. Roots in eager mode have `ROOT` for that.
-        local_rows: of this rank, in an eager forward without positions: as many that are counted from 0 are warned of.
-            A `ShardInput` tells them of the rows that it shards.
+        local_rows: of this rank, in an eager forward. A `ShardInput` tells them of the rows that it shards.
+        counts: whether positions that the model counts are its own mistake; nobody gives it any.
         root: in an eager forward the module that runs, by whose names attention outside of the plan is told.
     """
 
@@ -245,68 +41,75 @@ class Watch(TorchFunctionMode):
         group_name: str | None = None,
         seq_len: int | None = None,
         local_rows: int | None = None,
+        counts: bool = True,
         root: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.root = root
-        self.behind: Callable[[], None] | None = None  # called of the next parameter in use; see `GatherOutput`
-        self.group_name, self.seq_len, self.local_rows = group_name, seq_len, local_rows
+        self.group_name, self.seq_len, self.local_rows, self.root = group_name, seq_len, local_rows, root
+        self.tells = ("__getitem__", "narrow", "arange")[: 2 + counts]
+        self.buffers = {id(x) for x in root.buffers()} if root is not None else set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self.behind is not None and _takes_parameter([*args, *kwargs.values()]):
-            tell, self.behind = self.behind, None
-            tell()
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ATTENTION:
             dim = ROWS[name]
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
                 _refuse(name, self.root)
         elif name in CHECKPOINTS:  # traced: Dynamo does not show its body to a mode outside of it
-            body = functools.partial(_watched_body, self.group_name, self.seq_len, args[0])
+            body = functools.partial(_run_watched, self.group_name, self.seq_len, args[0])
             return func(body, *args[1:], **kwargs)
         elif func is attention_op and self.seq_len is not None:
             group_name, seq_len = length_of_call(args)
             if seq_len is not None and group_name == self.group_name:
                 check_length(seq_len, self.seq_len)
-        elif name == "arange" and self.local_rows is not None and _counted(args, kwargs) == self.local_rows:
-            warnings.warn(
-                f"cp_mesh: the model counts {self.local_rows} positions from 0, as many as this rank holds rows: on "
-                "most ranks they are others'. Give its forward an argument for positions, and name it in "
-                "ShardedModel(sequence, positions=...), or among the inputs of ShardInput; without these, pass "
-                "sequence.positions(seq_len)",
-                stacklevel=2,
-            )
-            self.local_rows = None
+        else:
+            self.look(name, args, kwargs)
         return call_function(func, args, kwargs)
 
+    def look(self, name: str, args: Any, kwargs: Any) -> None:
+        """Warn of what is counted from 0, once: as many as this rank holds rows."""
+        rows = self.local_rows
+        if rows is None or name not in self.tells:
+            return
+        if name == "arange":
+            found = "counts" if _end_of_range(*args, **kwargs) == rows else ""
+        else:
+            is_table = isinstance(args[0], nn.Parameter) or id(args[0]) in self.buffers
+            found = "cuts a table to" if is_table and _is_cut(name, rows, *args, **kwargs) else ""
+        if found:
+            self.local_rows = None
+            warnings.warn(
+                f"cp_mesh: the model {found} {rows} positions from 0, as many as this rank holds rows: on most ranks "
+                "they are others'. Give its forward an argument for positions, and name it in ShardedModel(sequence, "
+                "positions=...), or among the inputs of ShardInput; without these, pass sequence.positions(seq_len). "
+                "cp_mesh.probe(model, batch) tells whether the model is right",
+                stacklevel=3,
+            )
 
-def _takes_parameter(given: list[Any]) -> bool:
-    """Whether a parameter that is trained meets another tensor."""
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    trained = [x for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad]
-    return bool(trained) and not all(isinstance(x, nn.Parameter) for x in tensors)
 
-
-def _counted(args: Any, kwargs: Any) -> Any:
+def _end_of_range(*given: Any, start: Any = 0, end: Any = None, **_: Any) -> Any:
     """How far torch.arange counts from 0; None for other ranges."""
-    given = [*args, *(kwargs[name] for name in ("end",) if name in kwargs)]
-    if kwargs.get("start", 0) != 0 or (len(given) > 1 and given[0] != 0):
-        return None
-    return given[min(1, len(given) - 1)] if given else None
+    bounds = given if end is None else (*given, end)
+    first, last = (start, *bounds)[-2:] if len(bounds) < 2 else bounds[:2]
+    return last if first == 0 else None
+
+
+def _is_cut(name: str, rows: int, table: Tensor, *given: Any, **named: Any) -> bool:
+    """Whether a table of numbers is cut to its first rows, along some dim."""
+    if not (table.is_floating_point() or table.is_complex()):
+        return False
+    if name == "narrow":
+        dim, start, length = (*given, *named.values())[:3]
+        return bool(start == 0 and length == rows < table.shape[dim])
+    index = [x for x in (given[0] if isinstance(given[0], tuple) else given[:1]) if x is not None]
+    cuts = ((x, size) for x, size in zip(index, table.shape, strict=False) if isinstance(x, slice))
+    return any(x.start in (None, 0) and x.stop == rows < size for x, size in cuts)
 
 
 def _rows(name: str, place: int, dim: int, args: Any, kwargs: Any) -> int | None:
     """Rows of the query or key of a call; None where it has another name, so that the call counts as self-attention."""
     given = args[place] if len(args) > place else kwargs.get(name)
     return None if given is None else given.shape[dim]
-
-
-def _watched_body(
-    group_name: str | None, seq_len: int | None, body: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with Watch(group_name, seq_len):
-        return body(*args, **kwargs)
 
 
 def _refuse(name: str, root: nn.Module | None = None) -> NoReturn:
@@ -349,15 +152,15 @@ def _encode(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
 
 
 @contextmanager
-def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
+def watching(root: nn.Module, local_rows: int | None = None, counts: bool = True) -> Iterator[None]:
     """Refuse attention outside of the plan in one eager forward of ``root``.
 
     Parts that are compiled are traced inside of a watch of their own, now and whenever they are traced again, and
     called without this one: torch.compile would compile them for this forward, and anew for the next one. Once traced,
     a watch costs nothing.
     """
-    keep_uncompiled()
-    watch = Watch(local_rows=local_rows, root=root)
+    keep_uncompiled(Watch.__torch_function__, Watch.look)
+    watch = Watch(local_rows=local_rows, counts=counts, root=root)
     with ExitStack() as stack:
         for part in root.modules():
             check_class(part)
@@ -367,7 +170,7 @@ def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
             if replaced(inner, WATCH) is None and replaced(inner, STYLE) is None:
                 replace_forward(inner, WATCH, "Watch", _watched)
             stack.callback(part.__dict__.__setitem__, entry, part.__dict__[entry])
-            part.__dict__[entry] = functools.partial(_without, watch, part.__dict__[entry])
+            part.__dict__[entry] = functools.partial(_run_unwatched, part.__dict__[entry])
         stack.enter_context(watch)
         yield
 
@@ -378,11 +181,13 @@ def watched() -> Watch | None:
     return mode if isinstance(mode, Watch) else None
 
 
+def unwatched() -> AbstractContextManager[None]:
+    """Without the watch of an eager root, if it is the innermost mode: in a core, which sees its own attention."""
+    return nullcontext() if (watch := watched()) is None else _without(watch)
+
+
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """Without the watch of an eager root: in a core, which sees its own attention."""
-    watch = function_mode()
-    assert isinstance(watch, Watch)
+def _without(watch: Watch) -> Iterator[None]:
     watch.__exit__(None, None, None)
     try:
         yield
@@ -390,14 +195,18 @@ def unwatched() -> Iterator[None]:
         watch.__enter__()
 
 
+def _run_watched(
+    group_name: str | None, seq_len: int | None, body: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with Watch(group_name, seq_len):
+        return body(*args, **kwargs)
+
+
 def _watched(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with Watch():
-        return forward(*args, **kwargs)
+    return _run_watched(None, None, forward, *args, **kwargs)
 
 
-def _without(watch: Watch, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if function_mode() is not watch:
-        return call(*args, **kwargs)
+def _run_unwatched(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with unwatched():
         return call(*args, **kwargs)
 

@@ -56,8 +56,8 @@ def watch_first_step(
     for group in (cp, tp):
         if group is not None:
             planned.number = look_again(group)
-            if (own := state_of(group, Cuts)).used:
-                own.tokens = None
+            if planned.number:  # what was cut before the first plan may be for it
+                vars(state_of(group, Cuts)).update(vars(Cuts()))
     planned.cp = cp if cp is not None and cp.size() > 1 else planned.cp
     planned.tp = tp if tp is not None and rows and tp.size() > 1 else planned.tp
     if planned.cp or planned.tp:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +24,8 @@ from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.context_parallel import ContextParallel, cores_of
 from cp_mesh.training.sharded_model import POSITIONS
-from cp_mesh.training.style_helpers import announce
+from cp_mesh.training.style_helpers import announcing, looked_at
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
-
-_WATCHED = "_cp_mesh_watched_without_root"
 
 
 def watch_rootless(module: nn.Module) -> None:
@@ -44,21 +43,15 @@ def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *a
             return forward(*args, **kwargs)
         with Watch():
             return forward(*args, **kwargs)
-    if module.__dict__.get(_WATCHED) == id(module) or replaced(module, STYLE) is not None or ROOT.get() is not None:
+    if id(module) in looked_at(module) or replaced(module, STYLE) is not None or ROOT.get() is not None:
         return forward(*args, **kwargs)
     styles = cores_of(module)
-    try:
+    with announcing(styles[0].sequence) if styles else nullcontext():
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a part shards: tokens are whole
         rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
-        for style in styles:
-            style.check_functions_once()
         with watching(module, rows):
             result = forward(*args, **kwargs)
-    except Exception as error:
-        if styles:
-            announce(styles[0].sequence, error)
-        raise
-    module.__dict__[_WATCHED] = id(module)
+    looked_at(module).add(id(module))
     return result
 
 
