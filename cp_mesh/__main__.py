@@ -342,9 +342,7 @@ def verify_model_command(argv: Sequence[str]) -> None:
     parser.add_argument("factory", help="module:function or file.py:function; returns verify_model's arguments, a dict")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=(*DTYPES, "own"), help="default: float64")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--chunks", action="store_true", help="the reference in less memory, by chunks")
-    either.add_argument("--probes", action="store_true", help="probes alone, without the reference")
+    parser.add_argument("--probes", action="store_true", help="probes alone, without the reference")
     parser.add_argument("--json", type=_output, metavar="FILE", help="write the report there too")
     args = parser.parse_args(argv)
     is_launched = _check_launch(parser, args.device)
@@ -358,8 +356,8 @@ def verify_model_command(argv: Sequence[str]) -> None:
         parser.error(str(error))
     if args.dtype is not None:
         given["dtype"] = None if args.dtype == "own" else getattr(torch, args.dtype)
-    if args.probes or args.chunks:
-        given["reference"] = "chunks" if args.chunks else False
+    if args.probes:
+        given["reference"] = False
     try:
         report = verify_model(**{"progress": True, **given})
     except VerificationError as error:
