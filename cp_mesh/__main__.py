@@ -10,6 +10,7 @@ something could not run; torchrun makes 1 of both.
 from __future__ import annotations
 
 import csv
+import inspect
 import itertools
 import os
 import sys
@@ -101,10 +102,6 @@ _EXPLAIN = {
     ),
     "--plot": option(output_file, "FILE", "also draw a picture, as a .png or .svg; matplotlib"),
 }
-_AS_THEY_ARE = (
-    "scores", "device", "head_dim", "batch", "head_chunks", "kernel", "method", "ulysses_degree", "inner_ring_size",
-    "transport", "gpus_per_host", "captured_shards", "columns",
-)  # fmt: skip
 
 
 def explain_command(argv: Sequence[str]) -> None:
@@ -131,17 +128,10 @@ def explain_command(argv: Sequence[str]) -> None:
         machine = None if args.machine is None else find_machine(args.machine)
         with Progress()("planning"):
             mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
-            found = explain(
-                args.seq_len,
-                args.cp,
-                layout=layouts.get(args.layout) or balance(mask, args.seq_len, args.cp),
-                mask=mask,
-                dtype=getattr(torch, args.dtype),
-                num_heads=args.heads[0],
-                num_kv_heads=args.heads[1],
-                machine=machine,
-                **{name: getattr(args, name) for name in _AS_THEY_ARE},
-            )
+            layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
+            given = {name: x for name, x in vars(args).items() if name in inspect.signature(explain).parameters}
+            given |= {"layout": layout, "mask": mask, "machine": machine, "dtype": getattr(torch, args.dtype)}
+            found = explain(cp_size=args.cp, num_heads=args.heads[0], num_kv_heads=args.heads[1], **given)
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
     print(found)
