@@ -82,14 +82,9 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
         refuse("context_parallel", "a class of Trainers", type(trainer).__name__, hint)
     for name in ("compute_loss", "prediction_step"):
         if getattr(trainer, name).__module__ not in _OWNERS:
+            what, expected = f"context_parallel({trainer.__name__}): {name}", "that of Trainer or SFTTrainer"
             hint = f"its code would read this rank's rows as if they were all; leave its {name} out"
-            refuse(
-                f"context_parallel({trainer.__name__}): {name}",
-                "that of Trainer or SFTTrainer",
-                "its own",
-                hint,
-                UnsupportedError,
-            )
+            refuse(what, expected, "its own", hint, UnsupportedError)
     if given := sorted({"mesh", "data", "gather_output"} & options.keys()):
         refuse("context_parallel", "options of attention", ", ".join(given), "leave it out: the Trainer knows it")
     members = {"_options": options, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
