@@ -16,9 +16,10 @@ from torch import Tensor
 
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.tools.verify.compare import factor_finding, of_styles
 from cp_mesh.tools.verify.report import Finding
-from cp_mesh.tools.verify.step import IGNORED, Run, Step, inner, local
+from cp_mesh.tools.verify.step import Run, Step, inner, local
 from cp_mesh.tools.verify.traces import PART, clean
 
 # By dtype: in steps of the largest logit, what may move as kernels take other tiles: experts that get other tokens.

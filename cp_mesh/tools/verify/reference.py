@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cp_mesh.errors import refuse
-from cp_mesh.tools.verify.step import IGNORED, Batch, Loss, Ranks, Step, inner, local, logits_of, mean_loss, root_of
+from cp_mesh.sequence.sharded_sequence import IGNORED
+from cp_mesh.tools.verify.step import Batch, Loss, Ranks, Step, inner, local, logits_of, mean_loss, root_of
 from cp_mesh.tools.verify.traces import Rows, Trace, clean, rows_of
 from cp_mesh.training.style_helpers import styles_of
 

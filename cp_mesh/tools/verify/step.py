@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_mesh._torch import COMPILED_CALL, tree_leaves
 from cp_mesh.comm.agreement import announce_refusal, check_mode, require_agreement
 from cp_mesh.errors import RankMismatchError, refuse
-from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
+from cp_mesh.sequence.sharded_sequence import IGNORED, ROOT, ShardedSequence
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
 from cp_mesh.tools.verify.traces import Trace, traced_modules
 from cp_mesh.training.loss import cross_entropy
@@ -31,7 +31,6 @@ from cp_mesh.training.style_helpers import gathers, styles_of
 Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], Tensor]
 Positions = Tensor | Callable[[Batch], Tensor]
-IGNORED = -100
 
 
 @dataclass(frozen=True)
