@@ -9,25 +9,21 @@ something could not run; torchrun makes 1 of both.
 
 from __future__ import annotations
 
-import argparse
 import csv
+import inspect
 import itertools
 import os
-import re
-import shutil
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from fractions import Fraction
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_mesh.call.methods import METHODS
 from cp_mesh.comm.exchange import TRANSPORTS
@@ -40,206 +36,81 @@ from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.picture import check_picture
 from cp_mesh.tools.explain.predict.machines import find_machine
 from cp_mesh.tools.explain.predict.time import MACHINES
-from cp_mesh.tools.verify.factory import arguments_of, split
-from cp_mesh.tools.verify.report import ModelReport, Progress, show
+from cp_mesh.tools.factory import arguments_of, split
+from cp_mesh.tools.terminal import (
+    MOST,
+    REFUSED,
+    WIDTH,
+    Parser,
+    Progress,
+    heads_of,
+    number_of,
+    one_of,
+    option,
+    output_file,
+    show,
+)
+from cp_mesh.tools.verify.report import ModelReport
 from cp_mesh.tools.verify.verify import NAMES, Report, VerificationError, verify
 from cp_mesh.tools.verify.verify_model import verify_model
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-WIDTH = 100
 OWNER_COLUMNS = WIDTH - len("owner ")
-REFUSED = 2  # the exit status of what could not run; 1 is that of what is wrong
-MOST = 1 << 20
-"""Of any number of an option, and of tokens that are computed."""
-MOST_PLANNED = 1 << 27
-"""Tokens that explain plans, in 6 GB."""
-MOST_RANKS = 1 << 13
-"""Of explain, which has tables of pairs of ranks."""
-UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+MOST_PLANNED = 1 << 27  # tokens that explain plans, in 6 GB
+MOST_RANKS = 1 << 13  # of explain, which has tables of pairs of ranks
 
-
-def main() -> None:
-    """One of the commands."""
-    commands = {"explain": explain_command, "verify": verify_model_command}
-    first = sys.argv[1] if len(sys.argv) > 1 else ""
-    if first in commands:
-        commands[first](sys.argv[2:])
-    elif first and not first.startswith("-"):
-        moved = "; the repository has it as examples/benchmarks/calibrate.py" * (first == "calibrate")
-        _Parser().error(f"expected explain, verify, or options alone, got {first!r}{moved}")
-    else:
-        verify_command(sys.argv[1:])
-
-
-class _Parser(argparse.ArgumentParser):
-    """Of 100 columns; of several ranks the first one speaks."""
-
-    def __init__(self, command: str = "", description: str = "") -> None:
-        width = min(WIDTH, shutil.get_terminal_size().columns) - 2
-        super().__init__(
-            prog=f"python -m cp_mesh {command}".strip(),
-            description=description,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width),
-        )
-
-    def as_typed(self, message: str) -> str:
-        """What a function says of its arguments, as options are typed: of ``method='ring'`` ``--method ring``."""
-        typed = self._option_string_actions
-        for words, option in ALIASES.items():
-            if option.split()[0] in typed:
-                message = re.sub(words, option, message)
-        options = {action.dest: option for option, action in typed.items()}
-        names = "|".join(map(re.escape, options))
-        message = re.sub(rf"\b({names})=(?:'([^']*)'|(\w+))", lambda x: f"{options[x[1]]} {x[2] or x[3]}", message)
-        bare = "|".join(re.escape(name) for name in options if "_" in name)  # others are words too
-        return re.sub(rf"(?<![\w-])({bare})\b", lambda x: options[x[1]], message) if bare else message
-
-    def error(self, message: str) -> NoReturn:
-        """What is wrong, and where to read on; torchrun ends all ranks when the first one leaves."""
-        message = self.as_typed(message)
-        if _rank():
-            time.sleep(SPEAKING)
-        else:
-            lines = textwrap.wrap(f"{self.prog}: error: {message}", WIDTH, break_on_hyphens=False)
-            print(*lines, f"see {self.prog} --help", sep="\n", file=sys.stderr, flush=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        raise SystemExit(REFUSED)
-
-    def of_launch(self, name: str, least: int, most: int) -> int:
-        """A number that torchrun sets in the environment."""
-        word = os.environ.get(name, "")
-        if not re.fullmatch("[0-9]{1,9}", word) or not least <= int(word) <= most:
-            expected = f"{name} in the environment: expected {least} to {most}, as torchrun sets it"
-            self.error(f"{expected}, got {word!r}; unset RANK to run without a launcher")
-        return int(word)
-
-    @contextmanager
-    def writing(self, path: Path) -> Iterator[None]:
-        """What was computed is printed before."""
-        try:
-            yield
-        except OSError as error:
-            self.error(f"expected a file that can be written, got {path} ({error.strerror or error})")
-
-
-def _rank() -> int:
-    """Of this process, as its launcher says; one that says no number is refused, and speaks."""
-    word = os.environ.get("RANK", "")
-    return int(word) if re.fullmatch("[0-9]{1,9}", word) else 0
-
-
-SPEAKING = 1.0  # seconds for which other ranks wait
-ALIASES = {  # arguments of functions that are no options by themselves
-    r"\bnum_heads=(\d+), num_kv_heads=(\d+)": r"--heads \1/\2",
-    r"\bnum_kv_heads=(\d+)": r"--heads H/\1",
-    r"\bnum_heads=(\d+)": r"--heads \1",
-    r"\bnum_heads\b": "--heads",
-    r"\bcausal=False\b": "--full",
-    r"\bexplain\((\d+), (\d+)\)": r"--seq-len \1 --cp \2",
+_KERNEL, _METHOD = one_of("auto", *KERNELS, default="auto"), one_of("auto", *METHODS, default="auto")
+_DEGREES = {
+    "--ulysses-degree": option(number_of(), text="of the hybrid: ranks that exchange heads"),
+    "--inner-ring-size": option(number_of(), text="of the double ring: ranks of a host"),
 }
+_TOKENS = number_of(most=MOST_PLANNED)
 
 
-def _heads(text: str) -> tuple[int, int]:
-    """Query and kv heads, of "32/8" or "32"."""
-    try:
-        query, kv = (_count(num) for num in (text.split("/") * (1 if "/" in text else 2)))
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"expected query heads/kv heads, as 32/8, got {text!r}") from None
-    return query, kv
+# python -m cp_mesh explain
 
-
-def _number(least: int = 1, most: int = MOST) -> Callable[[str], int]:
-    """The type of an option: a whole number, as 131072, 131_072, 128K, 1M or 1e6; K is 1024 and M its square."""
-
-    def number(text: str) -> int:
-        parts = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?)([km]?)", text.lower())
-        value = Fraction(parts[1]) * UNITS[parts[2]] if parts and len(text) < 100 else Fraction(1, 2)
-        if value.denominator > 1:
-            raise argparse.ArgumentTypeError(f"expected a whole number, as 131072, 128K or 1e6, got {text!r}")
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected {least} at least, got {text}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"expected at most {most}, got {text}")
-        return int(value)
-
-    return number
-
-
-_count, _tokens = _number(), _number(most=MOST_PLANNED)
-
-
-def _output(text: str) -> Path:
-    """The type of an option: a file that can be written; by the first rank, whose host others may not share."""
-    path, problem = Path(text), ""
-    if not text or os.path.isdir(text):
-        problem = f"the folder {path}"
-    elif not os.path.isdir(path.parent):
-        problem = f"no folder {path.parent}"
-    elif not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
-        problem = f"no right to write {path}"
-    if problem and not _rank():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {problem}")
-    return path
+_EXPLAIN = {
+    "--seq-len": option(_TOKENS, text="tokens of the whole sequence, as 131072, 128K, 1e6", required=True),
+    "--cp": option(number_of(most=MOST_RANKS), text="ranks", required=True),
+    "--heads": option(
+        heads_of, "H/K", "num_heads/num_kv_heads of a rank: memory and times are told", default=(None, None)
+    ),
+    "--head-dim": option(number_of(), default=128),
+    "--batch": option(number_of(), default=1),
+    "--layout": {
+        "choices": (*(layout.spec() for layout in LAYOUTS), "zigzag_documents", "balanced"),
+        "default": "zigzag",
+    },
+    "--full": {"action": "store_true", "help": "not causal"},
+    "--window": option(_TOKENS, text="a query sees N tokens back, itself included"),
+    "--prefix": option(number_of(0, MOST_PLANNED), text="all queries see the first N tokens", default=0),
+    "--documents": option(_TOKENS, text="lengths of packed documents, again and again", nargs="+"),
+    "--scores": option(str, "NAME", "names of options of the scores, as alibi_slopes", nargs="+", default=()),
+    "--device": {"choices": ("cpu", "cuda"), "default": "cuda"},
+    "--dtype": {"choices": DTYPES, "default": "bfloat16"},
+    "--kernel": _KERNEL,
+    "--method": _METHOD,
+    **_DEGREES,
+    "--transport": {"choices": TRANSPORTS, "default": "auto"},
+    "--head-chunks": option(number_of()),
+    "--machine": option(str, "NAME", f"{', '.join(MACHINES)}, or a file that calibrate.py wrote"),
+    "--gpus-per-host": option(number_of()),
+    "--captured-shards": option(number_of(most=1 << 40), text="elements of DTensors over cp that a score_mod reads"),
+    "--columns": option(
+        number_of(most=OWNER_COLUMNS), text=f"of the strip of owners, up to {OWNER_COLUMNS}", default=64
+    ),
+    "--plot": option(output_file, "FILE", "also draw a picture, as a .png or .svg; matplotlib"),
+}
 
 
 def explain_command(argv: Sequence[str]) -> None:
     """Print what `cp_mesh.explain` says."""
-    parser = _Parser(
-        "explain", "What a call will run and why, with predicted times; see cp_mesh.explain. No ranks, no GPU."
-    )
-    parser.add_argument(
-        "--seq-len", type=_tokens, metavar="N", required=True, help="tokens of the whole sequence, as 131072, 128K, 1e6"
-    )
-    parser.add_argument("--cp", type=_number(most=MOST_RANKS), metavar="N", required=True, help="ranks")
-    parser.add_argument(
-        "--heads", type=_heads, metavar="H/K", help="query heads/kv heads of a rank: memory and times are told"
-    )
-    parser.add_argument("--head-dim", type=_count, metavar="N", default=128)
-    parser.add_argument("--batch", type=_count, metavar="N", default=1)
-    names = [layout.spec() for layout in LAYOUTS]
-    parser.add_argument("--layout", choices=(*names, "zigzag_documents", "balanced"), default="zigzag")
-    parser.add_argument("--full", action="store_true", help="not causal")
-    parser.add_argument("--window", type=_tokens, metavar="N", help="a query sees N tokens back, itself included")
-    parser.add_argument(
-        "--prefix", type=_number(0, MOST_PLANNED), default=0, metavar="N", help="all queries see the first N tokens"
-    )
-    parser.add_argument(
-        "--documents", type=_tokens, nargs="+", metavar="N", help="lengths of packed documents, again and again"
-    )
-    parser.add_argument(
-        "--scores", nargs="+", metavar="NAME", default=(), help="names of options of the scores, as alibi_slopes"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    _add_names(parser, "--kernel", ("auto", *KERNELS), default="auto")
-    _add_names(parser, "--method", ("auto", *METHODS), default="auto")
-    _add_degrees(parser)
-    parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
-    parser.add_argument("--head-chunks", type=_count, metavar="N")
-    parser.add_argument("--machine", metavar="NAME", help=f"{', '.join(MACHINES)}, or a file that calibrate.py wrote")
-    parser.add_argument("--gpus-per-host", type=_count, metavar="N")
-    parser.add_argument(
-        "--captured-shards",
-        type=_number(most=1 << 40),
-        metavar="N",
-        help="elements of DTensors over cp that a score_mod reads",
-    )
-    parser.add_argument(
-        "--columns",
-        type=_number(most=OWNER_COLUMNS),
-        metavar="N",
-        default=64,
-        help=f"of the strip of owners, up to {OWNER_COLUMNS}",
-    )
-    parser.add_argument(
-        "--plot", type=_output, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib"
-    )
+    text = "What a call will run and why, with predicted times; see cp_mesh.explain. No ranks, no GPU."
+    parser = Parser("explain", text, _EXPLAIN)
     args = parser.parse_args(argv)
     if os.environ.get("RANK"):
         parser.of_launch("RANK", 0, MOST - 1)
-    heads = args.heads or (None, None)
     documents, layouts = None, {layout.spec(): layout for layout in LAYOUTS}
     if args.layout == "zigzag_documents" and not args.documents:
         parser.error("argument --layout: expected --documents beside zigzag_documents, got none")
@@ -249,8 +120,7 @@ def explain_command(argv: Sequence[str]) -> None:
             parser.error(f"argument --documents: expected at most {MOST} in the sequence, got {number}")
         ends = torch.tensor(args.documents).repeat(rounds).cumsum(0)
         documents = torch.bucketize(torch.arange(args.seq_len), ends, right=True)
-        edges = torch.cat([ends.new_zeros(1), ends.clamp(max=args.seq_len)])
-        layouts["zigzag_documents"] = ZigZagDocuments(edges)
+        layouts["zigzag_documents"] = ZigZagDocuments(torch.cat([ends.new_zeros(1), ends.clamp(max=args.seq_len)]))
     window = None if args.window is None else (args.window - 1, None if args.full else 0)
     try:
         if args.plot:
@@ -259,29 +129,9 @@ def explain_command(argv: Sequence[str]) -> None:
         with Progress()("planning"):
             mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
             layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
-            found = explain(
-                args.seq_len,
-                args.cp,
-                layout=layout,
-                mask=mask,
-                scores=args.scores,
-                device=args.device,
-                dtype=getattr(torch, args.dtype),
-                head_dim=args.head_dim,
-                batch=args.batch,
-                num_heads=heads[0],
-                num_kv_heads=heads[1],
-                head_chunks=args.head_chunks,
-                kernel=args.kernel,
-                method=args.method,
-                ulysses_degree=args.ulysses_degree,
-                inner_ring_size=args.inner_ring_size,
-                transport=args.transport,
-                machine=machine,
-                gpus_per_host=args.gpus_per_host,
-                captured_shards=args.captured_shards,
-                columns=args.columns,
-            )
+            given = {name: x for name, x in vars(args).items() if name in inspect.signature(explain).parameters}
+            given |= {"layout": layout, "mask": mask, "machine": machine, "dtype": getattr(torch, args.dtype)}
+            found = explain(cp_size=args.cp, num_heads=args.heads[0], num_kv_heads=args.heads[1], **given)
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
     print(found)
@@ -291,17 +141,10 @@ def explain_command(argv: Sequence[str]) -> None:
             found.plot(args.plot)
 
 
-def _add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str], **options: Any) -> None:
-    """An option that takes one of many names, which its help lists."""
-    parser.add_argument(option, metavar="NAME", choices=names, help=", ".join(names), **options)
+# On the ranks of a launch.
 
 
-def _add_degrees(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ulysses-degree", type=_count, metavar="N", help="of the hybrid: ranks that exchange heads")
-    parser.add_argument("--inner-ring-size", type=_count, metavar="N", help="of the double ring: ranks of a host")
-
-
-def _check_launch(parser: _Parser, device: str) -> bool:
+def _check_launch(parser: Parser, device: str) -> bool:
     """Refuse a device that is not there, and what torchrun would set otherwise; whether this is a rank of a launch."""
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: expected a GPU that PyTorch sees, got none; --device cpu works")
@@ -319,33 +162,32 @@ def _check_launch(parser: _Parser, device: str) -> bool:
     return True
 
 
-def _mesh(device: str) -> DeviceMesh:
-    """All ranks of this launch."""
-    _init(device)
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
 def _init(device: str, **alone: Any) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **alone)
 
 
+def _leave(status: int) -> NoReturn:
+    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
+    dist.destroy_process_group()
+    raise SystemExit(int(status))
+
+
 def verify_model_command(argv: Sequence[str]) -> None:
     """Print the report of `verify_model`; exit with 1 if anything is wrong."""
-    cuda = torch.cuda.is_available()
-    parser = _Parser(
-        "verify",
+    text = (
         "Compare a training step of your model on the ranks of this launch with one rank; see cp_mesh.verify_model. "
-        "Start it with torchrun; without, it runs on one rank.",
+        "Start it with torchrun; without, it runs on one rank."
     )
-    parser.add_argument("factory", help="module:function or file.py:function; returns verify_model's arguments, a dict")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=(*DTYPES, "own"), help="default: float64")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--chunks", action="store_true", help="the reference in less memory, by chunks")
-    either.add_argument("--probes", action="store_true", help="probes alone, without the reference")
-    parser.add_argument("--json", type=_output, metavar="FILE", help="write the report there too")
+    options = {
+        "factory": {"help": "module:function or file.py:function; returns verify_model's arguments, a dict"},
+        "--device": {"choices": ("cpu", "cuda"), "default": "cuda" if torch.cuda.is_available() else "cpu"},
+        "--dtype": {"choices": (*DTYPES, "own"), "help": "default: float64"},
+        "--probes": {"action": "store_true", "help": "probes alone, without the reference"},
+        "--json": option(output_file, "FILE", "write the report there too"),
+    }
+    parser = Parser("verify", text, options)
     args = parser.parse_args(argv)
     is_launched = _check_launch(parser, args.device)
     try:
@@ -358,8 +200,8 @@ def verify_model_command(argv: Sequence[str]) -> None:
         parser.error(str(error))
     if args.dtype is not None:
         given["dtype"] = None if args.dtype == "own" else getattr(torch, args.dtype)
-    if args.probes or args.chunks:
-        given["reference"] = "chunks" if args.chunks else False
+    if args.probes:
+        given["reference"] = False
     try:
         report = verify_model(**{"progress": True, **given})
     except VerificationError as error:
@@ -375,88 +217,70 @@ def verify_model_command(argv: Sequence[str]) -> None:
     _leave(not report.passed)
 
 
-def _leave(status: int) -> NoReturn:
-    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
-    dist.destroy_process_group()
-    raise SystemExit(int(status))
-
-
 def verify_command(argv: Sequence[str]) -> None:
     """Print one line a configuration, and a verdict; exit with 1 if any is wrong, with 2 if any was refused."""
     cuda = torch.cuda.is_available()
-    parser = _Parser(
-        description="Prove cp_mesh on the ranks of this launch: three layouts, causal and full. cp_mesh.verify proves "
+    text = (
+        "Prove cp_mesh on the ranks of this launch: three layouts, causal and full. cp_mesh.verify proves "
         "other masks and settings. Start it with torchrun. Other commands, each with --help: verify (your trainer), "
         "explain (what will run, without ranks)."
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    _add_names(parser, "--dtype", DTYPES, nargs="+", default=["bfloat16"] if cuda else ["float64"])
-    _add_names(parser, "--kernel", ("auto", *KERNELS), nargs="+", default=["auto"])
-    _add_names(parser, "--method", ("auto", *METHODS), nargs="+", default=["auto"])
-    _add_degrees(parser)
-    parser.add_argument(
-        "--seq-len", nargs="+", type=_count, metavar="N", default=[None], help="tokens; default 256 a rank"
-    )
-    parser.add_argument("--csv", type=_output, metavar="FILE", help="append the figures, one row a configuration")
+    options = {
+        "--device": {"choices": ("cpu", "cuda"), "default": "cuda" if cuda else "cpu"},
+        "--dtype": one_of(*DTYPES, nargs="+", default=["bfloat16"] if cuda else ["float64"]),
+        "--kernel": _KERNEL | {"nargs": "+", "default": ["auto"]},
+        "--method": _METHOD | {"nargs": "+", "default": ["auto"]},
+        **_DEGREES,
+        "--seq-len": option(number_of(), text="tokens; default 256 a rank", nargs="+", default=[None]),
+        "--csv": option(output_file, "FILE", "append the figures, one row a configuration"),
+    }
+    parser = Parser("", text, options)
     args = parser.parse_args(argv)
     if not _check_launch(parser, args.device):
         parser.error("no ranks: start it with torchrun --nproc-per-node 2 -m cp_mesh")
-    mesh = _mesh(args.device)
+    _init(args.device)
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     is_first = dist.get_rank() == 0
     progress, tried, said = Progress(is_first), 0, ""
     wrong: list[str] = []
     refused: list[str] = []
+    say = show if is_first else lambda *_: None
     for dtype, kernel, method, seq_len in itertools.product(args.dtype, args.kernel, args.method, args.seq_len):
         tokens = seq_len or 256 * mesh.size()
-        if is_first:
-            show(f"{dtype}, {tokens} tokens on {mesh.size()} ranks, kernel {kernel}, method {method}:")
-            show(_row("layout", "mask", "kernel", *NAMES, "of limit", ""))
-        given = {name: getattr(args, name) for name in ("ulysses_degree", "inner_ring_size")}
-        degree = {
-            name: size for name, size in given.items() if method in METHODS and METHODS[method].degree_option == name
-        }
+        say(f"{dtype}, {tokens} tokens on {mesh.size()} ranks, kernel {kernel}, method {method}:")
+        say(_row("layout", "mask", "kernel", *NAMES, "of limit", ""))
+        degree_of = METHODS[method].degree_option if method in METHODS else None
+        degree = {degree_of: getattr(args, degree_of)} if degree_of else {}
         parts = mesh.size() if method == "ulysses" else degree.get("ulysses_degree") or 1
         for layout, causal in itertools.product(LAYOUTS, (True, False)):
             where, tried = (layout.spec(), "causal" if causal else "full"), tried + 1
+            settings: dict[str, Any] = {"layout": layout, "mask": Mask(causal=causal), "kernel": kernel}
+            settings |= {"dtype": getattr(torch, dtype), "method": method, "seq_len": seq_len, **degree}
             try:
                 with progress(f"{' '.join(where)}, configuration {tried}"):
-                    report = verify(
-                        mesh,
-                        layout=layout,
-                        mask=Mask(causal=causal),
-                        dtype=getattr(torch, dtype),
-                        kernel=kernel,
-                        method=method,
-                        num_heads=4 * parts,  # divisible
-                        **degree,
-                        seq_len=seq_len,
-                    )
+                    report = verify(mesh, num_heads=4 * parts, **settings)  # divisible
             except VerificationError as error:
                 assert isinstance(error.report, Report)
                 report = error.report
                 wrong.append(f"{dtype} {' '.join(where)}")
             except (ArgumentError, UnsupportedError) as error:
                 refused.append(f"{dtype} {' '.join(where)}")
-                if is_first:
-                    show(_row(*where, *["-"] * 7, "refused"), False)
-                    text = parser.as_typed(str(error))
-                    for line in textwrap.wrap(text, WIDTH - 4, break_on_hyphens=False) if text != said else ():
-                        show(f"    {line}", False)
-                    said = text
+                say(_row(*where, *["-"] * 7, "refused"), False)
+                for line in textwrap.wrap(str(error), WIDTH - 4, break_on_hyphens=False) if str(error) != said else ():
+                    say(f"    {line}", False)
+                said = str(error)
                 continue
-            if is_first:
-                for line in _lines_of(where, report):
-                    show(line, report.passed)
-                if args.csv:
-                    case = [dtype, tokens, *where, report.kernel if method == "auto" else f"{method}/{report.kernel}"]
-                    figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
-                    with parser.writing(args.csv):
-                        _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, *figures])
-    if is_first:
-        took = f"({tried} configurations on {mesh.size()} ranks, {progress.seconds:.1f} s)"
-        bad, word = (wrong, "WRONG") if wrong else (refused, "REFUSED")
-        show(f"{word}: {len(bad)}, the first is {bad[0]} {took}" if bad else f"RIGHT {took}", not bad)
+            for line in _lines_of(where, report):
+                say(line, report.passed)
+            if is_first and args.csv:
+                case = [dtype, tokens, *where, report.kernel if method == "auto" else f"{method}/{report.kernel}"]
+                figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
+                with parser.writing(args.csv):
+                    _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, *figures])
+    took = f"({tried} configurations on {mesh.size()} ranks, {time.perf_counter() - progress.started:.1f} s)"
+    bad, word = (wrong, "WRONG") if wrong else (refused, "REFUSED")
+    say(f"{word}: {len(bad)}, the first is {bad[0]} {took}" if bad else f"RIGHT {took}", not bad)
     _leave(1 if wrong else REFUSED if refused else 0)
 
 
@@ -480,9 +304,23 @@ def _row(layout: str, mask: str, kernel: str, *figures: str) -> str:
 def _append(path: Path, row: list[object]) -> None:
     header = ["hardware", "torch", "dtype", "seq_len", "layout", "mask", "kernel"]
     header += [f"{name}_{what}" for name in NAMES for what in ("rms_error", "of_allowed")]
-    new = not path.exists()
+    rows: list[Any] = [row] if path.exists() else [header, row]
     with path.open("a", newline="") as file:
-        csv.writer(file).writerows([header, row] if new else [row])
+        csv.writer(file).writerows(rows)
+
+
+def main() -> None:
+    """One of the commands."""
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first == "explain":
+        explain_command(sys.argv[2:])
+    elif first == "verify":
+        verify_model_command(sys.argv[2:])
+    elif first and not first.startswith("-"):
+        moved = "; the repository has it as examples/benchmarks/calibrate.py" * (first == "calibrate")
+        Parser("", "", {}).error(f"expected explain, verify, or options alone, got {first!r}{moved}")
+    else:
+        verify_command(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -122,7 +122,6 @@ FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.Fak
 tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only  # of tensors in nested values
 tree_map_with_path, MappingKey = _pytree.tree_map_with_path, _pytree.MappingKey
 Convolution, Dropout = nn.modules.conv._ConvNd, nn.modules.dropout._DropoutNd  # of any number of dims
-checkpointing = partial(import_module, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # of a module
 COMPILED = "_orig_mod"  # in what torch.compile made of a module, the name of this
 COMPILED_CALL = "_compiled_call_impl"  # what Module.compile() has a module call; None: its own code
 WRAPPED = ("_fsdp_wrapped_module", COMPILED, "_checkpoint_wrapped_module", "module")  # what wrappers put into paths

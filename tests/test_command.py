@@ -18,10 +18,10 @@ from scripts import run_script
 import cp_mesh
 from cp_mesh import ArgumentError
 
-command = room("__main__")
+command, terminal = room("__main__"), room("terminal")
 reporting = room("report")
 arguments_of = inner("factory", "arguments_of")
-Progress = inner("report", "Progress")
+Progress = inner("terminal", "Progress")
 NAMES, Report = inner("verify.verify", "NAMES", "Report")
 
 SCRIPT = Path(cp_mesh.__file__).parent / "__main__.py"
@@ -66,7 +66,7 @@ EXPLAINED = {
 @pytest.mark.parametrize("words", EXPLAINED.values(), ids=EXPLAINED)
 @pytest.mark.quick(without="many ranks")
 def test_an_explanation_fits_and_ends_with_what_runs(words: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(reporting, "AFTER", 60.0)
+    monkeypatch.setattr(terminal, "AFTER", 60.0)
     run("explain", "--seq-len", "65536", *words.split())
     printed = capsys.readouterr()
     assert widest(printed.out) <= 100 and not printed.err
@@ -98,29 +98,29 @@ REFUSED = {
     "no argument": (["explain", "--seq-len", "64"], "required: --cp"),
     "a method": (
         ["explain", "--seq-len", "64", "--cp", "2", "--method", "hybrid"],
-        "explain: --method hybrid: expected --heads, which ranks exchange, got None; --heads 32/8",
+        "explain: method='hybrid': expected num_heads, which ranks exchange, got None; num_heads=32, num_kv_heads=8",
     ),
     "a degree": (
         ["explain", "--seq-len", "64", "--cp", "4", "--heads", "6", "--method", "hybrid", "--ulysses-degree", "3"],
-        "--method hybrid: --ulysses-degree: expected a divisor of the 4 cp ranks and of the 6 query heads, got 3; "
-        "--ulysses-degree 2 works, or --method ring",
+        "method='hybrid': ulysses_degree: expected a divisor of the 4 cp ranks and of the 6 query heads, got 3; "
+        "ulysses_degree=2 works, or method='ring'",
     ),
     "a degree of another method": (
         ["explain", "--seq-len", "64", "--cp", "4", "--method", "ring", "--inner-ring-size", "2"],
-        "--inner-ring-size: expected None, but with --method double_ring, got 2; --method double_ring takes it",
+        "inner_ring_size: expected None, but with method='double_ring', got 2; method='double_ring' takes it",
     ),
     "chunks": (
         ["explain", "--seq-len", "64", "--cp", "4", "--heads", "4", "--method", "ulysses", "--head-chunks", "3"],
-        "--method ulysses: --head-chunks: expected a divisor of the 1 kv heads of a rank, got 3; --head-chunks 1 works",
+        "method='ulysses': head_chunks: expected a divisor of the 1 kv heads of a rank, got 3; head_chunks=1 works",
     ),
-    "kv heads": (["explain", "--seq-len", "64", "--cp", "2", "--heads", "3/2"], "got 3; --heads H/1 works"),
+    "kv heads": (["explain", "--seq-len", "64", "--cp", "2", "--heads", "3/2"], "got 3; num_kv_heads=1 works"),
     "a transport": (
         ["explain", "--seq-len", "64", "--cp", "2", "--device", "cpu", "--transport", "symmetric_memory"],
-        "--transport symmetric_memory: expected CUDA devices of one host, got --device cpu; --transport functional w",
+        "transport='symmetric_memory': expected CUDA devices of one host, got device='cpu'; transport='functional' w",
     ),
     "no heads for shards": (
         ["explain", "--seq-len", "64", "--cp", "2", "--captured-shards", "5"],
-        "--captured-shards: expected --heads, without which no bytes are told, got None; --heads 32 works",
+        "captured_shards: expected num_heads, without which no bytes are told, got None; num_heads=32 works",
     ),
     "no heads": (
         ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"],
@@ -242,7 +242,7 @@ def test_a_report_is_printed_before_it_is_written(capsys: Any, monkeypatch: Any)
 
 def test_the_first_rank_speaks(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(command, "SPEAKING", 0.0)
+    monkeypatch.setattr(terminal, "SPEAKING", 0.0)
     with pytest.raises(SystemExit) as left:
         run("--kernel", "fa5")
     assert left.value.code == 2 and not capsys.readouterr().err
@@ -262,7 +262,7 @@ def test_attention_on_two_ranks() -> None:
     assert done.returncode == 2 and widest(done.printed) <= 100, done.printed
     assert [line.rpartition(" ")[2] for line in lines].count("exact") == 6
     assert [line.rpartition(" ")[2] for line in lines].count("refused") == 6
-    assert done.printed.count("--kernel triton lacks device cpu") == 1
+    assert done.printed.count("kernel='triton' lacks device cpu") == 1
     assert lines[-1].startswith("REFUSED: 6, the first is float64 contiguous causal (12 configurations on 2 ranks, ")
 
 
@@ -380,18 +380,18 @@ def test_colors_are_those_of_rich_on_a_terminal(is_there: bool, capsys: Any, mon
     console = mock.Mock(Console=lambda **_: mock.Mock(print=lambda line, style: made.append((line, style))))
     monkeypatch.setattr(reporting.importlib.util, "find_spec", lambda name: name if is_there else None)
     monkeypatch.setattr(reporting.importlib, "import_module", lambda name: {"rich.console": console}[name])
-    reporting.show("not a terminal", True)
+    terminal.show("not a terminal", True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     for passed in (True, False, None):
-        reporting.show("a line", passed)
+        terminal.show("a line", passed)
     plain = capsys.readouterr().out.splitlines()
     assert plain == (["not a terminal", "a line"] if is_there else ["not a terminal", *["a line"] * 3])
     assert made == ([("a line", "green"), ("a line", "bold red")] if is_there else [])
 
 
 def test_progress_is_told_after_a_second_and_not_before(capsys: Any, monkeypatch: Any) -> None:
-    assert reporting.AFTER == 1.0
-    monkeypatch.setattr(reporting, "AFTER", 0.05)
+    assert terminal.AFTER == 1.0
+    monkeypatch.setattr(terminal, "AFTER", 0.05)
     for on in (True, False):
         progress = Progress(on)
         with progress("what is quick"):

@@ -471,13 +471,11 @@ def check_classes_of_modules() -> None:
     assert all(isinstance(module, ours.Dropout) and module.p == 0.25 for module in made)
 
 
-@row("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "verify_model(reference='chunks')")
 @row("_checkpoint_wrapped_module", "verify_model does not find a checkpointed parameter in the other model")
 def check_checkpointed_module() -> None:
-    module = nn.Linear(1, 1)
-    run = lambda inner, x: (inner is module, x + 1)  # noqa: E731
-    wrapper = ours.checkpointing().checkpoint_wrapper(module, checkpoint_fn=run)
-    assert wrapper(torch.ones(1)) == (True, torch.tensor([2.0]))
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapper = checkpoint_wrapper(nn.Linear(1, 1))
     assert [name for name, _ in wrapper.named_children()] == ["_checkpoint_wrapped_module"]
     assert "_checkpoint_wrapped_module" in ours.WRAPPED
 

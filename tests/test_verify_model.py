@@ -21,18 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
-from inside import Finding, ModelReport, inner, path_of
-from model import LAYERS, Block, C, Core, DenseCore, DenseScoredCore, H, Model, ScoredCore, V, batch
+from inside import Finding, ModelReport
+from model import Block, Core, DenseCore, DenseScoredCore, Model, ScoredCore, V, batch
 from ranks import mesh
 from scripts import run_script
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import cp_mesh
 from cp_mesh import (
@@ -49,11 +45,6 @@ from cp_mesh import (
     sum_gradients,
     verify_model,
 )
-
-Ranks = inner("ranks", "Ranks")
-Reference, make_twin, run_reference = inner("verify.reference", "Reference", "make_twin", "run_reference")
-Step = inner("step", "Step")
-NUM_VECTORS, Place = inner("traces", "NUM_VECTORS", "Place")
 
 S, B = 24, 2
 Kwargs = dict[str, Any]
@@ -818,7 +809,6 @@ RIGHT: dict[str, tuple[Callable[[DeviceMesh], Kwargs], tuple[int, ...]]] = {
     "unequal shards": (of_length(21, False), (3,)),
     "compiled blocks": (compiled, (2,)),
     "FSDP2 over dp x cp": (on_grid, GRID),
-    "FSDP2 over dp x cp, the reference in chunks": (lambda grid: on_grid(grid) | {"reference": "chunks"}, GRID),
     **{str(setup): (of_gradients(setup), (setup.dp, setup.cp, setup.tp)) for setup in SETUPS},
 }
 QUICK = {name for name in RIGHT if name not in map(str, SETUPS)} | {str(x) for x in SETUPS if x.packed and x.dp == 2}
@@ -942,146 +932,6 @@ def passed_probes(rank: int, names: list[str]) -> dict[str, str]:
     return passed(rank, names, reference=False)
 
 
-# --- the reference in chunks
-
-
-class Tied(Positioned):
-    """With one matrix for embedding and head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-
-
-class WideLayers(Positioned):
-    """Whose feed-forward layers are as wide as the vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        dim, vocab = self.head.in_features, self.head.out_features
-        for block in self.layers:
-            block.ff = nn.Sequential(nn.Linear(dim, vocab), nn.SiLU(), nn.Linear(vocab, dim))
-
-
-class Capped(Positioned):
-    """Its logits are not what its last linear layer returns."""
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        return super().forward(tokens, positions, documents).tanh()
-
-
-def of_one_rank(make: Callable[[], nn.Module], data: Kwargs) -> Step:
-    model = make()
-    return Step(model, mean_of_plain, Ranks(None, None, ()), data, "tokens", "labels")
-
-
-def mean_of_plain(model: nn.Module, data: Kwargs) -> Tensor:
-    labels = data.pop("labels")
-    return F.cross_entropy(model(**data).flatten(0, 1), labels.flatten())
-
-
-def referred(make: Callable[[], nn.Module], data: Kwargs, chunks: bool) -> Reference:
-    step = of_one_rank(make, data)
-    twin = make_twin(make, step.model, torch.float64, step.device, chunks)
-    return run_reference(step, twin, None, chunks)
-
-
-SCORED = functools.partial(Positioned, ScoredCore)
-
-
-@pytest.mark.parametrize(
-    ("make", "part"), [(Positioned, 1 << 24), (Positioned, 1), (Tied, 400), (WideLayers, 1 << 24), (SCORED, 400)]
-)
-def test_a_reference_in_chunks_is_the_same(make: Callable[[], nn.Module], part: int, monkeypatch: Any) -> None:
-    whole_one = referred(make, whole(), False)
-    monkeypatch.setattr(f"{path_of('traces')}.PART", part)
-    with sdpa_kernel(SDPBackend.MATH):
-        in_chunks = referred(make, whole(), True)
-    assert in_chunks.loss == pytest.approx(whole_one.loss, rel=1e-13)
-    tables = [
-        [found.trace.forward, found.trace.backward, {Place("", "logits", 0): found.logits}]
-        for found in (in_chunks, whole_one)
-    ]
-    for got, want in zip(*tables, strict=True):
-        assert list(got) == list(want) and got
-        for place, rows in want.items():
-            assert got[place].shape == rows.shape and got[place].by_dim.keys() >= rows.by_dim.keys() & {1}, place
-            for dim, products in got[place].by_dim.items():
-                torch.testing.assert_close(products, rows.by_dim[dim], rtol=1e-11, atol=1e-11, msg=str(place))
-    assert in_chunks.grads.keys() == whole_one.grads.keys()
-    for name, grad in whole_one.grads.items():
-        torch.testing.assert_close(in_chunks.grads[name], grad, rtol=1e-11, atol=1e-13, msg=name)
-
-
-@pytest.mark.gpu
-def test_blocks_of_a_reference_in_chunks_lie_on_the_host() -> None:
-    data = {name: x.cuda() for name, x in whole("tokens labels positions").items()}
-    make = lambda: Positioned().cuda()  # noqa: E731
-    in_chunks, whole_one = referred(make, data, True).grads, referred(make, data, False).grads
-    for name, grad in whole_one.items():
-        assert in_chunks[name].is_cuda != name.startswith("layers."), name
-        torch.testing.assert_close(in_chunks[name].cuda(), grad, rtol=1e-11, atol=1e-13, msg=name)
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that were made inside and are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = self.largest = self.at_most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in given:
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-                self.at_most += storage.nbytes()
-        if self.at_most > self.peak:  # of those that are gone, some are still counted
-            self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
-            self.at_most = sum(size for _, size in self.alive.values())
-            self.peak = max(self.peak, self.at_most)
-        return out
-
-
-def memory(layers: int, length: int, chunks: bool) -> tuple[int, int]:
-    """Bytes at the peak of a run of the reference, and of its largest tensor."""
-
-    def make() -> nn.Module:
-        model = Positioned()
-        model.embedding = nn.Embedding(512, C, dtype=torch.float64)
-        model.head = nn.Linear(C, 512, bias=False, dtype=torch.float64)
-        model.layers.extend(Positioned().layers[0] for _ in range(layers - LAYERS))
-        return model
-
-    step = of_one_rank(make, whole(length=length))
-    twin = make_twin(make, step.model, torch.float64, torch.device("cpu"), chunks)
-    with sdpa_kernel(SDPBackend.MATH), Live() as live:
-        run_reference(step, twin, None, chunks)
-    return live.peak, live.largest
-
-
-@pytest.mark.full
-def test_a_reference_in_chunks_needs_the_memory_that_the_documents_say(monkeypatch: Any) -> None:
-    """A layer adds its gradients, its input and its traces, and no tensor is as large as logits or scores."""
-    monkeypatch.setattr(f"{path_of('traces')}.PART", 1 << 13)
-    length, of_row = 64, B * C * 8
-    logits, scores = B * length * 512 * 8, B * H * length * length * 8
-    (few, largest), (many, _) = (memory(layers, length, True) for layers in (2, 4))
-    (few_whole, largest_whole), (many_whole, _) = (memory(layers, length, False) for layers in (2, 4))
-    layer = Positioned().layers[0]
-    weights = 8 * sum(parameter.numel() for parameter in layer.parameters())
-    places = len([place for place in referred(Positioned, whole(), False).trace.forward if "layers.0" in place.module])
-    traced = 2 * places * length * 8 * NUM_VECTORS  # and as many gradients, at most
-    assert many - few <= 2 * (weights + of_row * length + traced)
-    assert many_whole - few_whole > 2 * (many - few)
-    assert largest_whole >= max(logits, scores) and largest < min(logits, scores)
-    assert many < many_whole and few < few_whole - logits
-
-
 # --- what cannot be told, options, the report
 
 
@@ -1121,9 +971,6 @@ def undecided(rank: int) -> dict[str, Any]:
         "float32": right(axis, dtype=torch.float32),
         "bfloat16": right(axis, dtype=torch.bfloat16),
         "a layer left out, in bfloat16": left_out(axis) | {"dtype": torch.bfloat16},
-        "chunks": right(axis, reference="chunks"),
-        "chunks, a layer left out": left_out(axis) | {"reference": "chunks"},
-        "chunks, capped logits": right(axis, make_model=Capped, reference="chunks"),
         "of its own dtype": right(axis, make_model=lambda: Positioned(dtype=torch.float32), dtype=None),
         "windows of the plan": in_windows(axis) | {"make_reference": None},
         "windows of the plan, by probes": in_windows(axis) | {"reference": False, "mask": None},
@@ -1137,9 +984,7 @@ def undecided(rank: int) -> dict[str, Any]:
         "no tokens": {"batch": {"x": torch.zeros(2, 3)}},
         "no labels": {"batch": {"tokens": torch.zeros(2, 8, dtype=torch.int64)}},
         "total": {"total": "max"},
-        "reference": {"reference": "all"},
-        "a loss in chunks": {"reference": "chunks", "reference_loss": mean_of_plain},
-        "no labels for chunks": {"reference": "chunks", "labels": "targets", "loss": own_rows(axis)},
+        "reference": {"reference": "chunks"},
         "mask": {"mask": Mask(window=(3, 0))},
     }.items():
         with pytest.raises(ArgumentError) as caught:
@@ -1160,16 +1005,11 @@ SAID = {
     "float32": r"^RIGHT",
     "bfloat16": r"^RIGHT",
     "a layer left out, in bfloat16": r"WRONG: forward: layers\.1\.core, output, position",
-    "chunks": r"^RIGHT",
-    "chunks, a layer left out": r"WRONG: forward: layers\.1\.core, output, position 6",
-    "chunks, capped logits": r"WRONG: runs: UnsupportedError; .*logits that 'head', the last nn.Linear, returns",
     "of its own dtype": r"^RIGHT",
     "no tokens": r"int64 \[B, S\] under one of tokens, input_ids",
     "no labels": r"labels \[B, S\] under 'labels'",
     "total": r'expected "sum" or "mean", got max',
-    "reference": r'expected True, False or "chunks", got all',
-    "a loss in chunks": r"leave reference_loss out",
-    "no labels for chunks": r"labels \[B, S\] under 'targets'",
+    "reference": r"expected True or False, got chunks; reference=False, probes alone, is for models that one rank can",
     "mask": r"one for each layer where there are windows",
     "windows of the plan": (
         r"forward: layers\.0\.core, .* window or scores; its style in the plan says mask=Mask\(causal=True, "
@@ -1223,12 +1063,11 @@ def test_the_command(tmp_path: Path, which: str) -> None:
     (tmp_path / "my_factories.py").write_text(FACTORIES.format(tests=str(Path(__file__).parent)))
     script, written = Path(cp_mesh.__file__).parent / "__main__.py", tmp_path / "report.json"
     arguments = ["verify", f"{tmp_path / 'my_factories.py'}:{which}", "--device", "cpu", "--json", str(written)]
-    arguments += ["--chunks"] * (which == "good")
     done = run_script(script, arguments, num_ranks=2)
     assert done.returncode == (which == "bad"), done.printed
     read = json.loads(written.read_text())
     assert read["passed"] == (which == "good") and read["verdict"].split(" (")[0][:40] in done.printed
-    assert ("] building the reference in chunks" in done.printed) == (which == "good")
+    assert "] building the reference" in done.printed
     assert " s] the step: forward and backward" in done.printed and "scale of gradients" in done.printed
 
 

@@ -1,8 +1,8 @@
 """`parallelize`: context parallelism for a transformer of diffusers, by the plan that the model itself has.
 
 Its `_cp_plan` says which inputs are split along which dim, and where the output is gathered. Hooks of diffusers do both
-here, with shards of any lengths. Attention comes through diffusers' dispatch: the backend "native" gets a function that
-attends over all ranks where an attention processor carries a `_Parallel`, and is what it was for others.
+here, with shards of any lengths. Attention processors of the model carry a `_Parallel`, and find a function that
+attends over all ranks where they ask for diffusers' dispatch. Nothing of diffusers is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diffusers.hooks.context_parallel import (
     _get_submodule_by_name,
 )
 from diffusers.hooks.hooks import HookRegistry
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, _native_attention
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +30,7 @@ from cp_mesh.call.spec import settle
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Joint
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.integrations.renamed import asks_for, with_names
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.style_helpers import announcing, claim
@@ -43,6 +44,7 @@ STREAMS = {
 PROCESSORS = ("FluxAttnProcessor", "WanAttnProcessor")
 """Which attend to all rows of the sequence at once, where they are given a parallel config."""
 CHECKPOINT = "_gradient_checkpointing_func"
+_DISPATCH = dispatch_attention_fn.__name__
 _WHOLE = ("controlnet_block_samples", "controlnet_single_block_samples")  # arguments that no plan splits
 
 
@@ -177,13 +179,11 @@ def parallelize(
     settle(**options)
     own = _Parallel(model, sequence, options)
     claim(model, sequence.mesh, sequence, own)  # type: ignore[arg-type]
-    _AttentionBackendRegistry.register(
-        AttentionBackendName.NATIVE,
-        constraints=_AttentionBackendRegistry._constraints[AttentionBackendName.NATIVE],
-        supports_context_parallel=True,
-    )(attend)
     for processor in processors:
-        processor._attention_backend, processor._parallel_config = AttentionBackendName.NATIVE, own
+        kind: Any = type(processor)
+        members = {"__call__": with_names(kind.__call__, {_DISPATCH: attend}), "__module__": kind.__module__}
+        processor.__class__ = type(kind.__name__, (kind,), members)
+        processor._parallel_config = own
     for name, plan in model._cp_plan.items():
         found = _get_submodule_by_name(model, name)
         for module in found if isinstance(found, list) else [found]:
@@ -206,7 +206,7 @@ def check_model(model: nn.Module) -> list[Any]:
         refuse(what, "a model without enable_parallelism", "one with a parallel config", hint)
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     for processor in processors:
-        if (kind := type(processor).__name__) not in PROCESSORS:
+        if (kind := type(processor).__name__) not in PROCESSORS or not asks_for(type(processor).__call__, _DISPATCH):
             hint = "IP adapters and processors of other packages attend to keys that are not split"
             refuse(what, f"attention processors {' or '.join(PROCESSORS)}", kind, hint, UnsupportedError)
         if processor._attention_backend not in (None, AttentionBackendName.NATIVE):
@@ -215,35 +215,23 @@ def check_model(model: nn.Module) -> list[Any]:
     return processors
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
-) -> Tensor:
-    """The backend "native": attention over all ranks where the processor is that of a parallel model.
+def attend(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Tensor:
+    """In the place of diffusers' `dispatch_attention_fn`: over all ranks where ``parallel_config`` is a `_Parallel`.
 
     Args:
         query, key, value: [B, rows, heads, D]; rows of this rank in parallel models.
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse: as in diffusers.
-        _parallel_config: a `_Parallel`, or what diffusers itself gives.
+        **asked: as in diffusers.
 
     Raises:
         UnsupportedError: in parallel models, for masks, causal attention, dropout and lse.
     """
-    own = _parallel_config
+    own = asked.get("parallel_config")
     if not isinstance(own, _Parallel):
-        given = (attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, own)
-        whole: Tensor = _native_attention(query, key, value, *given)
+        whole: Tensor = dispatch_attention_fn(query, key, value, **asked)
         return whole
-    asked = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "return_lse": return_lse}
-    for name, x in asked.items():
+    asked |= asked.get("attention_kwargs") or {}
+    for name in ("attn_mask", "dropout_p", "is_causal", "return_lse"):
+        x = asked.get(name)
         if x is not None and (isinstance(x, Tensor) or x):
             got, hint = "a tensor of this rank's keys" if isinstance(x, Tensor) else x, "full attention is available"
             own.refuse(name, "None" if name == "attn_mask" else "none", got, hint, UnsupportedError)
@@ -254,7 +242,7 @@ def attend(
     own.calls += 1
     out = attention(
         query, key, value, mesh=own.sequence.mesh, seq_dim=1, seq_len=sum(lengths), layout=Joint(*lengths),
-        mask=Mask(causal=False), scale=scale, **own.options,
+        mask=Mask(causal=False), scale=asked.get("scale"), **own.options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
@@ -34,7 +33,7 @@ from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, call_function, keep_uncompiled
-from cp_mesh.training.style_helpers import announce
+from cp_mesh.training.style_helpers import announce, announcing
 
 _METHODS = {"allgather": "all_gather", "alltoall": "ring"}
 _AUTOGRAD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -180,19 +179,18 @@ def context_parallel(
         RankMismatchError: if ranks have other buffers, in the first context of these shapes.
     """
     buffers, dims, kept = [*(buffers or ())], [*(buffer_seq_dims or ())], [*(no_restore_buffers or ())]
+    what = "context_parallel"
     if _is_inside():
-        refuse("context_parallel", "no context around it", "another context", "open it once", UnsupportedError)
+        refuse(what, "no context around it", "another context", "open it once", UnsupportedError)
     sequence = ShardedSequence(mesh)
-    try:
+    with announcing(sequence):
         sequence = _with_length(sequence, _length(buffers, dims, kept, sequence.cp_size))
-        _compare(sequence.mesh.get_group(), buffers)
+        found = {f"buffers[{i}]": x for i, x in enumerate(buffers)}
+        shapes = (what, *((x.shape, x.dtype) for x in buffers))
+        agree_on_shapes(sequence.mesh.get_group(), shapes, found)  # content too, at first and in check mode
         shards = [sequence.shard(x, dim) for x, dim in zip(buffers, dims, strict=True)]
-    except Exception as error:
-        announce(sequence, error)
-        raise
-    wholes = [
-        x if any(y is buffer for y in kept) else buffer.detach() for buffer, x in zip(buffers, shards, strict=True)
-    ]
+    ids = {id(x) for x in kept}
+    wholes = [x if id(buffer) in ids else buffer.detach() for buffer, x in zip(buffers, shards, strict=True)]
     try:
         _hold(buffers, shards)
         keep_uncompiled(_Context.__torch_function__)
@@ -221,15 +219,6 @@ def _length(buffers: list[Tensor], dims: list[int], kept: list[Tensor], cp_size:
         hint = "pad it; cp_mesh.ShardedSequence takes any length"
         refuse(what, f"a length that is a multiple of {cp_size} ranks", lengths[0], hint)
     return lengths[0]
-
-
-def _compare(group: dist.ProcessGroup, buffers: list[Tensor]) -> None:
-    """Raise on every rank if ranks have other buffers: by shape, and in the first context of a shape by content.
-
-    In check mode by content in all.
-    """
-    found = {f"buffers[{i}]": x for i, x in enumerate(buffers)}
-    agree_on_shapes(group, ("context_parallel", *((x.shape, x.dtype) for x in buffers)), found)
 
 
 @torch.no_grad()
@@ -270,16 +259,17 @@ def context_parallel_unshard(
         ArgumentError: on DTensors, or without a dim for each.
         UnsupportedError: on a ``load_balancer``, which is for flex_attention.
     """
-    what, found, sequence = "context_parallel_unshard", [], ShardedSequence(mesh)
+    what, sequence = "context_parallel_unshard", ShardedSequence(mesh)
     if load_balancer is not None:
         got, hint = type(load_balancer).__name__, "cp_mesh.ShardedSequence has other layouts"
         refuse(f"{what}: load_balancer", None, got, hint, UnsupportedError)
     if len(buffers) != len(seq_dims) or any(isinstance(x, DTensor) for x in buffers):
         got = f"{[type(x).__name__ for x in buffers]}, {len(seq_dims)} dims"
         refuse(f"{what}: buffers", "local tensors, and a dim for each", got, "pass x.to_local()")
-    for x, dim in zip(buffers, seq_dims, strict=True):
-        found.append(_with_length(sequence, x.shape[dim] * sequence.cp_size).unshard(x, dim))
-    return found
+    return [
+        _with_length(sequence, x.shape[dim] * sequence.cp_size).unshard(x, dim)
+        for x, dim in zip(buffers, seq_dims, strict=True)
+    ]
 
 
 def set_rotate_method(rotate_method: str) -> None:

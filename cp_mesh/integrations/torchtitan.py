@@ -26,6 +26,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.batch_mask import batch_mask
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.integrations.renamed import asks_for, with_names
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel
@@ -106,7 +107,7 @@ def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Call
 
         _with_positions(model, sequence, _counted, once=True)
         saved = own.__globals__["_op_sac_save_list"] | {torch.ops.cp_mesh.attention.default}
-        return _finding(own, dict(zip(names, (apply, saved), strict=True)))(model, parallel_dims, job_config)
+        return with_names(own, dict(zip(names, (apply, saved), strict=True)))(model, parallel_dims, job_config)
 
     return parallelize_fn
 
@@ -138,28 +139,18 @@ def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module
                 return {"attention_masks": made.get(None, made)}
 
             _with_positions(model, sequence, masks, no_typecheck)
-        return _finding(own, {name: lambda modules, mesh: None})(model, **given)
+        return with_names(own, {name: lambda modules, mesh: None})(model, **given)
 
     return parallelize_fn
 
 
 def _asking(function: Any, *names: str) -> FunctionType:
     """The function, if these names can be given another meaning in it."""
-    asked = function.__code__.co_names if isinstance(function, FunctionType) else ()
-    if not isinstance(function, FunctionType) or any(name not in asked for name in names):
+    if not asks_for(function, *names):
         got = getattr(function, "__qualname__", function)
         hint = "call context_parallel with what torchtitan itself returns, and wrap that"
         refuse("parallelize_fn", f"a function of torchtitan that calls {names[0]}", got, hint, UnsupportedError)
     return function
-
-
-def _finding(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """The function, with other things under these names of its module."""
-    found = FunctionType(
-        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
-    )
-    found.__kwdefaults__ = function.__kwdefaults__
-    return found
 
 
 def _sequence(parallel_dims: Any, parallelism: Any) -> ShardedSequence:

@@ -23,13 +23,14 @@ from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.integrations.transformers import parallelize, sequence_of
+from cp_mesh.integrations.transformers.root import OF_IMAGES, parallelize, sequence_of
+from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.training.style_helpers import SUMS
 from cp_mesh.wrap import STYLE, replaced
 
 _OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer")
 _PACKING = ("packing", "eval_packing")
-_NO_LOGITS = ("aux_loss", "router_logits", "image_hidden_states", "video_hidden_states", "rope_deltas")
+_NO_LOGITS = ("aux_loss", "router_logits", *OF_IMAGES)
 _LOCAL = "it would read logits of this rank's rows beside whole labels"
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_smoothing_factor": ((0,), _LOCAL),
@@ -82,14 +83,9 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
         refuse("context_parallel", "a class of Trainers", type(trainer).__name__, hint)
     for name in ("compute_loss", "prediction_step"):
         if getattr(trainer, name).__module__ not in _OWNERS:
+            what, expected = f"context_parallel({trainer.__name__}): {name}", "that of Trainer or SFTTrainer"
             hint = f"its code would read this rank's rows as if they were all; leave its {name} out"
-            refuse(
-                f"context_parallel({trainer.__name__}): {name}",
-                "that of Trainer or SFTTrainer",
-                "its own",
-                hint,
-                UnsupportedError,
-            )
+            refuse(what, expected, "its own", hint, UnsupportedError)
     if given := sorted({"mesh", "data", "gather_output"} & options.keys()):
         refuse("context_parallel", "options of attention", ", ".join(given), "leave it out: the Trainer knows it")
     members = {"_options": options, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
@@ -205,7 +201,7 @@ class _ContextParallel(Trainer):
     def _count(self, inputs: dict[str, Any]) -> Tensor:
         """Of an evaluation of SFTTrainer: by what to divide so that the mean over cp is the mean of this batch."""
         labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
-        valid = inputs.get("shift_labels", labels).ne(-100).sum()
+        valid = inputs.get("shift_labels", labels).ne(IGNORED).sum()
         scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         return valid * scale / self.get_cp_size()
 

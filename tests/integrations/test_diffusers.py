@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ diffusers = pytest.importorskip("diffusers")
 
 from checks import report  # noqa: E402
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel  # noqa: E402
+from diffusers.models import attention_dispatch  # noqa: E402
+from diffusers.models.transformers import transformer_flux, transformer_wan  # noqa: E402
 from diffusers.models.transformers.transformer_flux import (  # noqa: E402
     FluxAttnProcessor,
     FluxIPAdapterAttnProcessor,
@@ -192,6 +195,36 @@ def asked(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     return {name: attend.call_args.kwargs.get(name) for name in options}
 
 
+def unchanged(rank: int) -> list[str]:
+    """What is another thing in diffusers, or in a model that gets processors of its own, after a model was parallel."""
+    kinds = {"flux": (transformer_flux, FluxAttnProcessor), "wan": (transformer_wan, transformer_wan.WanAttnProcessor)}
+
+    def held() -> dict[str, Any]:
+        found = {f"backend {name}": x for name, x in attention_dispatch._AttentionBackendRegistry._backends.items()}
+        for kind, (file, processor) in kinds.items():
+            found |= {f"dispatch of {kind}": file.dispatch_attention_fn, f"call of {kind}": processor.__call__}
+        return found
+
+    problems, before = [], held()
+    for kind, (_, processor) in kinds.items():
+        given, model = inputs(kind, SIZES[kind][0]), build(kind)
+        want = build(kind)(**given).sample
+        model = copy.deepcopy(parallelize(model, mesh((2,), ("cp",))))
+        problems += [f"{kind} is off"] * (apart(model(**given).sample, want) > BOUNDS[kind])
+        again = build(kind)
+        again.load_state_dict(model.state_dict())
+        problems += [f"another {kind} is another"] * (not again(**given).sample.equal(want))
+        attending = [module for module in model.modules() if hasattr(module, "processor")]
+        own = [module.processor for module in attending]
+        problems += [f"{x} of {kind}" for x in own if not isinstance(x, processor) or type(x) is processor]
+    after = held()
+    return problems + [name for name in before if before[name] is not after[name]]
+
+
+def test_nothing_of_diffusers_is_changed(pool: Any) -> None:
+    report(pool(2).run(unchanged))
+
+
 def test_options_are_those_of_attention(pool: Any) -> None:
     options: dict[str, Any] = {"kernel": "reference", "method": "hybrid", "ulysses_degree": 2, "head_chunks": 3}
     options |= {"transport": "functional", "deterministic": True}
@@ -250,9 +283,9 @@ def of_calls(rank: int) -> list[str]:
         "img_ids: expected 2 dims": lambda: model(**given | {"img_ids": given["img_ids"][None]}),
         "controlnet_block_samples": lambda: model(**given, controlnet_block_samples=[q]),
         "attn_mask: expected None": lambda: model(**given, joint_attention_kwargs={"attention_mask": mask}),
-        "is_causal": lambda: integration.attend(q, q, q, is_causal=True, _parallel_config=own),
-        "dropout_p": lambda: integration.attend(q, q, q, dropout_p=0.1, _parallel_config=own),
-        "return_lse": lambda: integration.attend(q, q, q, return_lse=True, _parallel_config=own),
+        "is_causal": lambda: integration.attend(q, q, q, is_causal=True, parallel_config=own),
+        "dropout_p": lambda: integration.attend(q, q, q, dropout_p=0.1, parallel_config=own),
+        "return_lse": lambda: integration.attend(q, q, q, attention_kwargs={"return_lse": True}, parallel_config=own),
         "encoder_hidden_states whole": lambda: without_text(**given),
     }
     problems = [said for words, call in tries.items() for said in refused(words, call)]

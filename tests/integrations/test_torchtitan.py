@@ -117,6 +117,25 @@ def test_its_own_cp_does_not_run_on_cpus(pool: Any) -> None:
         assert raised is not None and "does not have a sharding strategy" in raised.message
 
 
+def unchanged(rank: int) -> list[str]:
+    """Functions and classes in torchtitan's modules that are others after a Trainer with `context_parallel` ran."""
+
+    def held() -> dict[tuple[str, str], Any]:
+        modules = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "torchtitan"]
+        return {(name, key): x for name, module in modules for key, x in vars(module).items() if callable(x)}
+
+    titan.make(Run(shard=2, documents=DOCUMENTS, ours=False)).close()
+    before = held()
+    titan.train(rank, CP2)
+    after = held()
+    assert any(key.startswith("parallelize") for _, key in before)
+    return [".".join(name) for name, x in before.items() if after[name] is not x]
+
+
+def test_nothing_of_torchtitan_is_changed(pool: Any) -> None:
+    assert pool(2).run(unchanged, timeout=200) == [[], []]
+
+
 def refused(rank: int, case: str) -> None:
     titan.on_cpus()
     from cp_mesh.integrations.torchtitan import context_parallel

@@ -194,6 +194,14 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
         return made(**given)
 
 
+def test_fsdp_on_cpus_is_undone() -> None:
+    before = AcceleratorState.__init__
+    with pytest.raises(ZeroDivisionError), fsdp_on_cpus():
+        assert AcceleratorState.__init__ is not before
+        raise ZeroDivisionError
+    assert AcceleratorState.__init__ is before
+
+
 REST = [("Trainer", "packed"), ("SFTTrainer", "plain")]
 
 

@@ -42,7 +42,7 @@ def _(legs_of: Any) -> Any:
     return with_result(legs_of, lambda legs: [each(leg) for leg in legs])
 
 
-@plant("rows that crossed are held nowhere", "memory:_keys_over_hosts", "allocations")
+@plant("rows that crossed are held nowhere", "memory:_held_keys", "allocations")
 def _(keys: Any) -> Any:
     return with_result(keys, lambda found: [each._replace(buffer=0, stages=[0] * len(each.stages)) for each in found])
 

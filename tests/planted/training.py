@@ -321,13 +321,13 @@ plant("verify allows what the kernel does on one device", "verify.verify:PLAIN_F
 plant("verify_model passes whatever it found", "report:ModelReport.passed", "verify_model")(
     lambda passed: lambda self: True
 )
-plant("verify_model hears of one rank alone", "ranks:Ranks.gather", "verify_model")(
+plant("verify_model hears of one rank alone", "step:Ranks.gather", "verify_model")(
     lambda gather: with_result(gather, lambda answers: answers[:1])
 )
-plant("verify_model leaves out the last parameter", "comparing:compare_gradients", "verify_model")(
+plant("verify_model leaves out the last parameter", "compare:compare_gradients", "verify_model")(
     lambda compare: with_arguments(compare, want=lambda want: dict(list(want.items())[:-1]))
 )
-plant("verify_model takes any difference for rounding", "comparing:FACTOR", "verify_model")(lambda factor: 1e15)
+plant("verify_model takes any difference for rounding", "compare:FACTOR", "verify_model")(lambda factor: 1e15)
 plant("probes look for what a token does not reach alone", "probes:_judge", "verify_model")(
     lambda judge: with_call(judge, lambda moved, expected: {"moved": moved & expected})
 )

@@ -32,7 +32,7 @@ from cp_mesh.training.style_helpers import announcing, claim
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 _LAST = "_cp_mesh_sequence"
-_OF_IMAGES = ("image_hidden_states", "video_hidden_states", "rope_deltas")
+OF_IMAGES = ("image_hidden_states", "video_hidden_states", "rope_deltas")
 """Entries of outputs that hold no rows of the sequence."""
 _OF_TEXT = (
     *("inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict"),
@@ -175,7 +175,7 @@ class _Adapter:
         return self._gather(batch.sequence, output) if self.gather_output else output
 
     def _gather(self, sequence: ShardedSequence, output: Any) -> Any:
-        whole = {} if self.facts.text is None else {name: x for name, x in output.items() if name in _OF_IMAGES}
+        whole = {} if self.facts.text is None else {name: x for name, x in output.items() if name in OF_IMAGES}
         rows = type(output)(**{name: x for name, x in output.items() if name not in whole})
         return type(output)(**self.style.gather(sequence, rows), **whole)
 

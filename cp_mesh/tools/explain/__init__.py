@@ -1,4 +1,4 @@
 """What a call will do, without doing it: figures, text and picture.
 
-`explain` is the function, `variants` has the figures, `telling` the text, and `picture` the drawing.
+`explain` is the function, `variants` has the figures, `text` words them, and `picture` the drawing.
 """

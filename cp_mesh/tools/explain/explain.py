@@ -24,16 +24,7 @@ from cp_mesh.kernels.table import KERNELS
 from cp_mesh.tools.explain.predict.machines import find_machine
 from cp_mesh.tools.explain.predict.methods import degrees
 from cp_mesh.tools.explain.predict.time import H200, Machine
-from cp_mesh.tools.explain.telling import (
-    advice_lines,
-    alternatives_lines,
-    as_bytes,
-    captured_lines,
-    head_lines,
-    owners_lines,
-    predicted_lines,
-    ranks_lines,
-)
+from cp_mesh.tools.explain.text import as_bytes, text_of
 from cp_mesh.tools.explain.variants import ALL_RANKS, Setting, Variant
 
 MOST_CUTS = 100_000  # documents times ranks, from which on striped takes many seconds
@@ -245,16 +236,8 @@ def explain(
     choice = setting.choose(layout, bool(scores or captured_shards)) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else method)
     others = list(_others(setting, found))
-    lines = [
-        *head_lines(setting, found, choice, assumed if capability == H200.compute_capability else ""),
-        *owners_lines(found.layout, seq_len, cp_size, columns),
-        *ranks_lines(setting, found),
-        *captured_lines(setting),
-        *predicted_lines(setting, found),
-        *alternatives_lines(found, others),
-        *advice_lines(setting, found, others),
-    ]
-    return Explanation(found, others, choice, seq_len, cp_size, mask, "\n".join(lines))
+    text = text_of(setting, found, others, choice, assumed if capability == H200.compute_capability else "", columns)
+    return Explanation(found, others, choice, seq_len, cp_size, mask, text)
 
 
 def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
@@ -273,14 +256,12 @@ def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
 
 def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
     """Other layouts and methods, where they can be and do not take long to plan."""
-    layouts: list[Layout] = [found.layout]
-    layouts += [layout for layout in (ZigZag(), Contiguous(), Striped()) if layout != found.layout]
+    known = ZigZag(), Contiguous(), Striped()
+    layouts: list[Layout] = [found.layout, *(layout for layout in known if layout != found.layout)]
     documents, cp_size = setting.mask.documents, setting.cp_size
     if documents is not None:
-        if setting.mask.key_padding is None:
-            layouts += [
-                layout for layout in [balance(setting.mask, setting.seq_len, cp_size)] if layout != found.layout
-            ]
+        if setting.mask.key_padding is None and (even := balance(setting.mask, setting.seq_len, cp_size)) != layouts[0]:
+            layouts.append(even)
         if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
             layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
     rings = [name for name, method in METHODS.items() if not (method.swaps or method.degree_option)]

@@ -30,9 +30,9 @@ from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank
+from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, host_size_of, kv_heads_of_rank
 from cp_mesh.tools.explain.predict.methods import Setup, costs, memory, sizes_of
-from cp_mesh.tools.explain.predict.time import Machine, PassCost, host_size_of, legs_of
+from cp_mesh.tools.explain.predict.time import Machine, PassCost, legs_of
 
 ALL_RANKS = 36  # up to here every rank is looked at
 

@@ -1,28 +1,35 @@
-"""Probes: change one thing in the batch and see which logits move. They need no reference, and no cp_mesh in the model.
+"""Probes: change one thing and see what moves. They need no reference, and no cp_mesh in the model.
 
-A tolerance would hide a leak, so what must not depend on a change is compared bit by bit (up to what two equal runs
-differ by), and what must depend on it has to move.
+A token, or a sink, is changed: a tolerance would hide a leak, so what must not depend on it is compared bit by bit (up
+to what two equal runs differ by), and what must depend on it has to move. And probes of scale: the loss is the mean
+over the valid tokens of the logits, and gradients are those of the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.tools.verify.hints import of_styles
-from cp_mesh.tools.verify.models import inner
+from cp_mesh.sequence.sharded_sequence import IGNORED
+from cp_mesh.tools.verify.compare import factor_finding, of_styles
 from cp_mesh.tools.verify.report import Finding
-from cp_mesh.tools.verify.step import Run, Step
-from cp_mesh.tools.verify.traces import clean
+from cp_mesh.tools.verify.step import Run, Step, inner, local
+from cp_mesh.tools.verify.traces import PART, clean
 
 # By dtype: in steps of the largest logit, what may move as kernels take other tiles: experts that get other tokens.
 STEPS, STEPS_COARSE = {torch.float64: 64, torch.float32: 64}, 2
 KEYS = 1024  # whose queries are asked of a mask at once
+# By dtype: shares of the loss by which it is moved along the gradient, and how far the slope may then be off.
+SLOPES = {torch.float64: ((1e-6, 1e-8), 1e-3), torch.float32: ((1e-3, 1e-4, 2e-5), 3e-2)}
+SLOPES_COARSE = ((3e-2, 1e-2), 0.25)
+SAME_GRADIENT = 2.5e-3  # of the sum of a gradient's sizes, by which ranks that hold it may differ
+LOSS, LOSS_COARSE = {torch.float64: 1e-9, torch.float32: 1e-5}, 2e-2
 
 
 def tokens_to_change(step: Step, mask: Mask) -> dict[str, int]:
@@ -32,7 +39,7 @@ def tokens_to_change(step: Step, mask: Mask) -> dict[str, int]:
     positions = step.positions()
     if step.ranks.cp and step.ranks.mesh is not None:
         owner[positions[positions < length]] = step.ranks.mesh.get_local_rank(step.ranks.cp)
-        step.ranks.reduce(owner, dist.ReduceOp.MAX, (step.ranks.cp,))
+        step.ranks.reduce(owner, dist.ReduceOp.MAX, step.ranks.of_cp)
     found = {"far token": 0, "last token": length - 1}
     edges = (owner[1:] != owner[:-1]).nonzero().flatten().tolist()
     if edges:
@@ -101,8 +108,7 @@ def _moves(step: Step, a: Run, b: Run) -> Tensor:
     real = a.positions < step.seq_len
     off = (a.logits - b.logits)[:, real].abs().amax(2).double().nan_to_num(float("inf"))
     found[:, a.positions[real]] = off
-    axes = (*step.ranks.same, *((step.ranks.cp,) if step.ranks.cp else ()))
-    return step.ranks.reduce(found, dist.ReduceOp.MAX, axes)
+    return step.ranks.reduce(found, dist.ReduceOp.MAX, (*step.ranks.same, *step.ranks.of_cp))
 
 
 def _judge(
@@ -135,23 +141,19 @@ def _judge(
     return Finding(what, False, where=where, note=note)
 
 
-def probe_rows(step: Step, run: Run) -> Iterator[Finding]:
+def probe_rows(step: Step, run: Run) -> Finding:
     """Every position has logits on one rank of the cp axis, or on each of them."""
     count = torch.zeros(step.seq_len, dtype=torch.int64, device=step.device)
     real = run.positions[run.positions < step.seq_len]
     count.index_add_(0, real, torch.ones_like(real))
-    if step.ranks.cp:
-        step.ranks.reduce(count, axes=(step.ranks.cp,))
+    step.ranks.reduce(count, axes=step.ranks.of_cp)
     wrong = ((count != 1) & (count != step.ranks.cp_size)).nonzero().flatten()
     mine = (int(wrong[0]), int(count[wrong[0]])) if len(wrong) else (step.seq_len, 0)
     first, held = min(step.ranks.gather(mine))
     if first == step.seq_len:
-        yield Finding("rows", True, note=f"all {first} positions have logits")
-        return
-    where = f"position {first}"
-    yield Finding(
-        "rows", False, where=where, note=f"{held} of {step.ranks.cp_size} ranks have its logits, expected one"
-    )
+        return Finding("rows", True, note=f"all {first} positions have logits")
+    note = f"{held} of {step.ranks.cp_size} ranks have its logits, expected one"
+    return Finding("rows", False, where=f"position {first}", note=note)
 
 
 def probe_sinks(step: Step) -> Iterator[Finding]:
@@ -169,3 +171,91 @@ def probe_sinks(step: Step) -> Iterator[Finding]:
         moves = bool(step.ranks.reduce(moved, dist.ReduceOp.MIN) > 0)
         yield Finding("sinks", moves, where=clean(name), note=note)
         return
+
+
+def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
+    """The loss is the mean over valid tokens of the logits that the model gave, with the labels at their positions."""
+    if step.labels not in step.batch:
+        return
+    labels = step.batch[step.labels]
+    real = run.positions < step.seq_len
+    mine = labels[:, run.positions[real]]
+    logits = run.logits.detach()[:, real]
+    rows = max(1, PART // logits[:, 0].numel())
+    sums = [
+        F.cross_entropy(part.double().flatten(0, 1), theirs.flatten(), ignore_index=IGNORED, reduction="sum")
+        for part, theirs in zip(logits.split(rows, 1), mine.split(rows, 1), strict=True)
+    ]
+    axes = step.ranks.dp if run.logits.shape[1] == step.seq_len else step.ranks.data
+    both = torch.stack([torch.stack(sums).sum(), (mine != IGNORED).sum().double()])
+    total, count = step.ranks.reduce(both, axes=axes).tolist()
+    want, got = total / max(count, 1), step.total_loss(run.loss)
+    error, allowed = abs(got - want) / max(abs(want), 1e-30), LOSS.get(dtype, LOSS_COARSE)
+    note = f"{got:.6g}; the mean over the valid tokens of these logits is {want:.6g}"
+    yield factor_finding(step, "loss of the logits", error, allowed, note, (got, want))
+
+
+def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Finding]:
+    """Gradients after the trainer's reduction: equal on ranks, and the slope of the ``loss``."""
+    everything = {clean(name): p for name, p in inner(step.model).named_parameters()}
+    parameters = {name: p for name, p in everything.items() if p.grad is not None}
+    worst, first = torch.zeros((), dtype=torch.float64, device=step.device), ""
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None
+        whole = local(parameter.grad).double()
+        sums = torch.stack([whole.sum(), -whole.sum()])
+        size = whole.abs().sum().clamp(min=1e-300)
+        low, high = step.ranks.reduce(sums, dist.ReduceOp.MIN, step.ranks.data)
+        spread = (-high - low) / size
+        worst = torch.maximum(worst, step.ranks.reduce(spread.nan_to_num(float("inf")), dist.ReduceOp.MAX))
+        if not first and not float(spread) <= SAME_GRADIENT:
+            first = name
+    same = float(worst) <= SAME_GRADIENT
+    note = f"of {len(parameters)} of {len(everything)} parameters, equal on all ranks"
+    if not same:
+        note = "differs between ranks: nothing sums gradients over them"
+    yield Finding("gradients of ranks", same, float(worst), SAME_GRADIENT, first, note, not same)
+    if not same:
+        return
+    shares, allowed = SLOPES.get(dtype, SLOPES_COARSE)
+    squares = sum(_dot(p.grad, p.grad) for p in parameters.values() if p.grad is not None)
+    if not 0 < squares < float("inf"):
+        yield Finding("scale of gradients", False, note=f"the sum of their squares is {squares}")
+        return
+    best, found = float("inf"), (0.0, 0.0)
+    here = step.total_loss(loss)
+    for share in shares:  # smaller steps, and either side, where the model jumps, as one does that chooses experts
+        for told, moved in _slopes(step, parameters, here, share * abs(here) / (2 * squares)):
+            if moved and abs(told / moved - 1) < best:
+                best, found = abs(told / moved - 1), (told, moved)
+        if all(step.ranks.gather(best <= allowed)):
+            break
+    told, moved = found
+    note = f"by them the loss was to change by {told:.4g}, and it changed by {moved:.4g}"
+    yield factor_finding(step, "scale of gradients", best, allowed, note, found, allowed)
+
+
+def _slopes(step: Step, parameters: Mapping[str, Tensor], here: float, h: float) -> Iterator[tuple[float, float]]:
+    """What the loss, which is ``here``, is to change by along ``h`` times the gradient, and what it changes by.
+
+    From side to side, and on each side. Weights move as far as their dtype lets them.
+    """
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    sides = []
+    with torch.no_grad(), step.agreed():
+        for sign in (1, -1):
+            told = 0.0
+            for name, parameter in parameters.items():
+                assert parameter.grad is not None
+                parameter.copy_(kept[name]).add_(parameter.grad, alpha=sign * h)
+                told += _dot(parameter.grad, parameter - kept[name])
+            sides.append((told, step.total_loss(step.run().loss) - here))
+        for name, parameter in parameters.items():
+            parameter.copy_(kept[name])
+    ahead, behind = sides
+    yield ahead[0] - behind[0], ahead[1] - behind[1]
+    yield from sides
+
+
+def _dot(x: Tensor, y: Tensor) -> float:
+    return float(local((x.detach().double() * y.double()).sum()))

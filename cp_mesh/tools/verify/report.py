@@ -1,7 +1,4 @@
-"""What `cp_mesh.verify_model` found: a row for each check, a table, JSON, and one line that says it all.
-
-And how the commands of ``python -m cp_mesh`` speak: lines in color, and what is under way.
-"""
+"""What `cp_mesh.verify_model` found: a row for each check, a table, JSON, and one line that says it all."""
 
 from __future__ import annotations
 
@@ -10,14 +7,12 @@ import json
 import math
 import sys
 import textwrap
-import threading
-import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WIDTH = 99
-AFTER = 1.0  # seconds, from which on something is worth a line
 HEADER = ("check", "", "error", "allowed")
+STYLES = {True: "green", False: "bold red"}
 
 
 @dataclass(frozen=True)
@@ -90,65 +85,22 @@ class ModelReport:
 
     def print(self) -> None:
         """The table, in colors on a terminal where the package rich is installed; the verdict is the last line."""
-        if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        screen = console()
+        if screen is None:
             print(self, flush=True)
             return
-        console, tables = (importlib.import_module(f"rich.{name}") for name in ("console", "table"))
-        table = tables.Table(*HEADER, "where")
+        table = importlib.import_module("rich.table").Table(*HEADER, "where")
         for finding in self.findings:
-            style = "green" if finding.passed else "bold red"
-            table.add_row(*_cells(finding), _text(finding), style=style)
-        screen = console.Console(highlight=False, markup=False)
+            table.add_row(*_cells(finding), _text(finding), style=STYLES[finding.passed])
         screen.print(table)
-        screen.print(self.verdict, style="green" if self.passed else "bold red")
+        screen.print(self.verdict, style=STYLES[self.passed])
 
 
-def show(line: str, passed: bool | None = None) -> None:
-    """Print a line, in the color of its outcome on a terminal where the package rich is installed."""
-    if passed is None or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        print(line, flush=True)
-        return
-    console = importlib.import_module("rich.console").Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(line, style="green" if passed else "bold red")
-
-
-class Progress:
-    """Says on stderr what is under way, once it has taken a second: ``with progress("fitting"): ...``.
-
-    Args:
-        on: False says nothing; of several ranks the first one is to speak.
-    """
-
-    def __init__(self, on: bool = True) -> None:
-        self.on, self.started = on, time.perf_counter()
-        self._timer: threading.Timer | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Since it was made."""
-        return time.perf_counter() - self.started
-
-    def __call__(self, what: str) -> Progress:
-        """What is under way from now on."""
-        self.stop()
-        if self.on:
-            self._timer = threading.Timer(AFTER, self._say, (what,))
-            self._timer.daemon = True
-            self._timer.start()
-        return self
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _say(self, what: str) -> None:
-        print(f"[{self.seconds:6.1f} s] {what}"[:WIDTH], file=sys.stderr, flush=True)
+def console(**options: Any) -> Any:
+    """That of the package rich, on a terminal where it is installed; else None."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    return importlib.import_module("rich.console").Console(highlight=False, markup=False, **options)
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:

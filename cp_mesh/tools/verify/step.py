@@ -1,31 +1,109 @@
-"""One step of a trainer, as `cp_mesh.verify_model` runs it: the model, the batch, the loss, whose rows."""
+"""One step of a trainer, as `cp_mesh.verify_model` runs it: the ranks, the model, the batch, the loss, whose rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from cp_mesh._torch import COMPILED_CALL, tree_leaves
 from cp_mesh.comm.agreement import announce_refusal, check_mode, require_agreement
 from cp_mesh.errors import RankMismatchError, refuse
-from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
-from cp_mesh.tools.verify.models import captured, inner, local, logits_of, sequence_of
-from cp_mesh.tools.verify.ranks import Ranks
+from cp_mesh.sequence.sharded_sequence import IGNORED, ROOT, ShardedSequence
+from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
 from cp_mesh.tools.verify.traces import Trace, traced_modules
 from cp_mesh.training.loss import cross_entropy
-from cp_mesh.training.style_helpers import gathers
+from cp_mesh.training.sharded_model import ShardedModel
+from cp_mesh.training.style_helpers import gathers, styles_of
 
 Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], Tensor]
 Positions = Tensor | Callable[[Batch], Tensor]
-IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a mesh, by what they hold.
+
+    Attributes:
+        mesh: None for one process without groups.
+        cp: the axis whose ranks hold other tokens of the same sequences, if there is one.
+        same: axes whose ranks hold the same tokens, as tensor parallelism does.
+    """
+
+    mesh: DeviceMesh | None = None
+    cp: str | None = None
+    same: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None, cp: str, same: Sequence[str]) -> Ranks:
+        if mesh is None:
+            return cls()
+        names = mesh.mesh_dim_names
+        if names is None:
+            refuse("verify_model: mesh", "a DeviceMesh whose axes have names", mesh, 'mesh_dim_names=("dp", "cp")')
+        alone = names[0] if len(names) == 1 and names[0] not in same else None
+        return cls(mesh, alone or (cp if cp in names else None), tuple(name for name in names if name in same))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return () if self.mesh is None else tuple(self.mesh.mesh_dim_names or ())
+
+    @property
+    def dp(self) -> tuple[str, ...]:
+        """Axes whose ranks hold other sequences."""
+        return tuple(name for name in self.data if name != self.cp)
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """Axes whose ranks hold other tokens."""
+        return tuple(name for name in self.axes if name not in self.same)
+
+    @property
+    def of_cp(self) -> tuple[str, ...]:
+        return (self.cp,) if self.cp else ()
+
+    @property
+    def cp_size(self) -> int:
+        return self.size(*self.of_cp)
+
+    @property
+    def is_first(self) -> bool:
+        return self.mesh is None or dist.get_rank() == 0
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        assert self.mesh is not None
+        return self.mesh.get_group(axis)
+
+    def size(self, *axes: str) -> int:
+        return math.prod(self.group(axis).size() for axis in axes)
+
+    def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, axes: Sequence[str] | None = None) -> Tensor:
+        """``x`` summed, or as ``op`` says, over the ranks of some axes, all if left out; in place."""
+        for axis in self.axes if axes is None else axes:
+            dist.all_reduce(x, op, group=self.group(axis))
+        return x
+
+    def gather(self, x: Any, axes: Sequence[str] | None = None) -> list[Any]:
+        """What every rank of some axes, all if left out, holds in ``x``."""
+        found = [x]
+        for axis in self.axes if axes is None else axes:
+            answers: list[list[Any]] = [[] for _ in range(self.size(axis))]
+            dist.all_gather_object(answers, found, group=self.group(axis))
+            found = [one for answer in answers for one in answer]
+        return found
 
 
 class Run(NamedTuple):
@@ -92,7 +170,7 @@ class Step:
         self.seen = None
         outputs: list[Any] = []
         model = inner(self.model)
-        with captured(model, outputs), self.watched(model) if trace is None else trace.of(model):
+        with _outputs_of(model, outputs), self._watched(model) if trace is None else trace.of(model):
             loss = self.loss(self.model, dict(batch or self.batch))
         if not outputs:
             refuse("verify_model: loss", "a call of the model", "none", "loss(model, batch) runs the model it is given")
@@ -110,7 +188,7 @@ class Step:
         return Run(loss, logits, positions)
 
     @contextmanager
-    def watched(self, model: nn.Module) -> Iterator[None]:
+    def _watched(self, model: nn.Module) -> Iterator[None]:
         """Read the positions of this batch, which the root tells while it runs."""
 
         def read(*_: Any) -> None:
@@ -125,8 +203,7 @@ class Step:
 
     def total_loss(self, loss: Tensor) -> float:
         """The loss of all ranks."""
-        axes = self.ranks.data
-        whole = self.ranks.reduce(local(loss.detach()).double().clone(), axes=axes)
+        whole = self.ranks.reduce(local(loss.detach()).double().clone(), axes=self.ranks.data)
         return float(whole) / self.copies
 
     @contextmanager
@@ -166,12 +243,11 @@ def loss_of_plan(ranks: Ranks, labels: str) -> Loss:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         given = dict(batch)
-        whole = given.pop(labels)
+        mine = given.pop(labels)
         logits = logits_of(model(**given))
         sequence, axes = sequence_of(model), ranks.dp if gathers(model) else ranks.data
-        mine = whole
-        if sequence is not None and logits.shape[1] != whole.shape[1]:
-            mine = sequence.shard({"labels": whole})["labels"]
+        if sequence is not None and logits.shape[1] != mine.shape[1]:
+            mine = sequence.shard({"labels": mine})["labels"]
         if ranks.mesh is None or not axes:
             return mean_loss(logits, mine)
         return cross_entropy(logits, mine, ranks.mesh[axes])
@@ -183,3 +259,73 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over valid tokens, at least in float32."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The model without DistributedDataParallel."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextmanager
+def _outputs_of(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
+    """Add what the model returns inside to a list; of compiled models, too."""
+    compiled = model.__dict__.get(COMPILED_CALL)
+    if compiled is None:
+        undo = model.register_forward_hook(lambda module, args, output: outputs.append(output)).remove
+    else:
+        undo = functools.partial(model.__dict__.__setitem__, COMPILED_CALL, compiled)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(compiled(*args, **kwargs))
+            return outputs[-1]
+
+        model.__dict__[COMPILED_CALL] = call
+    try:
+        yield
+    finally:
+        undo()
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits [B, n, V] in what a model returns: the tensor, its "logits", or the first tensor of three dims.
+
+    Those that a loss computes in chunks are computed whole.
+    """
+    if isinstance(output, DeferredLogits):
+        return output.whole()
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("logits")
+    if found is None:
+        found = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 3), None)
+    if not isinstance(found, Tensor) or found.ndim != 3:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(output).__name__
+        refuse("verify_model: output of the model", "logits [B, S, V]", got, "return them, alone or as .logits")
+    return local(found)
+
+
+def local(x: Tensor) -> Tensor:
+    """The whole tensor, of a DTensor too: then a collective."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_gradient(parameter: Tensor) -> Tensor:
+    """The gradient as the optimizer would see it, of all shards; a collective for DTensors."""
+    return torch.zeros_like(local(parameter.detach())) if parameter.grad is None else local(parameter.grad)
+
+
+def coarsest(model: nn.Module) -> torch.dtype:
+    """The dtype of the parameters that have the fewest digits."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def root_of(model: nn.Module) -> ShardedModel | None:
+    """The `ShardedModel` that was applied to a model or a part of it."""
+    return next((style for style in styles_of(model) if isinstance(style, ShardedModel)), None)
+
+
+def sequence_of(model: nn.Module) -> ShardedSequence | None:
+    """The sequence of the styles that were applied to a model; the root's, if it has one."""
+    style = root_of(model) or next(styles_of(model), None)
+    return None if style is None else style.sequence

@@ -3,8 +3,8 @@
 Every rank runs the plain model on the whole batch of its data-parallel rank, without any collective (`reference.py`),
 and then the trainer's step (`step.py`): the spread model, the trainer's loss, backward, and whatever reduces gradients.
 What goes in and out of every module (`traces.py`), the logits, the loss, every parameter's gradient, and their norm are
-compared (`comparing.py`, and in words `hints.py`). Probes need no reference: who sees whom (`probes.py`), and whether
-loss and gradients have the right scale (`scales.py`).
+compared (`compare.py`). Probes need no reference (`probes.py`): who sees whom, and whether loss and gradients have the
+right scale.
 
 How far both may be apart is measured, not guessed: the reference runs once more with its weights rounded otherwise.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_mesh.comm.groups import as_mesh
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.tools.verify.comparing import (
+from cp_mesh.tools.verify.compare import (
     EXACT,
     compare_batches,
     compare_gradients,
@@ -35,13 +35,21 @@ from cp_mesh.tools.verify.comparing import (
     compare_rows,
     compare_weights,
 )
-from cp_mesh.tools.verify.models import coarsest, local
-from cp_mesh.tools.verify.probes import probe_rows, probe_sinks, probe_tokens
-from cp_mesh.tools.verify.ranks import Ranks
+from cp_mesh.tools.verify.probes import probe_gradients, probe_loss, probe_rows, probe_sinks, probe_tokens
 from cp_mesh.tools.verify.reference import jitter, make_twin, run_reference
 from cp_mesh.tools.verify.report import Finding, ModelReport
-from cp_mesh.tools.verify.scales import probe_gradients, probe_loss
-from cp_mesh.tools.verify.step import Batch, Loss, Positions, Run, Step, loss_of_plan, run_step
+from cp_mesh.tools.verify.step import (
+    Batch,
+    Loss,
+    Positions,
+    Ranks,
+    Run,
+    Step,
+    coarsest,
+    local,
+    loss_of_plan,
+    run_step,
+)
 from cp_mesh.tools.verify.traces import Place, Trace, rows_of
 from cp_mesh.tools.verify.verify import VerificationError
 from cp_mesh.training.parallelize import parallelize
@@ -64,7 +72,7 @@ def verify_model(
     total: str | None = None,
     make_reference: Callable[[], nn.Module] | None = None,
     reference_loss: Loss | None = None,
-    reference: bool | Literal["chunks"] = True,
+    reference: bool = True,
     probes: bool = True,
     mask: Mask | Sequence[Mask] | None = None,
     rows: Positions | None = None,
@@ -107,9 +115,7 @@ def verify_model(
             mask; its parameters have the same names. None: ``make_model``.
         reference_loss: as ``loss``, for the whole batch on one rank: the mean over valid tokens. None: cross entropy of
             the model called with the batch but its labels.
-        reference: "chunks": the same in less memory, one block and some rows of logits at a time, for models whose last
-            linear layer makes the logits and whose loss is the mean over valid tokens. False: probes alone, in seconds,
-            and for models that one rank cannot hold.
+        reference: False: probes alone, in seconds, and for models that one rank cannot hold.
         probes: False: the comparison alone.
         mask: what attention is to see, for probes; a sequence of masks, one for each layer, where there are windows.
             None: causal, within documents if the batch has "documents" or positions that restart.
@@ -142,19 +148,17 @@ def verify_model(
 
     if total not in (None, "sum", "mean"):
         refuse("verify_model: total", '"sum" or "mean"', total, "how the losses of ranks make the loss")
-    if reference not in (True, False, "chunks"):
-        refuse("verify_model: reference", 'True, False or "chunks"', reference, "what the step is compared with")
-    if reference == "chunks" and reference_loss is not None:
-        hint = "leave reference_loss out, or reference=True"
-        refuse("verify_model: reference in chunks", "the mean over valid tokens as loss", "reference_loss", hint)
+    if reference not in (True, False):
+        hint = "reference=False, probes alone, is for models that one rank cannot hold"
+        refuse("verify_model: reference", "True or False", reference, hint)
     given = {name: _cast(x, dtype) for name, x in batch.items()}
     tokens = tokens or next((name for name in TOKENS if name in given), None)
     if tokens not in given or given[tokens].ndim != 2:
         refuse("verify_model: batch", f"int64 [B, S] under one of {', '.join(TOKENS)}", [*given], "or say tokens=")
-    if labels not in given and (loss is None or reference == "chunks"):
+    if labels not in given and loss is None:
         refuse("verify_model: batch", f"labels [B, S] under {labels!r}", [*given], "or say loss= and labels=")
     masks = _masks(mask, given)
-    report.findings += compare_batches(ranks, given)
+    report.findings.append(compare_batches(ranks, given))
     if report.passed:
         say("building the model")
         try:
@@ -167,19 +171,17 @@ def verify_model(
             step = Step(model, loss or loss_of_plan(ranks, labels), ranks, given, tokens, labels, copies, rows)
             if reduce_gradients is None and isinstance(plan, Mapping):
                 reduce_gradients = lambda model: sum_over(ranks, model)  # noqa: E731
-            if reference:
-                chunks = reference == "chunks"
-                say("building the reference" + " in chunks" * chunks)
-                twin = make_twin(make_reference or make_model, model, dtype, step.device, chunks)
-                report.findings += compare_weights(ranks, twin)
-                run = _compare(
-                    report.findings, step, twin, reduce_gradients, reference_loss, chunks, gradient_norm, say
-                )
             used = coarsest(model)
-            if not reference:
+            if reference:
+                say("building the reference")
+                twin = make_twin(make_reference or make_model, model, dtype, step.device)
+                report.findings.append(compare_weights(ranks, twin))
+                run = _compare(report.findings, step, twin, reduce_gradients, reference_loss, gradient_norm, say)
+            else:
                 say("forward and backward")
                 run = run_step(step, reduce_gradients)
-                report.findings += [*probe_rows(step, run), *probe_loss(step, run, used)]
+                report.findings.append(probe_rows(step, run))
+                report.findings += probe_loss(step, run, used)
             if probes:
                 report.findings += probe_tokens(step, masks, used == torch.float64, say)
                 say("probe: sinks and gradients")
@@ -211,8 +213,7 @@ def spread(make_model: Callable[[], nn.Module], plan: Plan, ranks: Ranks, dtype:
 def sum_over(ranks: Ranks, model: nn.Module) -> None:
     """Sum the gradients of parameters over the ranks that hold other tokens."""
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            grad = parameter.grad
+        if (grad := parameter.grad) is not None:
             ranks.reduce(grad.to_local() if isinstance(grad, DTensor) else grad, axes=ranks.data)
 
 
@@ -222,17 +223,16 @@ def _compare(
     twin: nn.Module,
     reduce_gradients: Callable[[nn.Module], Any] | None,
     loss: Loss | None,
-    chunks: bool,
     gradient_norm: Callable[[nn.Module], Any] | None,
     say: Callable[[str], None],
 ) -> Run:
     """One step; add to ``findings`` what it gives against the reference ``twin``."""
     dtype = coarsest(twin)
     say("reference: forward and backward")
-    want = run_reference(step, twin, loss, chunks)
+    want = run_reference(step, twin, loss)
     say("reference: once more, with other rounding")
     jitter(twin)
-    other = run_reference(step, twin, loss, chunks)
+    other = run_reference(step, twin, loss)
     del twin
     before, after = (x.logits.by_dim[1] for x in (want, other))
     noise = float((after - before).norm() / before.norm())
@@ -245,7 +245,7 @@ def _compare(
     say("comparing")
     base = EXACT if dtype == torch.float64 else torch.finfo(dtype).eps
     three = (trace, want.trace, other.trace)
-    findings += probe_rows(step, run)
+    findings.append(probe_rows(step, run))
     findings.append(compare_rows(step, "forward", [x.forward for x in three], base))
     logits = Place("", "logits", 0)
     of_logits = (rows_of(run.logits, step.seq_len, run.positions), want.logits, other.logits)

@@ -19,13 +19,22 @@ def find_machine(name: str) -> Machine:
 
 
 def read_machine(path: str | Path) -> Machine:
-    """A table that `write_machine` wrote.
+    """A table that `write_machine` wrote: every number must be there, and none beside them.
 
     Raises:
         ArgumentError: if it is not one.
     """
     try:
-        return from_text(Path(path).read_text())
+        given = dict(json.loads(Path(path).read_text()))
+        if set(given) != {field.name for field in fields(Machine)}:
+            raise ValueError(f"it has {', '.join(sorted(given))}")
+        given["compute_capability"] = tuple(given["compute_capability"])
+        given["kernels"] = {name: _pair(KernelRate, rates) for name, rates in given["kernels"].items()}
+        given["host_forward"], given["host_backward"] = _pair(HostTime, (given["host_forward"], given["host_backward"]))
+        machine = Machine(**given)
+        if numbers := [x for x in _numbers(asdict(machine)) if not (math.isfinite(x) and x >= 0)]:
+            raise ValueError(f"{numbers[0]} is no time and no rate")
+        return machine
     except (OSError, ValueError, KeyError, TypeError) as error:
         expected = f"one of {', '.join(MACHINES)}, or the file of a table"
         refuse("machine", expected, f"{path} ({error})", "examples/benchmarks/calibrate.py writes one")
@@ -33,26 +42,7 @@ def read_machine(path: str | Path) -> Machine:
 
 def write_machine(machine: Machine, path: str | Path) -> None:
     """As JSON: seconds, bytes/s, FLOP/s."""
-    Path(path).write_text(to_text(machine) + "\n")
-
-
-def to_text(machine: Machine) -> str:
-    return json.dumps(asdict(machine), indent=1, sort_keys=True)
-
-
-def from_text(text: str) -> Machine:
-    """The inverse of `to_text`; every number must be there, and none beside them."""
-    given = dict(json.loads(text))
-    if set(given) != {field.name for field in fields(Machine)}:
-        raise ValueError(f"it has {', '.join(sorted(given))}")
-    given["compute_capability"] = tuple(given["compute_capability"])
-    given["kernels"] = {name: _pair(KernelRate, rates) for name, rates in given["kernels"].items()}
-    given["host_forward"], given["host_backward"] = _pair(HostTime, (given["host_forward"], given["host_backward"]))
-    machine = Machine(**given)
-    numbers = [x for x in _numbers(asdict(machine)) if not (math.isfinite(x) and x >= 0)]
-    if numbers:
-        raise ValueError(f"{numbers[0]} is no time and no rate")
-    return machine
+    Path(path).write_text(json.dumps(asdict(machine), indent=1, sort_keys=True) + "\n")
 
 
 def _pair(kind: Any, of_passes: Sequence[Mapping[str, float]]) -> Any:

@@ -74,7 +74,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
-from cp_mesh.hosts.relay_plan import RelayedRoute
+from cp_mesh.hosts.relay_plan import RelayedRoute, Visit
 from cp_mesh.kernels.combine import MAX_PIECES
 
 
@@ -139,40 +139,40 @@ def extra_memory(
         result_itemsize: of dk and dv; 0: as of the inputs.
     """
     rows, route = _Rows.of(sizes, head_chunks, rounds, result_itemsize or sizes.itemsize), schedule.route
+    own_rows, on_wires, visits = schedule.shard_lens[schedule.cp_rank], _on_wires(transport), visits_of(schedule)
+    made_last &= head_chunks == 1
     parts = [stage.tiles for stage in route.stages]
     tiles = [enclosing(x) if one_tile else x for x in (*parts, schedule.local_tiles)]
-    made_last &= head_chunks == 1
-    if isinstance(route, RelayedRoute):
-        own_rows, of_pass = schedule.shard_lens[schedule.cp_rank], (route, rows, tiles, transport, made_last)
-        symmetric = _symmetric_over_hosts(route, max(schedule.shard_lens), rows) if _on_wires(transport) else 0
-        return ExtraMemory(_forward_over_hosts(own_rows, *of_pass), _backward_over_hosts(own_rows, *of_pass), symmetric)
-    num_rows, on_wires = schedule.shard_lens[schedule.cp_rank], _on_wires(transport)
-    fetched, served = [stage.num_fetched for stage in route.stages], [_served(stage) for stage in route.stages]
-    keys_held = [
-        sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2])
-        for i in range(len(tiles))
-    ]
-    out, results = _Pieces(num_rows * rows.out_sum), num_rows * rows.out if made_last else 0
-    first = sum(fetched) if on_wires else sum(fetched[:1]) + sum(served[:1])
-    forward = first * rows.key + out.add([_rows(tile) * rows.out for tile in tiles[-1]]) - results
-    for keys, of_stage in zip(keys_held, tiles[:-1], strict=False):
-        forward = max(forward, keys * rows.key + out.add([_rows(tile) * rows.out for tile in of_stage]) - results)
-    forward = max(forward, out.held)
-    backward, dq, arrived = 0, _Pieces(num_rows * rows.dq_sum), _Pieces(num_rows * rows.sum)
-    for i, of_stage in enumerate(tiles):
-        sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1]) * rows.gradient
-        held = keys_held[i] * rows.key + sent + arrived.held
-        backward = max(backward, held + _tiles_of_backward(of_stage, rows, dq, is_local=i == len(fetched)))
-        if i < len(served) and not on_wires:
-            arrived.add([num * rows.gradient for num in _ranges(route.stages[i])])
-    if made_last:
-        at_end = dq.held + arrived.held + sum(map(_keys, tiles[-1])) * rows.piece
-        backward = max(backward - num_rows * (rows.dq + rows.result), at_end)
-    symmetric = 0
-    if on_wires and route.stages:
-        of_group = max(schedule.shard_lens) * rows.key, route.most_served * rows.gradient
-        symmetric = max(of_group) if schedule.cp_size == 2 else sum(of_group)
-    return ExtraMemory(forward, backward, symmetric)
+    call = _Call(own_rows, visits, _held_keys(visits, on_wires), tiles, rows, on_wires, made_last)
+    backward = _backward_over_hosts(call) if isinstance(route, RelayedRoute) else _backward(call)
+    symmetric, moved = 0, [visit.route for visit in visits if visit.route.stages]
+    if on_wires and moved:  # by the group of this host, which serves every visit; its most
+        of_group = max(schedule.shard_lens) * rows.key, max(x.most_served for x in moved) * rows.gradient
+        symmetric = max(of_group) if host_size_of(schedule) == 2 else sum(of_group)
+    return ExtraMemory(_forward(call), backward, symmetric)
+
+
+class _Call(NamedTuple):
+    """What both passes of a rank are: its rows, the hosts it visits, keys that it holds there, tiles of each stage."""
+
+    own_rows: int
+    visits: Sequence[Visit]
+    keys: Sequence[_HeldKeys]
+    tiles: Sequence[Sequence[Tile]]
+    rows: _Rows
+    on_wires: bool
+    made_last: bool
+
+
+def host_size_of(schedule: Schedule) -> int:
+    """Ranks that are visited one after the other before those of the next host; all of them if rows do not cross."""
+    return schedule.route.host_size if isinstance(schedule.route, RelayedRoute) else schedule.cp_size
+
+
+def visits_of(schedule: Schedule) -> Sequence[Visit]:
+    """Of hosts, in order; of one, with all stages, where rows do not cross."""
+    route, rows = schedule.route, schedule.shard_lens[schedule.cp_rank]
+    return route.visits if isinstance(route, RelayedRoute) else (Visit(None, route, None, (), rows),)
 
 
 class _Rows(NamedTuple):
@@ -254,32 +254,48 @@ class _Pieces:
         return most
 
 
-def _forward_over_hosts(
-    own_rows: int, route: RelayedRoute, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
-) -> int:
+def _forward(call: _Call) -> int:
+    own_rows, _, keys, tiles, rows, _, made_last = call
     of_stage = iter(tiles)
     out, results = _Pieces(own_rows * rows.out_sum), own_rows * rows.out if made_last else 0
     most, buffer, local = 0, 0, tiles[-1]
-    for keys in _keys_over_hosts(route, transport):
-        most = max(most, (buffer + keys.begin) * rows.key + out.held - results)
-        buffer = keys.buffer
+    for held in keys:
+        most = max(most, (buffer + held.begin) * rows.key + out.held - results)
+        buffer = held.buffer
         if local:
-            most = max(most, keys.begin * rows.key + out.add([_rows(tile) * rows.out for tile in local]) - results)
+            most = max(most, held.begin * rows.key + out.add([_rows(tile) * rows.out for tile in local]) - results)
             local = ()
-        for num in keys.stages:
+        for num in held.stages:
             pieces = out.add([_rows(tile) * rows.out for tile in next(of_stage)])
             most = max(most, num * rows.key + pieces - results)
     return max(most, buffer * rows.key + out.held)
 
 
-def _backward_over_hosts(
-    own_rows: int, route: RelayedRoute, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
-) -> int:
-    of_stage, on_wires = iter(tiles), _on_wires(transport)
+def _backward(call: _Call) -> int:
+    own_rows, visits, keys, tiles, rows, on_wires, made_last = call
+    most, dq, arrived = 0, _Pieces(own_rows * rows.dq_sum), _Pieces(own_rows * rows.sum)
+    (visit,), (held_keys,) = visits, keys
+    stages = visit.route.stages
+    fetched = [stage.num_fetched for stage in stages]
+    for i, (num, of_stage) in enumerate(zip([*held_keys.stages, 0], tiles, strict=True)):
+        sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1]) * rows.gradient
+        held = num * rows.key + sent + arrived.held
+        most = max(most, held + _tiles_of_backward(of_stage, rows, dq, is_local=i == len(stages)))
+        if i < len(stages) and not on_wires:
+            arrived.add([num * rows.gradient for num in _ranges(stages[i])])
+    if made_last:
+        at_end = dq.held + arrived.held + sum(map(_keys, tiles[-1])) * rows.piece
+        most = max(most - own_rows * (rows.dq + rows.result), at_end)
+    return most
+
+
+def _backward_over_hosts(call: _Call) -> int:
+    own_rows, visits, held_keys, tiles, rows, on_wires, made_last = call
+    of_stage = iter(tiles)
     dq, arrived = _Pieces(own_rows * rows.dq_sum), _Pieces(own_rows * rows.sum)
     results = own_rows * (rows.dq + rows.key) if made_last else 0
     most, buffer, crossing, returning = 0, 0, 0, list[int]()  # of gradients: what crosses, and what comes of it
-    for visit, keys in zip(route.visits, _keys_over_hosts(route, transport), strict=True):
+    for visit, keys in zip(visits, held_keys, strict=True):
         held = dq.held + arrived.held + crossing
         most, buffer = max(most, (buffer + keys.begin) * rows.key + held - results), keys.buffer
         stages = visit.route.stages
@@ -324,8 +340,8 @@ class _HeldKeys(NamedTuple):
     end: int
 
 
-def _keys_over_hosts(route: RelayedRoute, transport: str) -> list[_HeldKeys]:
-    visits, on_wires, found = route.visits, _on_wires(transport), []
+def _held_keys(visits: Sequence[Visit], on_wires: bool) -> list[_HeldKeys]:
+    found = []
     crossings = [visit.crossing for visit in visits[1:] if visit.crossing is not None]
     for number, visit in enumerate(visits):
         buffer = crossings[number - 1].num_fetched if number else 0
@@ -342,15 +358,6 @@ def _keys_over_hosts(route: RelayedRoute, transport: str) -> list[_HeldKeys]:
             )
         found.append(_HeldKeys(ahead + begin, buffer, stages, ahead))
     return found
-
-
-def _symmetric_over_hosts(route: RelayedRoute, shard_len: int, rows: _Rows) -> int:
-    """Of the group of this host, which serves every visit; its most."""
-    moved = [visit.route for visit in route.visits if visit.route.stages]
-    if not moved:
-        return 0
-    parts = shard_len * rows.key, max(within.most_served for within in moved) * rows.gradient
-    return max(parts) if route.host_size == 2 else sum(parts)
 
 
 def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:

@@ -32,8 +32,7 @@ from typing import NamedTuple
 
 from cp_mesh.geometry.mask import FULL, Band
 from cp_mesh.geometry.schedule import Fetch, Schedule, Tile, num_rows
-from cp_mesh.hosts.relay_plan import RelayedRoute, Visit
-from cp_mesh.tools.explain.predict.memory import Sizes, kv_heads_of_rank
+from cp_mesh.tools.explain.predict.memory import Sizes, host_size_of, kv_heads_of_rank, visits_of
 
 
 @dataclass(frozen=True)
@@ -333,19 +332,12 @@ class Leg(NamedTuple):
         return [move for move in (self.crossing, *self.moves) if move is not None]
 
 
-def host_size_of(schedule: Schedule) -> int:
-    """Ranks that are visited one after the other before those of the next host; all of them if rows do not cross."""
-    return schedule.route.host_size if isinstance(schedule.route, RelayedRoute) else schedule.cp_size
-
-
 def legs_of(schedule: Schedule, degree: int = 1) -> list[Leg]:
     """What a rank receives, in order; ``degree`` as in `staged_costs`."""
-    route, rows = schedule.route, schedule.shard_lens[schedule.cp_rank]
-    visits = route.visits if isinstance(route, RelayedRoute) else (Visit(None, route, None, (), rows),)
     host_size = host_size_of(schedule)
     host, place = divmod(schedule.cp_rank, host_size)
-    tiles, legs = iter(route.stages), []
-    for visit in visits:
+    tiles, legs = iter(schedule.route.stages), []
+    for visit in visits_of(schedule):
         moves: list[Fetch | None] = [None] if visit.own is not None else []
         moves += [_by_cp_rank(x.fetch, host * host_size, degree) for x in visit.route.stages]
         crossing, leaving = None, 0

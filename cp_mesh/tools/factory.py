@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import inspect
 import os
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.tools.verify.verify_model import verify_model
 
-EXPECTED, HINT = "a module that can be imported", "start in its folder, or name a file, path/to/my_trainer.py"
+_MODULE, _HINT = "a module that can be imported", "start in its folder, or name a file, path/to/my_trainer.py"
 _ARGUMENTS = "a dict of verify_model's arguments"
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "make_model": (
@@ -47,15 +46,14 @@ def arguments_of(text: str) -> dict[str, Any]:
     try:
         returned = factory()
     except Exception as error:
-        raise ArgumentError(describe(what, _ARGUMENTS, _shown(error), "see its traceback")) from error
+        raise _of_its_own(what, _ARGUMENTS, error) from error
     if not isinstance(returned, Mapping):
         refuse(what, _ARGUMENTS, type(returned), "return {'make_model': ..., 'plan': ..., 'batch': ..., 'mesh': ...}")
     parameters = inspect.signature(verify_model).parameters
-    for key in returned:
-        if key not in parameters:
-            close = difflib.get_close_matches(str(key), parameters, n=1)
-            hint = f"near it: {close[0]}" if close else f"they are {', '.join(parameters)}"
-            refuse(f"{what}: {key!r}", "the name of an argument of verify_model", key, hint)
+    for key in returned.keys() - parameters.keys():
+        close = difflib.get_close_matches(str(key), parameters, n=1)
+        hint = f"near it: {close[0]}" if close else f"they are {', '.join(parameters)}"
+        refuse(f"{what}: {key!r}", "the name of an argument of verify_model", key, hint)
     for key, (is_right, expected) in _KINDS.items():
         if key not in returned and parameters[key].default is inspect.Parameter.empty:
             refuse(f"{what}: {key!r}", expected, f"{[*returned]} alone", "add it to the dict")
@@ -73,7 +71,7 @@ def split(text: str) -> tuple[str, str]:
     what, (where, _, name) = f"factory {text}", text.rpartition(":")
     if where.endswith(".py"):
         if not os.path.isfile(where):
-            refuse(what, EXPECTED, f"no file {Path(where).absolute()}", HINT)
+            refuse(what, _MODULE, f"no file {Path(where).absolute()}", _HINT)
         if "." in (stem := Path(where).stem):
             refuse(what, "a file whose name is that of a module", f"{stem}.py", "give it a name without other dots")
     elif not all(where.split(".")) or "/" in where or ":" in where:
@@ -91,8 +89,8 @@ def _module(what: str, where: str) -> ModuleType:
         module = importlib.import_module(where)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
-            raise ArgumentError(describe(what, EXPECTED, str(error), HINT)) from None
-        raise ArgumentError(describe(what, EXPECTED, _shown(error), "see its traceback")) from error
+            raise ArgumentError(describe(what, _MODULE, str(error), _HINT)) from None
+        raise _of_its_own(what, _MODULE, error) from error
     found = getattr(module, "__file__", None)
     if path is not None and (found is None or Path(found).resolve() != path):
         refuse(what, f"{path} as module {where}", found or "a built-in one", "give the file another name")
@@ -102,12 +100,19 @@ def _module(what: str, where: str) -> ModuleType:
 def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
     found = getattr(module, name, None)
     if not callable(found):
-        functions = {key: x for key, x in vars(module).items() if callable(x) and not isinstance(x, type)}
-        own = [key for key, x in functions.items() if key[0] != "_" and _module_of(x) in (None, module.__name__)]
+        own = [
+            key
+            for key, x in vars(module).items()
+            if callable(x)
+            and not isinstance(x, type)
+            and key[0] != "_"
+            # a functools.partial has no name, and does not say where it was made
+            and (not hasattr(x, "__name__") or x.__module__ in (None, module.__name__))
+        ]
+        close = difflib.get_close_matches(name, own, n=3)
         got = f"none of that name in {module.__name__}" if found is None else type(found)
-        if close := difflib.get_close_matches(name, own, n=3):
-            refuse(what, "a function", got, f"near it: {', '.join(close)}")
-        refuse(what, "a function", got, f"it defines {_listed(own) or 'none'}")
+        listed = ", ".join(own[:8]) + ", ..." * (len(own) > 8)
+        refuse(what, "a function", got, f"near it: {', '.join(close)}" if close else f"it defines {listed or 'none'}")
     try:
         with suppress(ValueError):  # a class of C has none
             inspect.signature(found).bind()
@@ -116,15 +121,5 @@ def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
     return found
 
 
-def _module_of(function: Any) -> str | None:
-    """Where a function was made; None of what does not say it, as `functools.partial` does not."""
-    return None if isinstance(function, functools.partial) else getattr(function, "__module__", None)
-
-
-def _listed(names: list[str]) -> str:
-    """A few of them."""
-    return ", ".join(names[:8]) + ", ..." * (len(names) > 8)
-
-
-def _shown(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _of_its_own(what: str, expected: str, error: Exception) -> ArgumentError:
+    return ArgumentError(describe(what, expected, f"{type(error).__name__}: {error}", "see its traceback"))

@@ -1,4 +1,4 @@
-"""Telling: the text of an explanation, from the figures of its variants; see `cp_mesh.explain`."""
+"""The text of an explanation, from the figures of its variants; see `cp_mesh.explain`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,24 @@ FASTER = 0.97  # times that are nearer count as alike
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def head_lines(setting: Setting, found: Variant, choice: Choice | None, assumed: str) -> list[str]:
-    """What runs; ``assumed``: the name of a machine that nobody gave, or ""."""
+def text_of(
+    setting: Setting, found: Variant, others: Sequence[Variant], choice: Choice | None, assumed: str, columns: int
+) -> str:
+    """All of it; ``assumed``: the name of a machine that nobody gave, or ""."""
+    lines = [
+        *_head(setting, found, choice, assumed),
+        *_owners(found.layout, setting.seq_len, setting.cp_size, columns),
+        *_ranks(setting, found),
+        *_captured(setting),
+        *_predicted(setting, found),
+        *_alternatives(found, others),
+        *_advice(setting, found, others),
+    ]
+    return "\n".join(lines)
+
+
+def _head(setting: Setting, found: Variant, choice: Choice | None, assumed: str) -> list[str]:
+    """What runs."""
     kernel = f"kernel {setting.kernel}{f' = {found.kernel.name}' * (setting.kernel == 'auto')}"
     by_reason: dict[str, list[str]] = {}
     for name, lacks in found.passed_over.items():
@@ -36,7 +52,7 @@ def head_lines(setting: Setting, found: Variant, choice: Choice | None, assumed:
     return [line for text in lines for line in _wrapped(text)]
 
 
-def owners_lines(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[str]:
+def _owners(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[str]:
     """The owner of tokens at even distances: a digit each, or of many ranks a number."""
     wide = 1 if cp_size <= len(_DIGITS) else len(str(cp_size - 1)) + 1
     ranks = owners(layout, seq_len, cp_size, sampled(seq_len, columns // wide)).tolist()
@@ -44,7 +60,7 @@ def owners_lines(layout: Layout, seq_len: int, cp_size: int, columns: int) -> li
     return [f"owner {strip}"]
 
 
-def ranks_lines(setting: Setting, found: Variant) -> list[str]:
+def _ranks(setting: Setting, found: Variant) -> list[str]:
     """The table of ranks: as many of its stages as fit, and the others together."""
     ranks, size = found.ranks, setting.cp_size
     slowest = max(
@@ -92,7 +108,7 @@ def _rank_table(
     return head, lines
 
 
-def captured_lines(setting: Setting) -> list[str]:
+def _captured(setting: Setting) -> list[str]:
     if not setting.captured:
         return []
     held = ExtraMemory(0, 0, 0).with_captured(setting.captured, setting.q.dtype.itemsize).peak
@@ -101,7 +117,7 @@ def captured_lines(setting: Setting) -> list[str]:
     return _wrapped(f"{text}, but neither in rows and what ranks receive, nor in times")
 
 
-def predicted_lines(setting: Setting, found: Variant) -> list[str]:
+def _predicted(setting: Setting, found: Variant) -> list[str]:
     machine, costs = setting.machine, found.costs
     if machine is None:
         return []
@@ -124,7 +140,7 @@ def predicted_lines(setting: Setting, found: Variant) -> list[str]:
     return table
 
 
-def alternatives_lines(found: Variant, others: Sequence[Variant]) -> list[str]:
+def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:
     with_bytes, timed = any(x.memory for x in (found, *others)), any(x.seconds for x in (found, *others))
     head = ["layout and method", "worst work", "moved a GPU" if with_bytes else "key rows moved"]
     head += ["in a row, ms"] * timed + ["memory"] * with_bytes
@@ -137,7 +153,7 @@ def alternatives_lines(found: Variant, others: Sequence[Variant]) -> list[str]:
     return _table(head, lines)
 
 
-def advice_lines(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
+def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
     """What would be faster, move less, or show more; a sentence each."""
     words = []
     alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or x.inner == 1)]

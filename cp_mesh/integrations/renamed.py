@@ -1,0 +1,20 @@
+"""Functions of other packages that find other things under the names of their module, of which nothing is changed."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any, TypeGuard
+
+
+def asks_for(function: Any, *names: str) -> TypeGuard[FunctionType]:
+    """Whether it is a plain function that reads these names."""
+    return isinstance(function, FunctionType) and {*names} <= {*function.__code__.co_names}
+
+
+def with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """A copy of the function, with other things under these names."""
+    found = FunctionType(
+        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
+    )
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found

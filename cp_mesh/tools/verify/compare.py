@@ -1,0 +1,335 @@
+"""The comparison: batches, weights, rows of all modules, losses, gradients; in words where one differs.
+
+The words name a layer that the plan leaves out, positions, a number of ranks, or a sum that is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.errors import written
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.tools.verify.report import Finding
+from cp_mesh.tools.verify.step import Batch, Ranks, Step, inner, whole_gradient
+from cp_mesh.tools.verify.traces import Pair, Place, Rows, clean, gaps, pair
+from cp_mesh.training.context_parallel import ContextParallel
+from cp_mesh.training.sharded_model import ShardedModel
+from cp_mesh.training.style_helpers import style_of
+
+FACTOR = 16.0  # of what other rounding of the weights does to the reference
+EXACT = 1e-9  # of the signal, in float64
+ALIKE = 1e-3  # of a gradient: ranks that have the same one differ by less, and multiples of another one
+OF_SMALL = 1e-3  # a small gradient is compared with this share of those of all parameters
+OF_POSITIONS = re.compile(r"position|rope|rotary|freqs|cos\b|sin\b")
+POSITIONS = "other positions, as if each rank counts from 0: ShardedModel(positions=), or sequence.positions(seq_len)"
+
+
+def compare_batches(ranks: Ranks, batch: Batch) -> Finding:
+    """The ranks that share sequences have the same batch."""
+    axes = (*ranks.of_cp, *ranks.same)
+    mine = {name: fingerprint(x) if isinstance(x, Tensor) else "" for name, x in batch.items()}
+    answers = ranks.gather(mine, axes)
+    unlike = [name for name in mine if len({answer.get(name) for answer in answers}) > 1]
+    unlike += sorted({name for answer in answers for name in answer} - mine.keys())
+    found: list[str] = next((names for names in ranks.gather(unlike) if names), [])
+    note = f"the same on all ranks of {' and '.join(axes)}" if axes else ""
+    if found:
+        note = f"differs between ranks of {' and '.join(axes)}: seed the loader by the data-parallel rank"
+    return Finding("batch", not found, where=", ".join(found), note=note)
+
+
+def compare_weights(ranks: Ranks, twin: nn.Module) -> Finding:
+    """All ranks began with the same weights, which are those of the spread model."""
+    mine = {name: float(parameter.detach().double().sum()) for name, parameter in twin.named_parameters()}
+    answers = ranks.gather(mine)
+    unlike = [name for name in mine if len({answer[name] for answer in answers}) > 1]
+    note = "differ between ranks: seed them alike" if unlike else "the same on all ranks"
+    return Finding("weights", not unlike, where=", ".join(unlike[:3]), note=note)
+
+
+class _Gap(NamedTuple):
+    """How far a tensor is off: the worst row, what is allowed, and the first position that is worse, or S."""
+
+    worst: float
+    allowed: float
+    first: int
+
+
+def compare_rows(
+    step: Step,
+    check: str,
+    three: Sequence[Mapping[Place, Rows]],
+    base: float,
+    fit: bool = False,
+    logits_agree: bool = True,
+) -> Finding:
+    """The rows of the step against those of the reference, and against what other rounding does to these.
+
+    Args:
+        step: the trainer's step.
+        check: its name.
+        three: what the step, the reference, and the reference once more gave.
+        base: what is always allowed.
+        fit: up to a factor, as the losses of a trainer may be scaled.
+        logits_agree: whether the loss was given the same.
+    """
+    got, want, other = three
+    seq_len = step.seq_len
+    pairs = {place: x for place, rows in want.items() if (x := pair(got.get(place), rows, seq_len))}
+    if fit:
+        pairs = _with_sums(step, pairs)
+    allowed = {}
+    for place in pairs:
+        again = pair(other.get(place), want[place], seq_len)
+        allowed[place] = base + (FACTOR * float(gaps(again, seq_len).max()) if again else 0.0)
+    scales = _fit(step, pairs, allowed) if fit else {}
+    found: dict[Place, _Gap] = {}
+    for place, rows in pairs.items():
+        errors = gaps(rows, seq_len, scales.get(place, 1.0))
+        bad = (errors > allowed[place]).nonzero().flatten()
+        found[place] = _Gap(float(errors.max()), allowed[place], int(bad[0]) if len(bad) else seq_len)
+    answers = step.ranks.gather(found)
+    all_of = {place: [answer[place] for answer in answers if place in answer] for place in want}
+    places = [place for place in want if all_of[place]]
+    if not places:
+        return Finding(check, fit, note="nothing to compare: everything is compiled, or no shapes fit")
+    wrong = [place for place in places if any(gap.first < seq_len for gap in all_of[place])]
+    if not wrong:
+        gap = max((gap for place in places for gap in all_of[place]), key=lambda gap: gap.worst / gap.allowed)
+        return Finding(check, True, gap.worst, gap.allowed, note=f"{len(places)} of {len(want)} tensors compared")
+    first = wrong[0]
+    gap = max((gap for gap in all_of[first] if gap.first < seq_len), key=lambda gap: gap.worst)
+    where, note = f"{first}, position {min(gap.first for gap in all_of[first])}", ""
+    if check == "backward" and not logits_agree:
+        note = "its gradient differs, as the logits do"
+    elif check == "backward" and first == places[0]:
+        note = "its gradient differs, the first after the loss: another label, or weight of the label, is read there"
+    elif check == "backward":
+        note = "its gradient differs, though those nearer to the loss agree"
+    elif check == "forward":
+        beside = [x for x in places if x[::2] == first[::2] and x not in wrong and x.what.startswith("argument")]
+        ndim = len(want[first].shape)
+        note = _of_forward(step, first, [x.what for x in beside if len(want[x].shape) == ndim > 2])
+    return Finding(check, False, gap.worst, gap.allowed, where, note)
+
+
+def _with_sums(step: Step, pairs: Mapping[Place, Pair]) -> dict[Place, Pair]:
+    """Gradients of tensors that are whole on every cp rank summed over these, where each rank has a part of them.
+
+    So they come before a `ShardInput`. Behind `ShardedSequence.gather` all ranks have the same.
+    """
+    ranks, cp_size, summed = step.ranks, step.ranks.cp_size, dict(pairs)
+    for place in ranks.gather(list(pairs))[0] if cp_size > 1 else ():
+        found = pairs.get(place)
+        is_whole = found is not None and len(found.positions) == step.seq_len
+        if not all(ranks.gather(is_whole)):
+            continue
+        assert found is not None
+        total = ranks.reduce(found.got.clone(), dist.ReduceOp.SUM, ranks.of_cp)
+        apart = float((total - cp_size * found.got).norm()) > ALIKE * float(total.norm())
+        if any(ranks.gather(apart)):
+            summed[place] = found._replace(got=total)
+    return summed
+
+
+def _fit(step: Step, pairs: Mapping[Place, Pair], allowed: Mapping[Place, float]) -> dict[Place, float]:
+    """How many times too large gradients of outputs are: by what most rows agree on, of those nearest to the loss.
+
+    Others may differ from these by the ranks of cp alone, as before and after `ShardedSequence.unshard`.
+    """
+    scales: dict[Place, float] = {}
+    cp_size = float(step.ranks.cp_size)
+    for place in step.ranks.gather(list(pairs))[0]:
+        found = pairs.get(place)
+        options = [scale * factor for scale in list(scales.values())[:1] for factor in (1.0, cp_size, 1 / cp_size)]
+        if not scales:
+            of_rows = [1.0]
+            if found is not None and found.want.any():
+                dots, squares = (found.got * found.want).sum(1), found.want.square().sum(1)
+                of_rows += [float(dots.sum() / squares.sum()), float((dots / squares)[squares > 0].median())]
+            options = [scale for scales_of_rank in step.ranks.gather(of_rows) for scale in scales_of_rank]
+        agree = [0 if found is None else _agreeing(found, step.seq_len, scale, allowed[place]) for scale in options]
+        counts = [sum(answers) for answers in zip(*step.ranks.gather(agree), strict=True)]
+        scales[place] = options[counts.index(max(counts))]
+    return scales
+
+
+def _agreeing(found: Pair, seq_len: int, scale: float, allowed: float) -> int:
+    return int((gaps(found, seq_len, scale) <= allowed)[found.positions].sum()) if scale else 0
+
+
+def compare_losses(step: Step, got: float, want: float, other: float, base: float) -> Finding:
+    size = max(abs(want), 1e-30)
+    allowed, note = base + FACTOR * abs(other - want) / size, f"{got:.6g}, on one rank {want:.6g}"
+    return factor_finding(step, "loss", abs(got - want) / size, allowed, note, (got, want))
+
+
+def compare_gradients(
+    step: Step, want: Mapping[str, Tensor], other: Mapping[str, Tensor], base: float, norm: float | None
+) -> Iterator[Finding]:
+    """Every parameter's gradient, after the trainer's reduction, and their ``norm``, as the trainer has it."""
+    everyone = sum(float(grad.double().square().sum()) for grad in want.values())
+    elements = sum(grad.numel() for grad in want.values())
+    typical = (everyone / elements) ** 0.5
+    got = {clean(name): p for name, p in inner(step.model).named_parameters()}
+    errors, allowed, squares = {}, {}, 0.0
+    for name in want:
+        mine = whole_gradient(got[name])
+        theirs, again = (x[name].to(mine.device) for x in (want, other))
+        squares += float(mine.double().square().sum())
+        size = max(_rms(theirs), OF_SMALL * typical)
+        error = _rms(mine - theirs) / size
+        errors[name] = error if error == error else float("inf")
+        allowed[name] = base + FACTOR * _rms(again - theirs) / size
+    answers = step.ranks.gather({name: error for name, error in errors.items() if not error <= allowed[name]})
+    wrong = [name for name in want if any(name in answer for answer in answers)]
+    name = wrong[-1] if wrong else max(errors, key=lambda name: errors[name] / allowed[name])
+    worst = max([errors[name], *(answer.get(name, 0.0) for answer in answers)])
+    where, note, named = "", f"{len(want)} parameters", False
+    if wrong:
+        where = name + (f", and {len(wrong) - 1} of {len(want) - 1} others" if len(wrong) > 1 else "")
+        note, named = _explain_gradients(step, want, got)
+    yield Finding("gradients", not wrong, worst, allowed[name], where, note, named)
+    norm, on_one_rank = squares**0.5 if norm is None else norm, everyone**0.5
+    error = abs(norm / on_one_rank - 1) if on_one_rank else norm
+    limit = max(base, *allowed.values()) if allowed else base
+    right = all(step.ranks.gather(error <= limit))
+    yield Finding("gradient norm", right, error, limit, note=f"{norm:.6g}, on one rank {on_one_rank:.6g}")
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+# What a difference means.
+
+
+def _of_forward(step: Step, place: Place, beside: Collection[str]) -> str:
+    """What it means that an argument or output differs, where what came before agrees.
+
+    Args:
+        step: the trainer's step.
+        place: where that is.
+        beside: tensors of as many dims that agree, among the arguments of the same call.
+    """
+    planned, left_out = _plan_of(step)
+    if place.what.startswith("argument"):
+        if OF_POSITIONS.search(place.what.removeprefix("argument ")):
+            return f"it differs: {POSITIONS}"
+        if beside:
+            return f"it differs, and {', '.join(beside)} beside it agrees: {POSITIONS}"
+        what = "it differs, though what modules before it return agrees: "
+        if left_out:
+            return f"{what}the plan leaves out {', '.join(left_out)}"
+        also = "; no module is in the plan, where attention sees its own rank's rows alone" if planned == () else ""
+        return f"{what}another mask in between, or other rows{also}"
+    what = "it differs, though the arguments agree: "
+    if planned and place.module in left_out:
+        return f"{what}it is not in the plan, as {planned[0]} is, so it sees its own rank's rows alone"
+    if planned is not None and place.module and not any(_is_near(place.module, x) for x in planned):
+        return f"{what}it is not in the plan, so if it mixes tokens it sees its own rank's rows alone"
+    return (
+        f"{what}if this module attends, it sees other tokens, by another mask, window or scores"
+        f"{of_styles(step, place.module)}"
+    )
+
+
+def _plan_of(step: Step) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Modules that a plan names, and those of the same classes that it does not.
+
+    None and no modules where the root brings attention itself: of such a model nothing is known.
+    """
+    modules = {clean(name): module for name, module in inner(step.model).named_modules()}
+    styles = {name: style for name, module in modules.items() if (style := style_of(module)) is not None}
+    if step.ranks.cp_size == 1 or not (styles.get("") is None or isinstance(styles[""], ShardedModel)):
+        return None, ()
+
+    def kind(name: str) -> tuple[str, str]:
+        return type(modules[name]).__module__, type(modules[name]).__qualname__
+
+    planned = tuple(name for name, style in styles.items() if not isinstance(style, ShardedModel))
+    kinds = {kind(name) for name in planned}
+    return planned, tuple(name for name in modules if name not in styles and kind(name) in kinds)
+
+
+def _is_near(module: str, other: str) -> bool:
+    """Whether one of two modules is, or holds, the other one."""
+    return not (module and other) or any(f"{x}.".startswith(f"{y}.") for x, y in ((module, other), (other, module)))
+
+
+def of_styles(step: Step, module: str = "") -> str:
+    """Of a mask or scores of a style, at a module or within it, which the reference may not have."""
+    for name, part in inner(step.model).named_modules():
+        style = style_of(part)
+        if isinstance(style, ContextParallel) and _is_near(module, clean(name)):
+            if not style.scores and _is_plain(style.mask):
+                continue
+            said = f"mask={written(style.mask)}" + " and scores" * bool(style.scores)
+            hint = "if the model's own code does not, make_reference= makes one that does"
+            return f"; its style in the plan says {said}: {hint}"
+    return ""
+
+
+def _is_plain(mask: Any) -> bool:
+    """Whether a plain causal or full call of SDPA says as much."""
+    return isinstance(mask, Mask) and not (mask.window or mask.prefix or mask.elementwise)
+
+
+def factor_finding(
+    step: Step,
+    check: str,
+    error: float,
+    allowed: float,
+    note: str,
+    got_want: tuple[float, float],
+    tolerance: float = 1e-3,
+) -> Finding:
+    """Of a number; where it is wrong the note says how many times too large it is."""
+    (got, want), passed, named = got_want, error <= allowed, False
+    if not passed and want:
+        text, named = _factor(step, got / want, tolerance)
+        note += f": {text}"
+    return Finding(check, passed, error, allowed, note=note, named=named)
+
+
+def _factor(step: Step, ratio: float, tolerance: float = 1e-3) -> tuple[str, bool]:
+    """How many times too large something is, in words, and whether these name a cause."""
+    ranks = step.ranks
+    sizes = {f"the ranks of {axis}": ranks.size(axis) for axis in ranks.axes}
+    sizes |= {f"the ranks of {a} and {b}": ranks.size(a, b) for a, b in pairwise(ranks.data)}
+    sizes["all ranks"] = ranks.size(*ranks.axes)
+    for power, text in ((1, "times too large, as many as"), (-1, "of what it is to be, one over")):
+        for name, size in sizes.items():
+            if size > 1 and abs(ratio / size**power - 1) <= tolerance:
+                return f"{ratio:.4g} {text} {name}", True
+    return f"{ratio:.6g} times what it is to be", False
+
+
+def _explain_gradients(step: Step, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, bool]:
+    """What wrong gradients are: a multiple of the right ones, shares that nobody summed, or neither."""
+    ranks = step.ranks
+    options: list[tuple[str, ...]] = [(), *((axis,) for axis in ranks.data), ranks.data]
+    for axes in dict.fromkeys(options):
+        dot = square = own = 0.0
+        for name, theirs in want.items():
+            mine = ranks.reduce(whole_gradient(got[name]).double().clone(), axes=axes)
+            dot += float((mine * theirs.to(mine.device)).sum())
+            square += float(theirs.double().square().sum())
+            own += float(mine.square().sum())
+        ratio = dot / square if square else float("nan")
+        is_multiple = own > 0 and abs(own - ratio * dot) <= ALIKE**2 * own
+        ratios = ranks.gather(ratio)
+        if all(ranks.gather(is_multiple)) and max(ratios) - min(ratios) <= ALIKE * abs(ratio):
+            text, named = _factor(step, ratio)
+            if not axes:
+                return f"all of them are {text}", named
+            scale = "" if abs(ratio - 1) <= ALIKE else f", and that is {text}"
+            return f"each rank has a share: nothing sums them over {' and '.join(axes)}{scale}", True
+    return "the last of them in the model is named, from which errors spread to those before it", False
