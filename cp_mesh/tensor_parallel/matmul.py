@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import in_transform, resolve_group, spec_of_dtensor
 from cp_mesh.call.spec import autocast
-from cp_mesh.comm.agreement import announce_refusal
+from cp_mesh.comm.agreement import refusing
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.comm.shards import Shards
@@ -125,14 +125,11 @@ def check_rows(
     ``features``: in the place of those of x, where these may differ between ranks.
     """
     group: dist.ProcessGroup = resolve_group(group_name)
-    try:
+    with refusing(group_name, "tp"):
         expected = Shards(num_rows, group_name).own if sharded else num_rows
         if x.shape[-2] != expected:
             hint = "pass DTensors, whose shape says how many rows there are, where tp does not divide them"
             refuse(f"{what}: input", f"{expected} of {num_rows} rows on this rank", x.shape[-2], hint)
-    except Exception as error:
-        announce_refusal(group, error, "tp")
-        raise
     shape, features = tuple(x.shape[:-2]), x.shape[-1] if features is None else features
     agree_once(
         group,

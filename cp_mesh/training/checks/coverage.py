@@ -87,11 +87,11 @@ class Watch(TorchFunctionMode):
             )
 
 
-def _end_of_range(*given: Any, start: Any = 0, end: Any = None, **_: Any) -> Any:
-    """How far torch.arange counts from 0; None for other ranges."""
+def _end_of_range(*given: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any) -> Any:
+    """How far torch.arange counts from 0, one by one; None for other ranges."""
     bounds = given if end is None else (*given, end)
-    first, last = (start, *bounds)[-2:] if len(bounds) < 2 else bounds[:2]
-    return last if first == 0 else None
+    first, last, by = (*(bounds if len(bounds) > 1 else (start, *bounds)), step)[:3]
+    return last if first == 0 and by == 1 else None
 
 
 def _is_cut(name: str, rows: int, table: Tensor, *given: Any, **named: Any) -> bool:
