@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.comm.first_calls import agree_on_shapes
@@ -24,7 +23,7 @@ from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequen
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
-from cp_mesh.training.style_helpers import SUMS, announced, check_layout, claim, layout_of_call, looked_at
+from cp_mesh.training.style_helpers import announced, check_layout, claim, layout_of_call, looked_at
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
@@ -148,7 +147,6 @@ class ShardedModel(ParallelStyle):
         A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
         and in evaluation, with gradients and without.
         """
-        _warn_of_averages(module, self.sequence)
         mode = id(module), module.training, torch.is_grad_enabled()  # a copy may be changed before it runs
         watched = looked_at(module)
         if not self.watch or mode in watched:
@@ -286,19 +284,3 @@ def _loss_of(output: Any) -> Any:
     if isinstance(output, dict):
         return output.get("loss")
     return next(iter(output)) if isinstance(output, tuple) and output else getattr(output, "loss", None)
-
-
-def _warn_of_averages(module: nn.Module, sequence: ShardedSequence) -> None:
-    """Once: FSDP2 averages the gradients of ranks whose losses are shares of a sum."""
-    if (
-        isinstance(module, FSDPModule)
-        and sequence.cp_size > 1
-        and torch.is_grad_enabled()
-        and not hasattr(module, SUMS)
-    ):
-        setattr(module, SUMS, False)
-        warnings.warn(
-            "cp_mesh: this model is under fully_shard, which averages gradients over its ranks, while losses of "
-            "cp_mesh.cross_entropy are shares of a sum: call cp_mesh.sum_gradients(model) after fully_shard",
-            stacklevel=2,
-        )

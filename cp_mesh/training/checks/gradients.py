@@ -116,12 +116,13 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
     wrapper = None if planned.wrapper is None else planned.wrapper()
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
         ranks = sorted(ranks_of_fsdp(fsdp))
-        if _is_averaged(len(ranks)) and not hasattr(fsdp, SUMS):
+        averages = _is_averaged(len(ranks)) if LOSSES.ran else _PIPELINING in sys.modules
+        if averages and not hasattr(fsdp, SUMS):
             _warn_of_averages("fully_shard", len(ranks), "model) after fully_shard")
         _check_ranks(planned, ranks, of_loss, graded, "fully_shard", "mesh=")
     elif wrapper is not None and not inside:
         ranks = dist.get_process_group_ranks(wrapper.process_group)
-        if _is_averaged(len(ranks)) and not comm_hooks(wrapper):
+        if LOSSES.ran and _is_averaged(len(ranks)) and not comm_hooks(wrapper):
             _warn_of_averages("DistributedDataParallel", len(ranks), "ddp_model)")
         _check_ranks(planned, ranks, of_loss, graded, "DistributedDataParallel", "process_group=")
     elif not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
@@ -145,7 +146,7 @@ def _is_averaged(num_ranks: int) -> bool:
     factors = [x.item() for x in LOSSES.factors]
     total = sum(factors)
     plain = all(x == 1 for x in factors)
-    return LOSSES.ran and (total < 1 + _APART or (plain and abs(total - num_ranks) > _APART))
+    return total < 1 + _APART or (plain and abs(total - num_ranks) > _APART)
 
 
 def _check_ranks(
