@@ -54,16 +54,20 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
 class _OverTP(ParallelStyle):
     """What the styles share: their mode and transport, and which modules they take."""
 
-    def __init__(self, mode: str, transport: str = "auto") -> None:
+    transport: str  # of those that take one
+
+    def __init__(self, mode: str, transport: str | None = None) -> None:
         super().__init__()
         style = type(self).__name__
         check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
-        check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
+        if transport is not None:
+            check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
+            self.transport = transport
         if transport == "symmetric_memory" and mode == "all_reduce":
             hint = "mode='reduce_scatter', or transport='auto', works"
             refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(transport), hint)
         self.mode = self.mode_over_tp = mode
-        self.transport, self.sharded = transport, mode == "reduce_scatter"
+        self.sharded = mode == "reduce_scatter"
 
     def of_mesh(self, mesh: DeviceMesh) -> _Where:
         if mesh.ndim != 1:
