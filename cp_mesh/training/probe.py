@@ -92,6 +92,13 @@ def probe_once(style: Any, module: nn.Module, arguments: Mapping[str, Any], forw
     _Probe(style, module, arguments, forward, active_ddp()).run()
 
 
+def without_probe(model: nn.Module) -> None:
+    """Let no first forward of a model probe it."""
+    for style in styles_of(model):
+        if hasattr(style, "probe"):
+            style.probe = False
+
+
 @constant_in_traces  # what it raises is no reason to try uncompiled
 def refuse_compiled() -> None:
     hint = "compile its blocks, or call cp_mesh.probe(model, batch) before the first step"
