@@ -415,6 +415,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "the probe is silent": of(test_probe.test_what_is_right_is_silent, torch.bfloat16),
     "nothing is left of the probe": of(test_probe.test_training_goes_on_as_without, ""),
     "skipped by all": test_probe.test_a_replica_does_not_skip_alone,
+    "half precision": alone((test_probe.test_half_precision_is_computed_in_float32, ())),
     "what the probe skips": test_probe.test_what_is_skipped,
     "the guard after a probe": test_probe.test_the_guard_looks_as_without,
     "norm on several meshes": test_clipping.test_every_entry_counts_once,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ from cp_mesh import (
 )
 
 V, C, H, D, S = 40, 32, 4, 8, 64
-CALLED = inner("rows", "CALLED")
+CALLED, widened = inner("rows", "CALLED"), inner("widening", "widened")
 
 
 def angles(positions: Tensor) -> Tensor:
@@ -429,6 +430,23 @@ def over_tp(rank: int, plan: str, dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("plan", ("reduce_scatter", "all_reduce", "heads", "rows"))
 def test_tensor_parallel_is_silent(pool, plan, dtype):
     assert pool(4).run(over_tp, plan, dtype) == [""] * 4
+
+
+def test_half_precision_is_computed_in_float32():
+    """Each number as of a model whose weights are wide, and nothing of the model is."""
+    net = Net("convolution", torch.bfloat16)
+    wide = copy.deepcopy(net).float()
+    for half, each in zip(net.layers, wide.layers, strict=True):  # which hold turns, that are complex, as they are
+        each.core = half.core
+    knobs = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    with torch.no_grad():
+        with widened(net):
+            rows = net.eval()(tokens_of())
+        want = wide.eval()(tokens_of())
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows, want, atol=1e-5, rtol=1e-5)
+    assert {x.dtype for x in net.parameters()} == {torch.bfloat16}
+    assert knobs == (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)
 
 
 # What is left behind.

@@ -90,7 +90,7 @@ plant("a first call waits longer than its group", "_torch:timeout_of", "patience
 plant = in_area("the probe")
 
 plant("rows may be as far apart as they like", "training.probe:_too_far", "the probe finds")(nothing(False))
-plant("half precision is compared as it is", "widening:_wide", "the probe is silent")(lambda wide: lambda x: x)
+plant("half precision is compared as it is", "widening:_wide", "half precision")(lambda wide: lambda x: x)
 plant("the model is given the whole batch", "training.probe:_Probe._cut_tensor", "the probe is silent")(
     lambda cut: lambda self, name, x: x
 )
