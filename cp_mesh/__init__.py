@@ -49,6 +49,7 @@ if typing.TYPE_CHECKING:  # as `_HOMES` says
     from cp_mesh.training.context_parallel import ContextParallel
     from cp_mesh.training.loss import cross_entropy, valid_tokens
     from cp_mesh.training.parallelize import checkpoint_context_fn, parallelize, sum_gradients
+    from cp_mesh.training.probe import probe
     from cp_mesh.training.sharded_model import ShardedModel
 
 __all__ = [
@@ -89,6 +90,7 @@ __all__ = [
     "explain",
     "flex_attention",
     "parallelize",
+    "probe",
     "sum_gradients",
     "tensor_parallel_plan",
     "valid_tokens",
@@ -130,6 +132,7 @@ _HOMES = {
     "explain": "tools.explain.explain",
     "flex_attention": "flex.function",
     "parallelize": "training.parallelize",
+    "probe": "training.probe",
     "sum_gradients": "training.parallelize",
     "tensor_parallel_plan": "tensor_parallel.plan",
     "valid_tokens": "training.loss",

@@ -70,11 +70,15 @@ def apply_style(style: Any, module: Any, mesh: DeviceMesh) -> Any:
     return style._apply(module, mesh)
 
 
-def ranks_of_fsdp(module: Any) -> set[int]:
+def meshes_of_fsdp(module: Any) -> list[DeviceMesh]:
     """Over which FSDP2 shards and sums the parameters of this module; none if it has none of its own."""
     state = module._get_fsdp_state()
     parts = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # of PyTorch 2.11
-    return {rank for part in parts if part for rank in part.mesh_info.mesh.mesh.flatten().tolist()}
+    return [part.mesh_info.mesh for part in parts if part]
+
+
+def ranks_of_fsdp(module: Any) -> set[int]:
+    return {rank for mesh in meshes_of_fsdp(module) for rank in mesh.mesh.flatten().tolist()}
 
 
 # The dispatcher, autograd, transforms and modes.

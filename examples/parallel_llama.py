@@ -110,7 +110,7 @@ def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.Shard
         return documents.layout
 
     plan = {
-        "": cp_mesh.ShardedModel(sequence, inputs=("tokens",), positions="positions", layout=layout_of_inputs),
+        "": cp_mesh.ShardedModel(sequence, layout=layout_of_inputs, probe=True),
         "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask, layout=layout),
     }
     cp_mesh.parallelize(model, cp, plan)
@@ -141,7 +141,7 @@ def apply_context_parallel_to_stage(stage: Stage, cp: DeviceMesh, sequence: cp_m
 
     is_first = isinstance(stage.tok_embeddings, nn.Embedding)
     plan = {
-        "": cp_mesh.ShardedModel(sequence, inputs=("x",) if is_first else ()),
+        "": cp_mesh.ShardedModel(sequence, inputs=("x",) if is_first else (), probe=is_first),
         "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask),
     }
     cp_mesh.parallelize(stage, cp, plan)

@@ -241,6 +241,16 @@ def test_the_guard_is_timed_beside_none(tmp_path: Path) -> None:
     ]
 
 
+def test_the_probe_is_timed_beside_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "probe.csv"
+    sizes = ["--shape", "example", "--layers", "1", "--seq-len", "64", "--repeats", "1", "--device", "cpu"]
+    done = run_script(BENCHMARKS / "probe.py", [*sizes, "--csv", path], num_ranks=2)
+    assert done.returncode == 0, done.printed
+    with path.open() as file:
+        (row,) = csv.DictReader(file)
+    assert all(float(row[name]) > 0 for name in ("probe_s", "step_s", "later_probe_s"))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_bottom_right_tiles_equal_the_end_of_a_square(causal: bool) -> None:
     """llama3 shards queries only; a kernel that aligns top-left is given two tiles."""

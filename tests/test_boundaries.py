@@ -204,10 +204,6 @@ def refusals(rank: int) -> None:
         parallelize(module, axis, {"": ShardInput(sequence)})
     with pytest.raises(ArgumentError, match=r"one of \('y',\) in the call, got 1 arguments by place, \['y'\] by name"):
         module(torch.zeros(1, 12), y=None)
-    with pytest.raises(
-        ArgumentError, match="expected a tensor of the whole sequence, got rows that shard has returned"
-    ):
-        module(torch.zeros(1, 12), sequence.shard(torch.zeros(1, 12)))
     with pytest.raises(ArgumentError, match="length of dim 1: expected 12, got 9"):
         module(torch.zeros(1, 12), torch.zeros(1, 9))
     for outputs, said in ((None, "one tensor as output, got tuple"), ((1,), r"a tensor at 1, got tensors at \[0\]")):

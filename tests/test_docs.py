@@ -711,6 +711,16 @@ def check_pipelining(names: dict[str, Any]) -> None:
         close(loss, expected.detach(), 1e-5)
 
 
+def guard_names(rank: int) -> dict[str, Any]:
+    model = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention)
+    model.init_weights(0)
+    return {"mesh": ranks.mesh((1, 2), ("dp", "cp")), "model": model, "tokens": integers(64, 2, 64)}
+
+
+def check_guard(names: dict[str, Any]) -> None:
+    assert names["skipped"] == ""
+
+
 def linears_names(rank: int) -> dict[str, Any]:
     model, text = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention), integers(64, 2, 65)
     model.init_weights(0)
@@ -746,6 +756,7 @@ PAGES = {
     "docs/masks.md": Page(2, recipe_names, check_masks),
     "docs/flex.md": Page(2, flex_names, check_flex),
     "docs/decoding.md": Page(2, decoding_names, check_decoding),
+    "docs/guard.md": Page(2, guard_names, check_guard),
     "docs/gradients.md": Page(2, gradient_names, check_gradients),
     "docs/numerics.md": Page(2, mesh_names),
     "docs/verify.md": Page(2, verify_names, check_verify),

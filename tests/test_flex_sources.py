@@ -21,7 +21,6 @@ from ranks import mesh, num_collectives
 from recording import Recording, recording
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.attention import flex_attention as of_torch
 
 from cp_mesh import (
     ArgumentError,
@@ -188,7 +187,7 @@ def flex_passes(
 
 class Core(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
-        return of_torch.flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
 
 
 def hops_and_rows(results: Sequence[Recording]) -> list[list[int]]:

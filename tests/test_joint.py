@@ -162,7 +162,7 @@ def labels_of_copies(rank: int) -> dict[str, Tensor]:
     """This rank's labels, under names that say that they are some and under others; and its share of a loss."""
     sequence = ShardedSequence(mesh((2,), ("cp",)), Joint(Replicated(3), 4), length=7, pad=False)
     labels, logits = torch.arange(7)[None], torch.randn(1, 7, 9, generator=torch.Generator().manual_seed(0)).double()
-    found = {name: sequence.shard({name: labels})[name] for name in ("labels", "tokens")}
+    found = {name: sequence.shard({name: labels})[name] for name in ("labels", "position_ids")}
     found |= {"padded": sequence.shard(labels, pad_value=-100), "other": sequence.shard(labels, pad_value=0)}
     found["ignored"] = sequence.shard({"labels": labels}, pad_value=-1)["labels"]
     found["loss"] = cross_entropy(sequence.shard(logits), found["labels"], sequence.mesh)
@@ -172,7 +172,7 @@ def labels_of_copies(rank: int) -> dict[str, Tensor]:
 
 def test_labels_of_copies_count_once(pool: Any) -> None:
     first, second = pool(2).run(labels_of_copies)
-    every = ("labels", "padded", "ignored", "tokens", "other")
+    every = ("labels", "padded", "ignored", "position_ids", "other")
     assert all(first[name].tolist() == [[0, 1, 2, 3, 4]] for name in every)
     for name, copy in zip(every, ([-100] * 3, [-100] * 3, [-1] * 3, [0, 1, 2], [0, 1, 2]), strict=True):
         assert second[name].tolist() == [[*copy, 5, 6]], name

@@ -53,6 +53,7 @@ import test_loss
 import test_masks
 import test_op
 import test_parity
+import test_probe
 import test_reached
 import test_seeds
 import test_segments
@@ -402,6 +403,13 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "later refusals": test_agreement.test_a_later_refusal_is_told_when_the_wait_ends,
     "a head under FSDP2": test_tensor_parallel.test_one_trained_part_under_fsdp,
     "plain parameters over tp": test_tensor_parallel.test_plain_parameters_on_sharded_rows,
+    "the probe finds": of(test_probe.test_mistakes_are_found, torch.bfloat16, False),
+    "the probe is silent": of(test_probe.test_what_is_right_is_silent, torch.bfloat16),
+    "nothing is left of the probe": of(test_probe.test_training_goes_on_as_without, ""),
+    "skipped by all": test_probe.test_a_replica_does_not_skip_alone,
+    "half precision": alone((test_probe.test_half_precision_is_computed_in_float32, ())),
+    "what the probe skips": test_probe.test_what_is_skipped,
+    "the guard after a probe": test_probe.test_the_guard_looks_as_without,
     "norm on several meshes": test_clipping.test_every_entry_counts_once,
     "gradients of one rank": of(test_gradients.test_gradients_are_those_of_one_rank, test_gradients.Setup(cp=3, S=22)),
 }

@@ -72,6 +72,7 @@ def flex_attention(
     computes every pair that ``mask`` leaves. torch.compile leaves the call out of its graph; with fullgraph=True it
     raises.
 
+    Without a mesh, in a process without other ranks, it is PyTorch's function.
     In a core of `ContextParallel` call it as PyTorch's function, without the keywords from ``mesh`` on: the style says
     them, and its mask is Mask(causal=False). Rows of padding have there the index of the last token.
 
@@ -119,6 +120,11 @@ def flex_attention(
             refuse("flex_attention in a core", "functions, a mask of the whole sequence and a scale", given[0], hint)
         core.count()
         return core.attend_by_functions(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    if mesh is None and not (dist.is_initialized() and dist.get_world_size() > 1):  # on one device, of any model
+        from torch.nn.attention import flex_attention as module  # which takes a second to import
+
+        of_torch: Any = module.flex_attention
+        return of_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     seq_len = options["seq_len"]
     try:
         axis = find_cp_axis((query, key, value), mesh, seq_dim)

@@ -50,6 +50,7 @@ class Cuts:
         layout, rows: of the last tensor, and how many rows this rank has of it; rows are 0 before the first.
         tokens: of a first batch, until a loss has looked at them.
         used: whether attention was called since these tokens were cut.
+        count: how often tokens were cut since attention was last called for the first time in a kind.
         gathered: the tokens of the last sequence that was gathered since; 0 if none was.
     """
 
@@ -57,6 +58,7 @@ class Cuts:
     rows: int = 0
     tokens: Tokens | None = None
     used: bool = False
+    count: int = 0
     gathered: int = 0
 
 
@@ -67,6 +69,7 @@ def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist
     if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or turned_off(group):
         return
     own.gathered = 0
+    own.count += 1
     # a loader may be a batch ahead, so the first batch stays until it was used
     goes = own.tokens is None or (own.used and own.tokens.whole.shape != whole.shape)
     if goes and is_new_here(group, _KIND):
@@ -75,10 +78,14 @@ def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist
 
 
 def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
-    """In a first call of attention: what the tokens are, for the other ranks; a root ``compares`` them itself."""
+    """In a first call of attention: what the tokens are, for the other ranks, where they are those of the call.
+
+    Nobody knows if several were cut, as by a loader that is ahead. Where there is a root, it ``compares`` them itself.
+    """
     own = state_of(group, Cuts)
-    own.used = True
-    return {} if own.tokens is None or not compares else {"tokens": fingerprint(own.tokens.whole)}
+    known = compares and own.tokens is not None and own.count == 1
+    own.used, own.count = True, 0
+    return {"tokens": fingerprint(own.tokens.whole) if known and own.tokens is not None else ""}
 
 
 def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -103,7 +110,7 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
         ArgumentError: on this rank.
     """
     own = state_of(group, Cuts)
-    if own.rows and rows is not None and (own.rows, own.layout) != (rows, layout.spec()):
+    if own.rows and rows is not None and group.size() > 1 and (own.rows, own.layout) != (rows, layout.spec()):
         hint = "a sequence with a length of its own, ShardedSequence(..., length=), says which rows they are"
         refuse(what, f"the {own.rows} rows that were sharded last, in {own.layout}", f"{rows} in {layout.spec()}", hint)
 

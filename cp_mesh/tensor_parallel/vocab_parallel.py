@@ -121,6 +121,10 @@ class DeferredLogits(NamedTuple):
     def requires_grad(self) -> bool:
         return self.hidden.requires_grad or self.head.weight.requires_grad
 
+    def check_groups(self, names: Sequence[str]) -> None:
+        """Refuse a loss over groups of these names that is not for ranks with other tokens."""
+        check_ranks(self.head.group_name, names)
+
     @torch.no_grad()
     def whole(self) -> Tensor:
         """All logits [..., S, V], on every tp rank, without a gradient: for sampling, or a look at them."""

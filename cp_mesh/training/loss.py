@@ -18,16 +18,15 @@ from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.sequence.cuts import is_whole
 from cp_mesh.sequence.losses import note_loss
-from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, check_ranks
 from cp_mesh.training.checks.labels import check_labels
-from cp_mesh.training.token_losses import token_losses
+from cp_mesh.training.token_losses import LazyLogits, token_losses
 
 _FLAG = 1 << 44
 """Added to the number of valid tokens by a rank that found its labels wrong, so that all hear of it in one sum."""
 
 
 def cross_entropy(
-    logits: Tensor | DeferredLogits,
+    logits: Tensor | LazyLogits,
     labels: Tensor,
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
@@ -65,13 +64,13 @@ def cross_entropy(
     try:
         return _cross_entropy(logits, labels, mesh, ignore_index, count)
     except (ArgumentError, UnsupportedError) as error:
-        if isinstance(logits, DeferredLogits):  # other ranks of tp are of other groups of the mesh
+        if not isinstance(logits, Tensor):  # other ranks of tp are of other groups of the mesh
             announce_error(logits.head.group_name, error, "tp")
         raise
 
 
 def _cross_entropy(
-    logits: Tensor | DeferredLogits,
+    logits: Tensor | LazyLogits,
     labels: Tensor,
     mesh: DeviceMesh | dist.ProcessGroup,
     ignore_index: int,
@@ -82,8 +81,8 @@ def _cross_entropy(
     if logits.shape[:-1] != labels.shape:
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     groups = groups_of(mesh)
-    if isinstance(logits, DeferredLogits):
-        check_ranks(logits.head.group_name, [group.group_name for group in groups])
+    if not isinstance(logits, Tensor):
+        logits.check_groups([group.group_name for group in groups])
     valid = (labels != ignore_index).sum()
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
@@ -103,7 +102,7 @@ def _cross_entropy(
         valid = _sum_over(groups, valid, "cross_entropy")
     if first and (wrong := int(valid) // _FLAG) > 0:
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
-    if isinstance(logits, DeferredLogits):
+    if not isinstance(logits, Tensor):
         share = logits.losses(labels.flatten(), ignore_index).sum()
     else:
         share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()

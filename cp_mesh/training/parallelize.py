@@ -32,8 +32,8 @@ from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
-from cp_mesh.training.style_helpers import RANKS, SUMS, styles_of
-from cp_mesh.wrap import LINEAR, STYLE, check_plain, plain_name, replaced
+from cp_mesh.training.style_helpers import RANKS, SUMS, groups_over_tp, styles_of
+from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
@@ -110,7 +110,7 @@ def parallelize(
     for places in tied:
         _tie(places)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
-    stand_beside(over_cp | dict.fromkeys(_groups_over_tp(module), "tp"))
+    stand_beside(over_cp | dict.fromkeys(groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
         watch_first_step(root, cp=mesh.get_group())
@@ -203,12 +203,6 @@ def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
 def _mode_over_tp(style: ParallelStyle) -> str:
     """How rows lie between the linears of a style over tp of this library; "" of other styles."""
     return str(getattr(style, "mode_over_tp", ""))
-
-
-def _groups_over_tp(module: nn.Module) -> set[dist.ProcessGroup]:
-    """Those over which such styles were applied in a module."""
-    runs: list[Any] = [found.run for part in module.modules() if (found := replaced(part, LINEAR)) is not None]
-    return {run.args[0].mesh.get_group() for run in runs}
 
 
 def _tied(module: nn.Module) -> list[list[_Place]]:

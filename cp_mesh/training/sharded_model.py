@@ -23,6 +23,7 @@ from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequen
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
+from cp_mesh.training.probe import probe_once, refuse_compiled
 from cp_mesh.training.style_helpers import announced, check_layout, claim, layout_of_call, looked_at
 from cp_mesh.wrap import STYLE, replace_forward
 
@@ -59,6 +60,9 @@ class ShardedModel(ParallelStyle):
         layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
             layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
             sequence's. With it the root is not compiled as a whole; its blocks may be.
+        probe: in the first forward run `cp_mesh.probe` on the first tokens of the batch: the model twice more, without
+            gradients, whose rows must agree. It refuses what no other check sees, such as positions that the model
+            counts itself. The root must not be compiled as a whole; its blocks may be.
 
     Raises:
         ArgumentError: at application if the module has no such arguments; in the forward, if the model calls
@@ -76,6 +80,7 @@ class ShardedModel(ParallelStyle):
         position_dims: Literal[1, 2] = 1,
         watch: bool = True,
         layout: Callable[..., Layout] | None = None,
+        probe: bool = False,
     ) -> None:
         check_layout("ShardedModel", layout)
         if not inputs and sequence.length is None:
@@ -84,7 +89,7 @@ class ShardedModel(ParallelStyle):
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
-        self.watch, self.layout, self.position_dims = watch, layout, position_dims
+        self.watch, self.layout, self.position_dims, self.probe = watch, layout, position_dims, probe
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -116,9 +121,13 @@ class ShardedModel(ParallelStyle):
         self._check_positions(names, named)
         root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
         if torch.compiler.is_compiling():
+            if self.probe:
+                refuse_compiled()
             output = self._run_traced(root, module, forward, arguments)
         else:
             self.compare(named)
+            if self.probe:
+                probe_once(self, module, named, functools.partial(self._run, names, module, forward))
             output = self.run_eagerly(root, module, forward, arguments)
         return self.gather(root.sequence, output) if self.gather_output else output
 

@@ -16,7 +16,7 @@ from cp_mesh.comm.groups import names_of_axes
 from cp_mesh.errors import refuse, written
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.wrap import INPUT, OUTPUT, STYLE, replaced
+from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
 
 SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
 RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
@@ -65,6 +65,12 @@ def style_of(module: nn.Module, key: str = STYLE) -> Any:
     replacement = replaced(module, key)
     run: Any = None if replacement is None else replacement.run  # a method of the style, or a partial of one
     return None if run is None else getattr(run, "func", run).__self__
+
+
+def groups_over_tp(module: nn.Module) -> set[dist.ProcessGroup]:
+    """The groups over which styles of linears were applied in a module."""
+    runs: list[Any] = [found.run for part in module.modules() if (found := replaced(part, LINEAR)) is not None]
+    return {run.args[0].mesh.get_group() for run in runs}
 
 
 def gathers(model: nn.Module) -> bool:

@@ -7,8 +7,8 @@ numbers a row, and only one chunk of rows is in float32 at a time.
 Shapes: N tokens of this rank, V vocabulary.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,19 @@ from cp_mesh.sequence.losses import note_compiled_backward
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
+
+
+class LazyLogits(Protocol):
+    """Logits [..., V] that are computed where their losses are; `tensor_parallel.vocab_parallel` has them."""
+
+    @property
+    def head(self) -> Any: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def requires_grad(self) -> bool: ...
+    def check_groups(self, names: Sequence[str], /) -> None: ...
+    def losses(self, labels: Tensor, ignore_index: int, /) -> Tensor: ...
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

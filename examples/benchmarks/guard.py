@@ -49,11 +49,11 @@ from cp_mesh.call import passes  # noqa: E402
 
 LOOK_UPS = {
     "call.op": {"checking": False},
-    "call.passes": {"checking": False, "is_first": False, "note_call": None, "note_called": None},
+    "call.passes": {"checking": False, "is_first": False, "note_call": None},
     "training.sharded_model": {"kind_of": None, "agree_on_shapes": True},
-    "training.compare_inputs": {"kind_of": None, "agree_on_shapes": True, "note_tokens": None},
-    "sequence.sharded_sequence": {"note_tokens": None, "note_length": None, "marked": None},
-    "training.loss": {"_is_first": False, "forget": None},
+    "training.compare_inputs": {"kind_of": None, "agree_on_shapes": True, "note_cut": None},
+    "sequence.sharded_sequence": {"note_cut": None, "is_cut": False},
+    "training.loss": {"is_first_here": False, "note_loss": None},
     "training.token_losses": {"note_compiled_backward": None},
     "training.checks.gradients": {"capturing": True},
 }
@@ -122,7 +122,7 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
         return lambda *arguments: (given.__setitem__(name, arguments), original(*arguments))[1]
 
     with ExitStack() as stack:
-        for name in ("is_first", "note_call", "note_called"):
+        for name in ("is_first", "note_call"):
             stack.enter_context(mock.patch.object(passes, name, keep(name)))
         of_attention(axis)()
     group = axis.get_group()
@@ -131,7 +131,6 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
         passes.checking(group)
         passes.is_first(*given["is_first"])
         passes.note_call(*given["note_call"])
-        passes.note_called(*given["note_called"])
 
     return run
 

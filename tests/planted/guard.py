@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from inside import inner
@@ -69,4 +70,42 @@ plant("each of the accumulated losses counts alone", "gradients:_is_averaged", "
 )
 plant("a first call waits longer than its group", "_torch:timeout_of", "patience")(
     lambda timeout_of: lambda *given: 4 * timeout_of(*given)
+)
+
+
+# --- the probe
+plant = in_area("the probe")
+
+plant("rows may be as far apart as they like", "training.probe:_too_far", "the probe finds")(nothing(False))
+plant("half precision is compared as it is", "widening:_wide", "half precision")(lambda wide: lambda x: x)
+plant("the model is given the whole batch", "training.probe:_Probe._cut_tensor", "the probe is silent")(
+    lambda cut: lambda self, name, x: x
+)
+plant("generators are left as the probe's runs leave them", "training.probe:fork_rng", "nothing is left of the probe")(
+    lambda fork_rng: lambda devices: contextlib.nullcontext()
+)
+plant("buffers keep what the probe's runs wrote", "training.probe:_set_buffers", "nothing is left of the probe")(
+    nothing()
+)
+plant("modules stay in eval mode after the probe", "training.probe:_set_modes", "nothing is left of the probe")(
+    lambda set_modes: lambda parts, modes: set_modes(parts, [False] * len(parts))
+)
+plant("a replica leaves the probe alone", "training.probe:_Probe._vote", "skipped by all")(
+    lambda vote: lambda self, word: word
+)
+plant("randomness is taken for a mistake", "training.probe:_Probe._attempt", "what the probe skips")(
+    lambda attempt: lambda self, mesh, seed=0: attempt(self, mesh)
+)
+
+
+class Here:
+    """In the place of a copied context: this one."""
+
+    @staticmethod
+    def run(function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+plant("the probe's attention is the loss's", "training.probe:copy_context", "the guard after a probe")(
+    lambda copy_context: Here
 )

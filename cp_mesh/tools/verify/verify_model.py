@@ -53,6 +53,7 @@ from cp_mesh.tools.verify.step import (
 from cp_mesh.tools.verify.traces import Place, Trace, rows_of
 from cp_mesh.tools.verify.verify import VerificationError
 from cp_mesh.training.parallelize import parallelize
+from cp_mesh.training.probe import without_probe
 from cp_mesh.training.style_helpers import gathers
 
 Plan = Mapping[str, ParallelStyle] | Callable[[nn.Module], nn.Module | None] | None
@@ -163,6 +164,7 @@ def verify_model(
         say("building the model")
         try:
             model = spread(make_model, plan, ranks, dtype)
+            without_probe(model)  # whose runs would be traced
             copies = 1
             if total == "mean" or (total is None and isinstance(model, DistributedDataParallel)):
                 copies = ranks.size(*ranks.data)

@@ -1,0 +1,491 @@
+"""`probe`: a model under its plan, on a short piece of a batch, against itself with the whole piece on every rank.
+
+Both runs are of the same module, in place, in eval mode, without gradients and in float32. In the second one the
+`ShardedSequence` that the styles share is told a mesh of this rank alone. Ranks agree through the store on every step
+of it, as a replica that went on alone would wait in a collective for the others.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.random import fork_rng
+
+from cp_mesh._torch import WRAPPED, active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves
+from cp_mesh.comm.agreement import check_mode, compare_first, keep_to_itself, turned_off
+from cp_mesh.comm.group_state import states_of_all
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.cuts import Cuts
+from cp_mesh.sequence.sharded_sequence import WHOLE, ShardedSequence
+from cp_mesh.training.style_helpers import groups_over_tp, style_of, styles_of
+from cp_mesh.training.widening import widened
+
+LIMIT, SHARE = 3e-4, 0.9
+"""Most that this share of the rows may be apart; rounding in float32 makes a tenth of it at most, mistakes more."""
+MOST_UNITS, LEAST_UNITS = 4, 2
+"""Of the layout in a piece. In a longer one fewer rows are beside the edge of a shard, where some mistakes are."""
+_ALONE = dict.fromkeys(("kernel", "method", "transport"), "auto") | dict.fromkeys(
+    ("ulysses_degree", "inner_ring_size", "head_chunks")
+)
+_CROSS = "equal sequence lengths (self-attention)"  # in what is said of keys that are no rows of the sequence
+_LOSSES = ("labels", "shift_labels", "num_items_in_batch")  # of models of Transformers, whose logits do without
+_CAUSES = (
+    "usual causes: attention outside of the plan, also by matmul and softmax or another package; positions that the "
+    "model counts itself; layers that mix tokens, as convolutions, scans, means and shifts do; contexts as long as a "
+    "rank's rows; experts that choose by a rank's tokens. Right models that are reported: those that fetch rows over a "
+    'mesh they hold, and fp8 with one scale for a tensor (docs/guard.md, "The probe")'
+)
+
+
+def probe(model: nn.Module, batch: Mapping[str, Any]) -> str:
+    """Run a model on the first tokens of a batch, sharded over cp and whole on every rank, and compare the rows.
+
+    Nothing is left behind: training goes on as if it had not run, but for what the model's own Python code counts,
+    which a warning names. Call it on all ranks, before the first step or at any time between steps.
+
+    Args:
+        model: after `parallelize` with a `ShardedModel`, or that of `cp_mesh.integrations.transformers`; after
+            checkpointing, ``compile`` and ``fully_shard`` if there are any.
+        batch: the arguments of the forward by name, of whole sequences, as for a step.
+
+    Returns:
+        "" if the rows agree; else why it could not compare them, which is a warning, too.
+
+    Raises:
+        ArgumentError: on all ranks, if 10% of the rows are farther apart than 3e-4 of their size, or the sharded run
+            alone raises. It says which rows, and from which module on.
+
+    Example:
+        >>> cp_mesh.probe(model, {"tokens": tokens})  # doctest: +SKIP
+    """
+    module = next((part for part in model.modules() if _is_root(style_of(part))), None)
+    if module is None:
+        return _skip("the model has no ShardedModel: only a root can be told to take the piece whole")
+    ddp = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+    try:
+        return _Probe(style_of(module), module, batch, module, ddp).run()
+    finally:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):  # which keeps the root whole after a forward without gradients
+                part.reshard()
+
+
+def probe_once(style: Any, module: nn.Module, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> None:
+    """`probe` in the first eager forward of a root; ``forward`` is called with the piece."""
+    style.probe = False
+    _Probe(style, module, arguments, forward, active_ddp()).run()
+
+
+def without_probe(model: nn.Module) -> None:
+    """Let no first forward of a model probe it."""
+    for style in styles_of(model):
+        if hasattr(style, "probe"):
+            style.probe = False
+
+
+@constant_in_traces  # what it raises is no reason to try uncompiled
+def refuse_compiled() -> None:
+    hint = "compile its blocks, or call cp_mesh.probe(model, batch) before the first step"
+    refuse(
+        "ShardedModel(probe=True)", "a root in eager mode", "one that is compiled as a whole", hint, UnsupportedError
+    )
+
+
+def _is_root(style: Any) -> bool:
+    return hasattr(getattr(style, "style", style), "shard_inputs")
+
+
+def _skip(reason: str) -> str:
+    told = f"cp_mesh: the probe did not compare anything: {reason}. cp_mesh.verify_model compares a whole step"
+    warnings.warn(told, stacklevel=4)
+    return reason
+
+
+class _Skip(Exception):
+    """Nothing can be said."""
+
+
+class _Probe:
+    """One run of `probe`.
+
+    Args:
+        owner: what runs the root: a `ShardedModel`, or what has one as its ``style``.
+        module: the root.
+        batch: its arguments by name.
+        forward: called with those of the piece.
+        ddp: a wrapper around it.
+
+    Attributes:
+        styles, sequences: those of the model, which are told of the piece and get their attributes back.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        module: nn.Module,
+        batch: Mapping[str, Any],
+        forward: Callable[..., Any],
+        ddp: DistributedDataParallel | None,
+    ) -> None:
+        self.root, self.of_adapter = getattr(owner, "style", owner), hasattr(owner, "style")
+        self.module, self.batch, self.forward = module, batch, forward
+        self.sequence: ShardedSequence = self.root.sequence
+        self.styles = [*{id(x): x for x in (self.root, *styles_of(module))}.values()]
+        found = (getattr(style, "sequence", None) for style in self.styles)
+        self.sequences = [*{id(x): x for x in found if x is not None}.values()]
+        self.over_tp = sorted(groups_over_tp(module), key=lambda group: group.group_name)
+        self.groups = self._groups(ddp)
+        self.runs = 0
+
+    def run(self) -> str:
+        if self.sequence.cp_size == 1:
+            return ""
+        before, alone, reason = _states(self.module), None, ""
+        try:
+            self._cut_batch()
+            alone = mesh_of_one(self.sequence.mesh)
+        except Exception as error:  # whatever the batch is made of
+            reason = f"skipped: {error}"
+        try:
+            said = self._vote(reason) or self._compare(alone)
+        finally:
+            if alone is not None:
+                dist.destroy_process_group(alone.get_group())
+            after = _states(self.module)
+            if changed := [name for name, state in after.items() if before.get(name) != state]:
+                told = f"{', '.join(changed[:8])}{', ...' * (len(changed) > 8)}; set them back if they count"
+                words = "times, by which these attributes of its modules have changed"
+                warnings.warn(f"cp_mesh: the probe ran the model {self.runs} {words}: {told}", stacklevel=4)
+        return self._end(said) if said else ""
+
+    def _compare(self, alone: Any) -> str:
+        """What all ranks say of the runs, after each of which they agree."""
+        whole, raised = self._attempt(alone)
+        said = f"skipped: with all rows of the piece on one rank the model raised {_words(raised)}" if raised else ""
+        said = f"skipped: {raised}" if isinstance(raised, _Skip) else said
+        if isinstance(raised, UnsupportedError) and _CROSS in str(raised):
+            said = f"found: a core whose keys are no rows of the sequence: {raised}"
+        if said := self._vote(said):
+            return said
+        rows, raised = self._attempt(None)
+        said = f"found: the sharded run alone raised {_words(raised)}" if raised else self._difference(rows, whole)
+        said = self._vote(said)
+        if not said.startswith("differ"):
+            return said
+        other, raised = self._attempt(alone, seed=1)
+        is_random = raised is not None or self._difference(other, whole)
+        if again := self._vote("skipped: the model is random in eval mode: no two runs agree" if is_random else ""):
+            return again
+        first = self._vote(self._first_module(alone)).partition(" ")[2]
+        return said + (first and f", from {first} on")
+
+    def _end(self, said: str) -> str:
+        """Raise what was found, or warn of what was not compared; ``said`` is the same on all ranks."""
+        kind, _, words = said.partition(": ")
+        if kind == "skipped":
+            return _skip(words)
+        expected = f"the same rows, within {LIMIT:g}, sharded over cp as whole on every rank, on {self.length} tokens"
+        error = ArgumentError(describe("cp_mesh.probe", expected, words, _CAUSES))
+        keep_to_itself(error)  # all ranks raise it
+        raise error
+
+    def _groups(self, ddp: DistributedDataParallel | None) -> list[dist.ProcessGroup]:
+        """Whose ranks run the model together: of cp, of tp, and of the meshes of parameters."""
+        found = [self.sequence.mesh.get_group(), *self.over_tp]
+        meshes = [x.device_mesh for x in self.module.parameters() if isinstance(x, DTensor)]
+        for part in self.module.modules():
+            meshes += meshes_of_fsdp(part) if isinstance(part, FSDPModule) else []
+        found += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+        found += [] if ddp is None else [ddp.process_group]
+        return [*{group.group_name: group for group in found}.values()]
+
+    def _vote(self, word: str) -> str:
+        """The first of what ranks say, in the order of words: the same on all of them; "" if none says anything."""
+        for group in self.groups:
+            with check_mode() if turned_off(group) else nullcontext():  # ranks must not go apart, checked or not
+                answers = compare_first(group, {"call": "cp_mesh.probe", "probe": word})
+            word = min(filter(None, (answer["probe"] for answer in answers)), default="")
+        return word
+
+    # The piece.
+
+    def _cut_batch(self) -> None:
+        present = [self.batch[name] for name in self.root.inputs if self.batch.get(name) is not None]
+        if not present:
+            raise _Skip("no whole sequence goes into the model, as in a later stage of a pipeline")
+        self.sizes = present[0].shape[:2]
+        tp = math.prod(group.size() for group in self.over_tp)
+        unit = math.lcm(self.sequence.layout.multiple(self.sequence.cp_size), self.sequence.cp_size * tp)
+        units = min(self.sizes[1] // unit, MOST_UNITS)
+        if units < LEAST_UNITS:
+            raise _Skip(f"a piece has {LEAST_UNITS * unit} tokens at least, the batch {self.sizes[1]}")
+        self.length = units * unit
+        kept = {name: x for name, x in self.batch.items() if not (self.of_adapter and name in _LOSSES)}
+        self.piece = {name: self._cut(name, x) for name, x in kept.items()}
+
+    def _cut(self, name: str, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._cut_tensor(name, x)
+        if isinstance(x, Mask):
+            return _cut_mask(x, self.length)
+        if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device | Layout | ShardedSequence):
+            return x
+        if isinstance(x, Mapping):
+            return {key: self._cut(str(key), value) for key, value in x.items()}
+        if isinstance(x, list | tuple):
+            parts = [self._cut(name, each) for each in x]
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        if is_dataclass(x) and not isinstance(x, type):
+            return replace(x, **{f.name: self._cut(f.name, getattr(x, f.name)) for f in fields(x) if f.init})
+        raise _Skip(f"no piece can be cut of {name}, of type {type(x).__name__}")
+
+    def _cut_tensor(self, name: str, x: Tensor) -> Tensor:
+        """By its name; of other names every dim that is as long as the sequence."""
+        length, (batch, whole) = self.length, self.sizes
+        if name.startswith("cu_seq"):
+            return torch.cat([x[x < length], x.new_tensor([length])])
+        if name in self.root.inputs:
+            return x[:, :length]
+        if name in (self.root.positions, *WHOLE):
+            return x[..., :length]
+        for dim in range(x.ndim):
+            if x.shape[dim] in (whole, self.sequence.seq_len) and not (dim == 0 < x.ndim - 1 and x.shape[0] == batch):
+                x = x.narrow(dim, 0, length)
+        return x
+
+    # The runs.
+
+    def _attempt(self, mesh: DeviceMesh | None, seed: int = 0) -> tuple[Any, Exception | None]:
+        """The rows of a run, or what it raised: over ``mesh``, of one rank; None: sharded, and then gathered."""
+        self.runs += 1
+        try:
+            return copy_context().run(self._run, mesh, seed), None
+        except Exception as error:  # of the user's model
+            return None, error
+
+    def _run(self, mesh: DeviceMesh | None, seed: int) -> Tensor:
+        on_gpu = self.sequence.mesh.device_type == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        # Linears of ours over tp compare dtypes, unless autocast casts; the dtype that it asks for is widened, too.
+        cast = torch.autocast(device.type, torch.bfloat16, enabled=bool(self.over_tp), cache_enabled=False)
+        with _unchanged(self.module, [*self.styles, *self.sequences], device), cast, widened(self.module):
+            self._tell(mesh)
+            torch.default_generator.manual_seed(seed)
+            if on_gpu:
+                torch.cuda.manual_seed(seed)
+            rows = _rows_of(self.forward(**self.piece))
+            if mesh is None and rows.shape[1] * self.sequence.cp_size == self.length:
+                rows = self.sequence.unshard(rows)
+            return rows
+
+    def _tell(self, mesh: DeviceMesh | None) -> None:
+        """Tell styles of the piece, and of a mesh of this rank alone."""
+        options = {"kernel": "auto"} if mesh is None else _ALONE  # FlashAttention has no float32
+        others = {"layout": None, "watch": False, "probe": False, "of_batch": False}
+        for style in self.styles:
+            own: dict[str, Any] = vars(style)
+            own.update({name: value for name, value in others.items() if name in own})
+            if "options" in own:
+                known = own["options"]
+                own["options"] = known | {name: value for name, value in options.items() if name in known}
+            if isinstance(own.get("mask"), Mask):
+                own["mask"] = _cut_mask(own["mask"], self.length)
+        for sequence in self.sequences:
+            vars(sequence)["_kept"] = {}  # of positions, which are those of a mesh
+            vars(sequence).update({} if sequence.length is None else {"length": self.length})
+            vars(sequence).update({} if mesh is None else {"mesh": mesh, "ulysses_degree": None})
+
+    def _difference(self, rows: Tensor, whole: Tensor) -> str:
+        """Which rows are apart; "" if they agree."""
+        if self.length != whole.shape[1] == rows.shape[1]:
+            return f"skipped: the output, of shape {tuple(whole.shape)}, has no rows along dim 1"
+        if rows.shape != whole.shape:
+            return f"found: outputs of shapes {tuple(rows.shape)}, sharded, and {tuple(whole.shape)}, whole"
+        apart = _apart(rows, whole)
+        if not _too_far(apart):
+            return ""
+        where = (apart > LIMIT).any(0).nonzero().flatten().tolist()
+        return f"differ: rows that are {float(apart.max()):.2g} of their size apart, at positions {_ranges(where)}"
+
+    def _first_module(self, alone: DeviceMesh) -> str:
+        """The first module, in the order in which they end, whose output differs here: its number and its name."""
+        whole = dict[tuple[str, int], Tensor]()
+        own = self.sequence.layout.positions(self.length, self.sequence.cp_size, self.sequence.cp_rank)
+        found = list[str]()
+
+        def look(at: tuple[str, int], x: Tensor) -> None:
+            want = whole.get(at)
+            if want is None or found or want.ndim != x.ndim:
+                return
+            for dim in range(1, x.ndim):
+                if (want.shape[dim], x.shape[dim]) == (self.length, len(own)):
+                    want = want.index_select(dim, own)
+            if want.shape == x.shape and len(own) in x.shape[1:]:
+                rows = x.shape.index(len(own), 1)
+                if _too_far(_apart(x.movedim(rows, 1), want.movedim(rows, 1))):
+                    found.append(f"{[*whole].index(at):06d} {at[0] or 'the root'}")
+
+        for mesh, note in ((alone, whole.__setitem__), (None, look)):
+            with _noting(self.module, note):
+                self._attempt(mesh)
+        return found[0] if found else ""
+
+
+def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of this rank alone, which sends nothing: of gloo, as NCCL would split a communicator."""
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    found: DeviceMesh = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("cp",))
+    return found
+
+
+def _words(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:300]}{'...' * (len(said) > 300)}"
+
+
+def _cut_mask(mask: Mask, length: int) -> Mask:
+    cut: dict[str, Any] = {}
+    for name in WHOLE:
+        if isinstance(x := getattr(mask, name, None), Tensor):
+            cut[name] = x[..., :length]
+    if mask.length is not None:
+        cut["length"] = min(mask.length, length)
+    return replace(mask, **cut, prefix=min(mask.prefix, length))
+
+
+def _rows_of(output: Any) -> Tensor:
+    """[B, rows, ...]"""
+    if isinstance(output, Mapping):
+        output = next((output[name] for name in ("logits", "last_hidden_state") if output.get(name) is not None), None)
+    if hasattr(type(output), "whole"):  # of a vocabulary over tp
+        output = output.whole()
+    if isinstance(output, list | tuple):
+        output = next((x for x in output if isinstance(x, Tensor) and x.ndim > 1), None)
+    if not isinstance(output, Tensor) or output.ndim < 2:
+        raise _Skip(f"no rows were found in what the model returned, of type {type(output).__name__}")
+    x: Tensor = output.full_tensor() if isinstance(output, DTensor) else output
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _apart(rows: Tensor, whole: Tensor) -> Tensor:
+    """[B, rows], relative to the size of the row, or to a tenth of a typical one."""
+    off = (rows - whole).masked_fill(rows.isnan() & whole.isnan(), 0.0)
+    off, size = (x.unsqueeze(-1).flatten(2).square().mean(-1) for x in (off, whole.nan_to_num(0.0, 0.0, 0.0)))
+    size = torch.maximum(size.sqrt(), 0.1 * size.mean().sqrt()).clamp_min(1e-30)
+    return (off.sqrt() / size).nan_to_num(math.inf, math.inf)
+
+
+def _too_far(apart: Tensor) -> bool:
+    return float(apart.flatten().quantile(SHARE)) > LIMIT
+
+
+def _ranges(positions: Iterable[int]) -> str:
+    """As "0-3, 6"."""
+    runs = list[list[int]]()
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1][1:] = [position]
+        else:
+            runs.append([position])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _states(module: nn.Module) -> dict[str, Any]:
+    """What modules hold in plain Python: numbers, words, and what is in collections."""
+    own, found = {*vars(nn.Module())}, dict[str, Any]()
+    for path, part in module.named_modules():
+        for name, x in vars(part).items():
+            if name not in own and not name.startswith("_cp_mesh"):
+                if isinstance(x, bool | int | float | str):
+                    found[f"{path}.{name}".lstrip(".")] = x
+                elif isinstance(x, list | dict | set):
+                    inside = [*x, *x.values()] if isinstance(x, dict) else [*x]
+                    found[f"{path}.{name}".lstrip(".")] = [y if isinstance(y, int | float) else id(y) for y in inside]
+    return found
+
+
+@contextmanager
+def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iterator[None]:
+    """Inside, modules are in eval mode, without gradients and compiled code; what changes is set back."""
+    parts = [*module.modules()]
+    modes = [part.training for part in parts]
+    records = [{name: copy(x) for name, x in vars(part).items() if name.startswith("_cp_mesh")} for part in parts]
+    buffers = [dict(part.named_buffers(recurse=False, remove_duplicate=False)) for part in parts]
+    copies = {id(x): (x, x.clone()) for each in buffers for x in each.values() if not x.is_meta}
+    attributes = [(vars(x), dict(vars(x))) for x in (*told, *states_of_all(Cuts))]
+    devices = [device.index] if device.type == "cuda" else []
+    stance: Any = nullcontext() if loaded_dynamo() is None else torch.compiler.set_stance("force_eager")
+    try:
+        _set_modes(parts, [False] * len(parts))
+        with fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), stance:
+            warnings.simplefilter("ignore")  # the next forward warns
+            yield
+    finally:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        _set_modes(parts, modes)
+        for part, record in zip(parts, records, strict=True):
+            for name in [name for name in vars(part) if name.startswith("_cp_mesh")]:
+                del vars(part)[name]
+            vars(part).update(record)
+        _set_buffers(parts, buffers, [*copies.values()])
+
+
+def _set_modes(parts: list[nn.Module], modes: list[bool]) -> None:
+    """Not by ``train()``, of which some modules do more."""
+    for part, mode in zip(parts, modes, strict=True):
+        part.training = mode
+
+
+@torch.no_grad()
+def _set_buffers(parts: list[nn.Module], buffers: list[dict[str, Tensor]], copies: list[tuple[Tensor, Tensor]]) -> None:
+    for part, held in zip(parts, buffers, strict=True):
+        for name, x in [*part.named_buffers(recurse=False, remove_duplicate=False)]:
+            if name not in held:
+                delattr(part, name)
+            elif x is not held[name]:
+                setattr(part, name, held[name])
+    for x, before in copies:
+        if not torch.equal(x, before):
+            x.copy_(before)
+
+
+@contextmanager
+def _noting(module: nn.Module, note: Callable[[tuple[str, int], Tensor], None]) -> Iterator[None]:
+    """Call ``note`` with every output of a module, its name and its number of the call."""
+    calls: dict[str, int] = {}
+
+    def after(name: str, part: nn.Module, given: Any, output: Any) -> None:
+        calls[name] = calls.get(name, -1) + 1
+        x = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+        if x is not None and x.ndim > 1:
+            x = (x.to_local() if isinstance(x, DTensor) else x).cpu()
+            note((name, calls[name]), x if x.dtype == torch.float64 else x.float())
+
+    handles = []
+    for path, part in module.named_modules():
+        name = ".".join(word for word in path.split(".") if word not in WRAPPED)
+        handles.append(part.register_forward_hook(partial(after, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,127 @@
+"""`widened`: a forward of a model in half precision computes in float32, without a copy of the model.
+
+Every operator is given its half-precision operands as float32: a weight is widened where it is used, and the wide one
+is gone after it. What moves between ranks is left alone, and so is what FSDP2 does in its hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+
+from cp_mesh._torch import DispatchMode, OpOverload, schema_of, tree_map_only
+
+HALF = (torch.bfloat16, torch.float16)
+_SINGLE = (*HALF, torch.float32)
+_OF_RANKS = ("c10d", "_c10d_functional", "fsdp")
+"""Namespaces of operators that move numbers between ranks, or make room for that."""
+_aten = torch.ops.aten
+_ROWS = (_aten.embedding.default, _aten.index_select.default, _aten.index.Tensor, _aten.gather.default)
+"""Operators that copy a part of a tensor: that part alone is widened."""
+_BACKENDS: Any = torch.backends
+_UNITS = _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.matmul
+"""What may compute products of float32 in TF32 or bfloat16."""
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """Inside, half precision is computed in float32, and float32 without TF32; float64 stays as it is.
+
+    Layers that compare dtypes before they call an operator, such as nn.GRU, raise in half precision.
+    """
+    mode = _Widen()
+    with ExitStack() as stack:
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                mode.leave_hooks_of(part, stack)
+        for context in (_without_tf32(), _WidenFunctions(), mode):
+            stack.enter_context(context)
+        yield
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.float() if x.dtype in HALF else x
+    return torch.float32 if x in HALF else x
+
+
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype) if x.dtype in _SINGLE else x
+
+
+def _widen(tree: Any) -> Any:
+    return tree_map_only((Tensor, torch.dtype), _wide, tree)
+
+
+class _Widen(DispatchMode):
+    """Sees every operator. ``aside``: whether FSDP2 calls them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.aside or not isinstance(func, OpOverload) or func.namespace in _OF_RANKS:
+            return func(*args, **kwargs)
+        if func.is_view:
+            return func(*args, **kwargs)
+        if schema_of(func).is_mutable:  # what is written keeps its dtype, which others may have to have
+            if args and isinstance(args[0], Tensor) and (dtype := args[0].dtype) in _SINGLE:
+                args, kwargs = tree_map_only(Tensor, partial(_as, dtype), (args, kwargs))
+            return func(*args, **kwargs)
+        if func in _ROWS:
+            return _widen(func(*args, **kwargs))
+        return func(*_widen(args), **_widen(kwargs))
+
+    def leave_hooks_of(self, module: nn.Module, stack: ExitStack) -> None:
+        """Hooks before and after those of FSDP2, which say that they run."""
+
+        def put_aside(aside: bool) -> Any:
+            def hook(*_: Any) -> None:
+                self.aside = aside
+
+            return hook
+
+        for register in (module.register_forward_pre_hook, module.register_forward_hook):
+            for first in (True, False):
+                stack.callback(register(put_aside(first), prepend=first).remove)
+
+
+class _WidenFunctions(TorchFunctionMode):
+    """Sees functions: convolutions compare dtypes before they call an operator, and so do we after a cast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to or "conv" in getattr(func, "__name__", ""):
+            args, kwargs = _widen((args, kwargs))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Of PyTorch's two switches the older one is not readable where only the newer one was set."""
+    before = [unit.fp32_precision for unit in _UNITS]
+    try:
+        older = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+    except RuntimeError:
+        older = None
+    try:
+        for unit in _UNITS:
+            unit.fp32_precision = "ieee"
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for unit, word in zip(_UNITS, before, strict=True):
+            unit.fp32_precision = word

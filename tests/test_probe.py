@@ -1,0 +1,628 @@
+"""The probe: set-ups that are right are silent, mistakes that no other check sees are found, nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import model as decoder
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from inside import inner, state_of
+from ranks import mesh
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import cp_mesh
+from cp_mesh import (
+    ContextParallel,
+    Contiguous,
+    GatherOutput,
+    Mask,
+    ShardedModel,
+    ShardedSequence,
+    Striped,
+    ZigZag,
+    cross_entropy,
+    parallelize,
+    sum_gradients,
+)
+
+V, C, H, D, S = 40, 32, 4, 8, 64
+Cuts, widened = inner("cuts", "Cuts"), inner("widening", "widened")
+
+
+def angles(positions: Tensor) -> Tensor:
+    return positions.double()[..., None] * 0.1 ** torch.arange(D // 2)
+
+
+class Core(nn.Module):
+    """Attention; its rotary embedding is that of ``rope``, or counted here."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.known = kind, {}
+        self.register_buffer("table", angles(torch.arange(S)), persistent=False)
+        self.register_buffer("turns", torch.polar(torch.ones(S, D // 2), angles(torch.arange(S)).float()), False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
+        rows = q.shape[2]
+        if self.kind == "core: slice":
+            rope = self.table[:rows]
+        elif self.kind == "core: arange":
+            rope = angles(torch.arange(rows))
+        elif self.kind == "core: cache":
+            rope = self.known.setdefault(rows, angles(torch.arange(rows)))
+        elif self.kind == "core: narrow":
+            rope = self.table.narrow(0, 0, rows)
+        if self.kind == "core: complex":
+            q, k = (self.turned(x, self.turns[:rows]) for x in (q, k))
+        else:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if self.kind == "keys shifted":
+            k = F.pad(k, (0, 0, 1, 0))[:, :, :-1]
+        scale = 1.0
+        if self.kind == "scale by length":
+            scale = 1 + torch.log(torch.tensor(rows)).item()
+        return F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
+
+    @staticmethod
+    def turned(x: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    cos, sin = (f(rope).to(x.dtype) for f in (torch.cos, torch.sin))
+    if cos.ndim == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+
+class Experts(nn.Module):
+    """Two of four for each token; "choice": each expert takes as many of a rank's tokens."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.router = kind, nn.Linear(C, 4)
+        self.each = nn.ModuleList(nn.Linear(C, C) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        if self.kind == "expert choice":
+            kept = torch.zeros_like(scores).scatter(1, scores.topk(x.shape[1] // 2, 1).indices, 1.0)
+        else:
+            kept = torch.zeros_like(scores).scatter(-1, scores.topk(2, -1).indices, 1.0)
+        return sum(scores[..., i, None] * kept[..., i, None] * each(x) for i, each in enumerate(self.each))
+
+
+class Mixer(nn.Module):
+    """What a rank alone computes wrong, of [B, rows, C]."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.conv = kind, nn.Linear(C, C), nn.Conv1d(C, C, 3)
+        self.gru = nn.GRU(C, C, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[1]
+        if self.kind in ("softmax", "window by hand"):
+            scores = self.linear(x) @ x.mT / C**0.5
+            far = torch.arange(rows)[:, None] - torch.arange(rows)
+            hidden = (far < 0) | (far > (3 if "window" in self.kind else rows))
+            return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ x
+        if self.kind == "linear attention":
+            state = torch.einsum("bsc,bsd->bscd", x.sigmoid(), self.linear(x)).cumsum(1)
+            return torch.einsum("bsc,bscd->bsd", x, state)
+        if self.kind == "convolution":
+            return self.conv(F.pad(x.mT, (2, 0))).mT
+        if self.kind == "mean":
+            return x - x.mean(1, keepdim=True)
+        if self.kind == "first token":
+            return x + x[:, :1]
+        if self.kind == "sum":
+            return x.cumsum(1)
+        if self.kind == "shift":
+            return F.pad(x, (0, 0, 1, 0))[:, :-1]
+        if self.kind == "statistics":
+            return x / x.square().mean((1, 2), keepdim=True).sqrt()
+        if self.kind == "GRU":
+            return self.gru(x)[0]
+        if self.kind == "random":
+            return F.dropout(x, 0.5, training=True)
+        raise AssertionError(self.kind)
+
+
+MIXERS = (
+    *("softmax", "window by hand", "linear attention", "convolution", "mean", "first token", "sum", "shift"),
+    *("statistics", "GRU", "random"),
+)
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str, last: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(C)
+        self.q, self.k, self.v, self.o = (nn.Linear(C, C) for _ in range(4))
+        self.core, self.dropout = Core(kind), nn.Dropout(0.1)
+        self.experts: nn.Module = Experts(kind)
+        self.mixer = Mixer(kind) if kind in MIXERS and last else None
+        self.register_buffer("mean", torch.zeros(C))
+        self.kind = kind
+
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.dropout(self.o(self.core(q, k, v, rope, documents).transpose(1, 2).flatten(2)))
+        if self.training or self.kind == "running mean":
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)).to(self.mean.dtype), 0.1)
+        x = x + self.experts(x)
+        return x if self.mixer is None else x + self.mixer(x)
+
+
+class Net(nn.Module):
+    """tokens [B, S] to logits [B, S, V]; ``kind``: a mistake, or what is right and might be taken for one."""
+
+    def __init__(self, kind: str = "", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind, self.count, self.kept = kind, 0, []
+        self.embedding, self.table = nn.Embedding(V, C), nn.Embedding(S, C)
+        self.offsets = nn.Parameter(torch.randn(1, S, C))
+        self.layers = nn.ModuleList(Block(kind, i == 1) for i in range(2))
+        self.head = nn.Linear(C, V, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embedding.weight
+        self.register_buffer("ids", torch.arange(S)[None], persistent=False)
+        turns = [each.core.turns for each in self.layers]
+        self.to(dtype)
+        for each, whole in zip(self.layers, turns, strict=True):
+            each.core.turns = whole
+            each.core.table = angles(torch.arange(S))
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cu_seqlens: Any = None
+    ) -> Tensor:
+        x, rows = self.embedding(tokens), tokens.shape[1]
+        learned = {
+            "embedded arange": lambda: self.table(torch.arange(rows)),
+            "buffer of ids": lambda: self.table(self.ids[:, :rows]),
+            "slice of a weight": lambda: self.table.weight[:rows],
+            "slice of a parameter": lambda: self.offsets[:, :rows],
+            "sum of ones": lambda: self.table(torch.ones_like(tokens).cumsum(1) - 1),
+            "linspace": lambda: self.table(torch.linspace(0, rows - 1, rows).long()),
+            "list of a range": lambda: self.table(torch.tensor([*range(rows)])),
+        }
+        if self.kind in learned:
+            x = x + learned[self.kind]()
+        if self.kind == "counter":
+            self.count += 1
+            self.kept.append(rows)
+        if self.kind in ("positions ignored", "slice of a table") or positions is None:
+            positions = torch.arange(rows)
+        rope = angles(positions)
+        for layer in self.layers:
+            if self.kind == "checkpointed":
+                x = checkpoint(layer, x, rope, documents, use_reentrant=False)
+            else:
+                x = layer(x, rope, documents)
+        if self.kind == "registers":
+            x = torch.cat([x.new_ones(len(x), 1, C), x], 1)
+        return self.head(x)
+
+
+def tokens_of(seed: int = 0, length: int = S) -> Tensor:
+    return torch.randint(V, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def spread(net: nn.Module, sequence: ShardedSequence, root: dict[str, Any] = {}, **core: Any) -> nn.Module:  # noqa: B006
+    style = ShardedModel(sequence, watch=False, **root)  # whose watch finds some of the mistakes
+    return parallelize(net, sequence.mesh, {"": style, "layers.*.core": ContextParallel(sequence, **core)})
+
+
+def told(net: nn.Module, batch: dict[str, Any]) -> str:
+    """What the probe returns or raises; no warning but that it was skipped."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = cp_mesh.probe(net, batch)
+        except cp_mesh.ArgumentError as error:
+            return str(error)
+    others = [str(x.message) for x in caught if "cp_mesh" in str(x.message)]
+    if bool(found) != bool(others):
+        return f"warned: {others}"
+    return found
+
+
+# What is wrong.
+
+FROM = {
+    **dict.fromkeys(("embedded arange", "slice of a weight", "slice of a parameter", "linspace"), "layers.0.norm"),
+    **dict.fromkeys(("list of a range",), "layers.0.norm"),
+    **dict.fromkeys(("buffer of ids", "sum of ones"), "table"),
+    **dict.fromkeys(("positions ignored", "slice of a table", "scale by length"), "layers.0.core"),
+    **dict.fromkeys(("core: slice", "core: arange", "core: cache", "core: narrow", "core: complex"), "layers.0.core"),
+    "keys shifted": "layers.0.core",
+    "expert choice": "layers.0.experts",
+    **{kind: "layers.1.mixer" for kind in MIXERS if kind not in ("random", "GRU")},
+    "GRU": "layers.1.mixer.gru",
+    "convolution": "layers.1.mixer.conv",
+}
+"""The first module that differs, by mistake."""
+
+
+def wrong(rank: int, kinds: tuple[str, ...], dtype: torch.dtype, layout: cp_mesh.Layout) -> dict[str, str]:
+    sequence = ShardedSequence(mesh((dist.get_world_size(),), ("cp",)), layout)
+    return {kind: told(spread(Net(kind, dtype), sequence), {"tokens": tokens_of()}) for kind in kinds}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_mistakes_are_found(pool, dtype, full):
+    few = ("core: slice", "expert choice", "shift", "GRU")
+    kinds = few if dtype == torch.bfloat16 and not full else (*FROM,)
+    for found in pool(2).run(wrong, kinds, dtype, ZigZag(), timeout=300.0):
+        for kind, said in found.items():
+            if kind == "GRU" and dtype == torch.bfloat16:
+                assert "with all rows of the piece on one rank the model raised" in said, said
+            else:
+                assert "of their size apart, at positions" in said and f"from {FROM[kind]} on" in said, (kind, said)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", (Contiguous(), Striped()), ids=str)
+def test_mistakes_are_found_in_other_layouts(pool, layout):
+    for found in pool(3).run(wrong, (*FROM,), torch.float32, layout, timeout=200.0):
+        assert all("of their size apart" in said for said in found.values()), found
+
+
+def others_wrong(rank: int) -> list[str]:
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis)
+    crossing, registers = Crossing(), Net("registers")
+    return [
+        told(spread(crossing, sequence), {"tokens": tokens_of(), "context": torch.randn(2, S // 2, C)}),
+        told(spread(registers, sequence), {"tokens": tokens_of()}),
+        told(spread(OnlySharded(), sequence), {"tokens": tokens_of()}),
+    ]
+
+
+class Crossing(Net):
+    """Its last attention is to a context that is as long as a rank's rows."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        q, k = (y.unflatten(-1, (H, D)).transpose(1, 2) for y in (self.embedding(tokens), context))
+        core = self.layers[0].core
+        return self.head(core(q, k, k, torch.zeros(1, D // 2)).transpose(1, 2).flatten(2))
+
+
+class OnlySharded(Net):
+    """Of fewer than 16 rows it raises."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        if tokens.shape[1] < 16:
+            raise ValueError("too few rows")
+        return super().forward(tokens, positions)
+
+
+def test_what_is_no_difference_of_rows(pool):
+    for cross, registers, alone in pool(2).run(others_wrong):
+        assert "whose keys are no rows of the sequence" in cross and "leave cross-attention out" in cross
+        assert "outputs of shapes (2, 9, 40), sharded, and (2, 17, 40), whole" in registers
+        assert "the sharded run alone raised ValueError: too few rows" in alone
+
+
+# What is right.
+
+
+def documents_of(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    ids = torch.arange(S).ge(5).long().expand(2, S)
+    by_call = spread(net, sequence, mask=lambda q, k, v, rope, documents: Mask(documents=documents, window=(3, 0)))
+    static = spread(Net("", dtype), sequence, mask=Mask(documents=ids, key_padding=ids >= 0))
+    packed = {"tokens": tokens_of(), "cu_seqlens": torch.tensor([0, 5, 30, S])}
+    return told(by_call, {"tokens": tokens_of(), "documents": ids}) + told(static, packed)
+
+
+def compiled(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    spread(net, sequence)
+    for layer in net.layers:
+        layer.compile(backend="aot_eager")
+    with torch.no_grad():
+        net(tokens_of())
+    return told(net, {"tokens": tokens_of()})
+
+
+def compiled_root(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    return told(torch.compile(spread(net, sequence), backend="aot_eager"), {"tokens": tokens_of()})
+
+
+def gathered(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    parallelize(net, sequence.mesh, {"layers.1": GatherOutput(sequence, gradient="sum")})
+    below = told(spread(net, sequence), {"tokens": tokens_of()})
+    return below + told(spread(Net("", dtype), sequence, {"gather_output": True}), {"tokens": tokens_of()})
+
+
+def autocast(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    net.forward = torch.autocast("cpu", torch.bfloat16)(net.forward)
+    with torch.autocast("cpu", torch.bfloat16):
+        return told(spread(net, sequence), {"tokens": tokens_of()})
+
+
+def of_layout(layout: cp_mesh.Layout, **options: Any) -> Callable[..., str]:
+    def look(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+        return told(spread(net, ShardedSequence(sequence.mesh, layout), **options), {"tokens": tokens_of()})
+
+    return look
+
+
+def batch_layout(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    ids = torch.arange(S).ge(5).long().expand(2, S)
+    style = ShardedModel(sequence, layout=lambda documents, **others: documents[1])
+    core = ContextParallel(
+        sequence,
+        mask=lambda q, k, v, rope, packed: packed[0],
+        layout=lambda q, k, v, rope, packed: packed[1],
+    )
+    parallelize(net, sequence.mesh, {"": style, "layers.*.core": core})
+    mask = Mask(documents=ids)
+    return told(net, {"tokens": tokens_of(), "documents": (mask, sequence.balanced(mask).layout)})
+
+
+def padded(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    sequence = ShardedSequence(sequence.mesh, length=61)
+    ids = torch.arange(61).ge(5).long()[None]
+    spread(net, sequence, mask=lambda q, k, v, rope, documents: Mask(documents=documents))
+    return told(net, {"tokens": tokens_of(length=61), "documents": ids, "positions": torch.arange(61)})
+
+
+def plain(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    return told(spread(net, sequence), {"tokens": tokens_of()})
+
+
+RIGHT: dict[str, Callable[..., str]] = {
+    **dict.fromkeys(("", "tied", "checkpointed", "running mean"), plain),
+    "documents": documents_of,
+    "compiled blocks": compiled,
+    "compiled root": compiled_root,
+    "gathered": gathered,
+    "autocast": autocast,
+    "contiguous": of_layout(Contiguous()),
+    "striped": of_layout(Striped(), method="all_gather", kernel="reference"),
+    "ulysses": of_layout(ZigZag(), method="ulysses", head_chunks=2),
+    "a layout for each batch": batch_layout,
+    "padded": padded,
+}
+
+
+def right(rank: int, kinds: tuple[str, ...], dtype: torch.dtype) -> dict[str, str]:
+    sequence = ShardedSequence(mesh((dist.get_world_size(),), ("cp",)))
+    return {kind: RIGHT[kind](Net(kind, dtype), sequence, dtype) for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.full)), ids=str
+)
+def test_what_is_right_is_silent(pool, dtype):
+    for found in pool(2).run(right, (*RIGHT,), dtype, timeout=200.0):
+        assert not any(found.values()), {kind: said for kind, said in found.items() if said}
+
+
+def over_tp(rank: int, plan: str, dtype: torch.dtype) -> str:
+    grid = mesh((2, 2), ("cp", "tp"))
+    net, sequence = decoder.Model(dtype=dtype), ShardedSequence(grid["cp"])
+    if plan in ("reduce_scatter", "all_reduce"):
+        parallelize(net, grid["tp"], decoder.overlapped_plan(plan))
+    else:
+        parallelize_module(net, grid["tp"], decoder.tensor_parallel_plan(plan == "rows"))
+    spread(net, sequence)
+    said = told(net, {"tokens": torch.randint(decoder.V, (2, 32), generator=torch.Generator().manual_seed(0))})
+    return said
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("plan", ("reduce_scatter", "all_reduce", "heads", "rows"))
+def test_tensor_parallel_is_silent(pool, plan, dtype):
+    assert pool(4).run(over_tp, plan, dtype) == [""] * 4
+
+
+def test_half_precision_is_computed_in_float32():
+    """Each number as of a model whose weights are wide, and nothing of the model is."""
+    net = Net("convolution", torch.bfloat16)
+    wide = copy.deepcopy(net).float()
+    for half, each in zip(net.layers, wide.layers, strict=True):  # which hold turns, that are complex, as they are
+        each.core = half.core
+    knobs = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    with torch.no_grad():
+        with widened(net):
+            rows = net.eval()(tokens_of())
+        want = wide.eval()(tokens_of())
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows, want, atol=1e-5, rtol=1e-5)
+    assert {x.dtype for x in net.parameters()} == {torch.bfloat16}
+    assert knobs == (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)
+
+
+# What is left behind.
+
+
+def shard_fully(net: nn.Module, data: Any, mixed: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    for layer in net.layers:
+        fully_shard(layer, mesh=data, mp_policy=policy)
+    sum_gradients(fully_shard(net, mesh=data, mp_policy=policy))
+
+
+def trained(rank: int, how: str, by: str) -> list[Any]:
+    """Weights, buffers, generators, modes and losses of two steps; ``how`` the model was probed before the first."""
+    grid = mesh((2, 2), ("dp", "cp")) if by else mesh((1, 2), ("dp", "cp"))
+    data = grid._get_root_mesh()["dp", "cp"]._flatten("probed")
+    dtype = torch.bfloat16 if by == "bfloat16" else torch.float32
+    net, sequence = Net("running mean", dtype), ShardedSequence(grid["cp"])
+    spread(net, sequence, {"probe": how == "in the first forward"})
+    net.layers[1].eval()
+    replica = 0
+    if by:
+        shard_fully(net, data, by == "mixed")
+        replica = grid.get_local_rank("dp")
+    torch.manual_seed(7 + rank)
+    optimizer, losses = torch.optim.SGD(net.parameters(), 0.1), []
+    for step in range(2):
+        batch = tokens_of(10 * step + replica, S + 1)
+        tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:]
+        if how == "before each step":
+            said = told(net, {"tokens": tokens})
+            assert not said, said
+        loss = cross_entropy(net(tokens), sequence.shard({"labels": labels})["labels"], data)
+        loss.backward()
+        for x in [] if by else net.parameters():
+            if x.grad is not None:
+                dist.all_reduce(x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = [x.full_tensor() if by else x for x in net.parameters()]
+    state = [x.detach().clone() for x in (*whole, *net.buffers())]
+    return [*state, torch.get_rng_state(), torch.tensor(losses), torch.tensor([x.training for x in net.modules()])]
+
+
+@pytest.mark.parametrize("by", ("", "float32", "bfloat16", "mixed"))
+def test_training_goes_on_as_without(pool, by):
+    """Bit for bit: under FSDP2 too, whose first forward the probe has."""
+    size = 4 if by else 2
+    want = pool(size).run(trained, "", by)
+    for how in ("before each step", "in the first forward"):
+        for got, expected in zip(pool(size).run(trained, how, by), want, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), how
+
+
+def looked_at(rank: int) -> list[str]:
+    """What the guard refuses after a probe as it does without one."""
+    sequence, said = ShardedSequence(mesh((2,), ("cp",))), []
+    net = spread(Net(), sequence)
+    logits = net(tokens_of())
+    own = state_of(sequence.mesh.get_group(), Cuts)
+    before = dict(vars(own))
+    said.append(told(net, {"tokens": tokens_of()}))
+    assert vars(own) == before and own.rows
+    labels = tokens_of().roll(-1, 1).chunk(2, 1)[rank]
+    with pytest.raises(cp_mesh.ArgumentError) as found:
+        cross_entropy(logits, labels, sequence.mesh)
+    windowed = Net()
+    for layer in windowed.layers:
+        layer.core.sliding_window = 20
+    spread(windowed, sequence)
+    said += [told(windowed, {"tokens": tokens_of()}), str(found.value)]
+    with pytest.raises(cp_mesh.ArgumentError) as found:
+        windowed(tokens_of())
+    return [*said, str(found.value)]
+
+
+def test_the_guard_looks_as_without(pool):
+    for silent, again, labels, window in pool(2).run(looked_at):
+        assert not silent and not again
+        assert "the labels of contiguous rows" in labels and "the module's window of 20 keys" in window
+
+
+def counted(rank: int) -> list[Any]:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    net = spread(Net("counter"), sequence)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cp_mesh.probe(net, {"tokens": tokens_of()})
+    return [str(x.message) for x in caught]
+
+
+def test_what_python_counts_is_named(pool):
+    for (said,) in pool(2).run(counted):
+        assert "the probe ran the model 2 times" in said and "count, kept" in said
+
+
+# What is skipped, and by whom.
+
+
+def alone(rank: int) -> list[str]:
+    """One replica's batch has what cannot be cut: under FSDP2 the other one must not wait for its rows."""
+    grid = mesh((2, 2), ("dp", "cp"))
+    data, replica = grid._get_root_mesh()["dp", "cp"]._flatten("probed"), grid.get_local_rank("dp")
+    said = []
+    for in_first in (False, True):
+        net, sequence = Net(), ShardedSequence(grid["cp"])
+        spread(net, sequence, {"probe": in_first})
+        shard_fully(net, data, False)
+        batch = {"tokens": tokens_of(replica), "cu_seqlens": object() if replica else None}
+        if in_first:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                net(**batch)
+            said += [str(x.message) for x in caught if "probe" in str(x.message)]
+        else:
+            said.append(told(net, batch))
+    return said
+
+
+def test_a_replica_does_not_skip_alone(pool):
+    for first, second in pool(4).run(alone):
+        assert first == "no piece can be cut of cu_seqlens, of type object"
+        assert "the probe did not compare anything: no piece can be cut of cu_seqlens" in second
+
+
+def skipped(rank: int) -> list[str]:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    later = Net()
+    later.embedding = nn.Identity()  # type: ignore[assignment]
+    fixed = ShardedSequence(sequence.mesh, length=8)
+    stage = parallelize(later, fixed.mesh, {"": ShardedModel(fixed, inputs=())})
+    rootless = parallelize(Net(), sequence.mesh, {"layers.*.core": ContextParallel(sequence)}, watch=False)
+    pooled = spread(Net(), sequence)
+    pooled.head.register_forward_hook(lambda part, given, output: output.flatten(0, 1))
+    return [
+        told(spread(Net("random"), sequence), {"tokens": tokens_of()}),
+        told(stage, {"tokens": torch.randn(1, 4, C)}),
+        told(rootless, {"tokens": tokens_of()}),
+        told(spread(Net(), sequence), {"tokens": tokens_of(length=4)}),
+        told(pooled, {"tokens": tokens_of()}),
+        told(spread(Net(), ShardedSequence(mesh((2, 1), ("dp", "cp"))["cp"])), {"tokens": tokens_of()}),
+    ]
+
+
+def test_what_is_skipped(pool):
+    for random, stage, rootless, short, flat, one in pool(2).run(skipped):
+        assert "random in eval mode" in random
+        assert "a later stage of a pipeline" in stage
+        assert "no ShardedModel" in rootless
+        assert "8 tokens at least, the batch 4" in short
+        assert "has no rows along dim 1" in flat
+        assert one == ""
+
+
+def in_forward(rank: int, kind: str, whole: bool) -> None:
+    net = spread(Net(kind), ShardedSequence(mesh((2,), ("cp",))), {"probe": True})
+    (torch.compile(net, backend="eager", fullgraph=True) if whole else net)(tokens_of())
+
+
+def test_the_first_forward_raises(pool):
+    for raised in pool(2).run_expecting_error(in_forward, "mean", False):
+        assert raised.type == "ArgumentError" and "from layers.1.mixer on" in raised.message
+
+
+def test_a_compiled_root_is_refused(pool):
+    for raised in pool(2).run_expecting_error(in_forward, "", True):
+        assert "expected a root in eager mode" in raised.message
+
+
+def with_checks_off(rank: int) -> str:
+    with cp_mesh.check_mode(False):
+        net = Net()
+        spread(net, ShardedSequence(mesh((2,), ("cp",))))
+        return told(net, {"tokens": tokens_of(), "cu_seqlens": object() if rank else None})
+
+
+def test_ranks_agree_with_checks_off(pool):
+    assert pool(2).run(with_checks_off) == ["no piece can be cut of cu_seqlens, of type object"] * 2
