@@ -21,7 +21,7 @@ from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_mesh
@@ -82,7 +82,7 @@ class Core(nn.Module):
                 seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
             return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         if self.flex and not self.plain:
-            return flex_attention(q, k, v, None, self.block_mask(), enable_gqa=True)
+            return cp_mesh.flex_attention(q, k, v, None, self.block_mask(), enable_gqa=True)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def block_mask(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -408,28 +407,6 @@ def checked_fsdp(rank: int) -> None:
 
 def test_check_mode_under_fsdp_and_of_tokens(pool: Any) -> None:
     pool(2).run(checked_fsdp)
-
-
-def averaged(rank: int) -> list[int]:
-    """Warnings in two forwards without `sum_gradients`, and in one with it."""
-    axis, tokens, counts = mesh((2,), ("cp",)), torch.arange(S)[None] % 7, []
-    for summed in (False, True):
-        model, sequence = Tiny(), ShardedSequence(axis)
-        plan = {"": ShardedModel(sequence, positions=None), "core": ContextParallel(sequence)}
-        cp_mesh.parallelize(model, axis, plan)
-        fully_shard(model, mesh=axis)
-        if summed:
-            cp_mesh.sum_gradients(model)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model(tokens)
-            model(tokens)
-        counts.append(sum("cp_mesh.sum_gradients(model)" in str(warning.message) for warning in caught))
-    return counts
-
-
-def test_averaged_gradients_are_warned_of(pool: Any) -> None:
-    assert pool(2).run(averaged) == [[1, 0]] * 2
 
 
 def other_scales(rank: int) -> None:

@@ -119,18 +119,13 @@ def look_again(group: dist.ProcessGroup) -> int:
     return count_plan(group)
 
 
-def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
-    here = state_of(group, _Calls).here
-    return not (kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing())
-
-
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """`is_new_here`, which is then answered with False."""
-    is_new = is_new_here(group, kind)
-    if is_new:
-        state_of(group, _Calls).here.add(kind)
-    return is_new
+    """Whether this rank is yet to look at this kind over the group, which it does now; no other rank hears of it."""
+    here = state_of(group, _Calls).here
+    if kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing():
+        return False
+    here.add(kind)
+    return True
 
 
 def last_forward(group: dist.ProcessGroup) -> Forward:

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from cp_mesh.comm.agreement import turned_off
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.first_calls import is_first_here, is_new_here
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
 """Names of leaves of which labels are usually the next ones."""
-_KIND = "tokens"  # of which the first batch is looked at
 
 
 class Tokens(NamedTuple):
@@ -47,16 +45,17 @@ class Cuts:
     """Of one group.
 
     Attributes:
-        layout, rows: of the last tensor, and how many rows this rank has of it; rows are 0 before the first.
-        tokens: of a first batch, until a loss has looked at them.
+        layout, seq_len: of the last tensor; None before the first.
+        tokens: of a first batch, until a loss has looked at them; after a trained one, ``done``, there are no others.
         used: whether attention was called since these tokens were cut.
         count: how often tokens were cut since attention was last called for the first time in a kind.
         gathered: the tokens of the last sequence that was gathered since; 0 if none was.
     """
 
-    layout: str = ""
-    rows: int = 0
+    layout: Layout | None = None
+    seq_len: int = 0
     tokens: Tokens | None = None
+    done: bool = False
     used: bool = False
     count: int = 0
     gathered: int = 0
@@ -64,17 +63,16 @@ class Cuts:
 
 def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:
     """Of a tensor that is sharded, by its name."""
-    own, size, rank = state_of(group, Cuts), group.size(), group.rank()
-    own.layout, own.rows = layout.spec(), layout.shard_len(seq_len, size, rank)
-    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or turned_off(group):
+    own = state_of(group, Cuts)
+    own.layout, own.seq_len = layout, seq_len
+    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point():
         return
-    own.gathered = 0
-    own.count += 1
+    own.gathered, own.count = 0, own.count + 1
     # a loader may be a batch ahead, so the first batch stays until it was used
     goes = own.tokens is None or (own.used and own.tokens.whole.shape != whole.shape)
-    if goes and is_new_here(group, _KIND):
+    if goes and not own.done and not turned_off(group):
         ranks = tuple(dist.get_process_group_ranks(group))
-        own.tokens, own.used = Tokens(whole, layout, seq_len, ranks, rank), False
+        own.tokens, own.used = Tokens(whole, layout, seq_len, ranks, group.rank()), False
 
 
 def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
@@ -109,17 +107,14 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
     Raises:
         ArgumentError: on this rank.
     """
-    own = state_of(group, Cuts)
-    if own.rows and rows is not None and group.size() > 1 and (own.rows, own.layout) != (rows, layout.spec()):
+    own, size = state_of(group, Cuts), group.size()
+    if own.layout is None or rows is None or size == 1:
+        return
+    cut = own.layout.shard_len(own.seq_len, size, group.rank())
+    if (cut, own.layout.spec()) != (rows, layout.spec()):
         hint = "a sequence with a length of its own, ShardedSequence(..., length=), says which rows they are"
-        refuse(what, f"the {own.rows} rows that were sharded last, in {own.layout}", f"{rows} in {layout.spec()}", hint)
-
-
-def forget(own: Cuts, group: dist.ProcessGroup, trained: bool) -> None:
-    """After a loss has looked at the tokens of this group; after a trained one no others are looked at."""
-    own.tokens = None
-    if trained:
-        is_first_here(group, _KIND)
+        expected, got = f"the {cut} rows that were sharded last, in {own.layout.spec()}", f"{rows} in {layout.spec()}"
+        refuse(what, expected, got, hint)
 
 
 def is_whole(x: Tensor) -> bool:

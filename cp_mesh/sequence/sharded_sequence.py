@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -68,10 +68,12 @@ class ShardedSequence:
     length: int | None = None
     pad: bool = True
     ulysses_degree: int | None = None
-    _kept: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    _kept: ClassVar[dict[Any, Tensor]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        object.__setattr__(self, "_kept", {})  # of `_rows`; no field, as FSDP2 makes objects of the fields anew
         for name in ("length", "ulysses_degree"):
             object.__setattr__(self, name, as_int(getattr(self, name)))
         if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):

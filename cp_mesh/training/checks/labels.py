@@ -9,7 +9,7 @@ from cp_mesh._torch import without_function_modes, world
 from cp_mesh.comm.group_state import groups_with
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.geometry.layouts import Contiguous, Striped, ZigZag
-from cp_mesh.sequence.cuts import Cuts, Tokens, forget
+from cp_mesh.sequence.cuts import Cuts, Tokens
 
 LEAST_KNOWN = 4
 """Labels that must be known to call them those of other rows: fewer may be equal by chance."""
@@ -43,7 +43,7 @@ def check_labels(
         if own.tokens is not None and ranks.issuperset(own.tokens.ranks):
             with without_function_modes():  # a watch over the model's forward may be on, and see what is counted here
                 found = found or _wrong(labels, ignore_index, own, in_parts)
-            forget(own, group, trained)
+            own.tokens, own.done = None, trained
     return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 
