@@ -61,9 +61,12 @@ def _check(styles: list[ContextParallel], names: list[str], given: dict[str, Any
     tokens = next((x for name, x in given.items() if name not in (*POSITIONS, *WHOLE) and _is_ids(x)), None)
     if tokens is None or sequence.cp_size == 1:
         return None
-    if sequence.length is None and not is_cut(tokens, sequence.mesh.get_group()):
-        answers = compare_first(sequence.mesh.get_group(), {"tokens": fingerprint(tokens)})
-        alike = len(answers) > 1 and len({answer["tokens"] for answer in answers}) == 1
+    if sequence.length is None:
+        group = sequence.mesh.get_group()
+        # what one rank alone knows decides nothing before all have told it
+        said = {"tokens": fingerprint(tokens), "cut": str(is_cut(tokens, group))}
+        answers = compare_first(group, said)
+        alike = len(answers) > 1 and all(answer == said for answer in answers) and said["cut"] == "False"
         if alike and tokens.numel() > 1 and tokens.min() != tokens.max():
             hint = (
                 "shard them, sequence.shard({...}), or give the plan a root, ShardedModel(sequence); of a benchmark's "
