@@ -358,6 +358,46 @@ def test_tokens_that_differ_without_a_root(pool: Any) -> None:
         assert error.type == "RankMismatchError" and "expected the same tokens on every cp rank" in error.message
 
 
+def right_labels(rank: int, how: str, length: int) -> list[str]:
+    """A first loss that is right, over tokens that `shard` cut; what is warned of."""
+    axis = mesh((3,), ("cp",))
+    sequence, whole = ShardedSequence(axis), tokens_of(length)
+    model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+    batch = sequence.shard({"tokens": whole, "labels": next_tokens(whole)})
+    tokens, labels = batch["tokens"], batch["labels"]
+    hidden = torch.arange(tokens.shape[1]) % 3 > 0
+    if how == "masked tokens":
+        tokens, labels = tokens.where(hidden, 0), tokens.where(~hidden, -100)
+    logits = model(tokens)
+    if how == "of rows that count":
+        count = labels[0] != -100  # one less where the last token is
+        logits, labels = logits[0, count], labels[0, count]
+    elif how == "gathered as a sum":
+        logits, labels = sequence.unshard(logits), next_tokens(whole)
+    return warned(lambda: cp_mesh.cross_entropy(logits, labels, axis).backward())
+
+
+def test_labels_that_are_right(pool: Any) -> None:
+    for length, how in enumerate(("of rows that count", "gathered as a sum")):
+        assert pool(3).run(right_labels, how, 312 + 6 * length) == [[]] * 3, how
+    for (said,) in pool(3).run(right_labels, "masked tokens", 324):
+        assert "as of masked tokens; those of next tokens are not" in said
+
+
+def batches_ahead(rank: int, other: int) -> None:
+    """The batch of a loader that has cut the next one, of another length; then rows that nobody cut."""
+    sequence = ShardedSequence(mesh((3,), ("cp",)))
+    model = cp_mesh.parallelize(Model(), sequence.mesh, {"core": ContextParallel(sequence)})
+    batches = [sequence.shard({"tokens": tokens_of(length)})["tokens"] for length in (330, 336)]
+    model(batches[0] if other == 0 else batches[0][:, :-other])
+
+
+def test_rows_that_were_not_cut(pool: Any) -> None:
+    pool(3).run(batches_ahead, 0)
+    for error in raised(pool, 3, batches_ahead, 2):
+        assert "expected rows that were sharded before, 110 in zigzag, or 112 in zigzag, got 108" in error.message
+
+
 def two_forwards(rank: int, lengths: tuple[int, int]) -> None:
     """Before their losses, as of chosen and rejected answers."""
     axis = mesh((3,), ("cp",))

@@ -376,6 +376,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "gathered losses": of(test_guard.test_a_loss_of_gathered_logits_has_the_right_scale, "cp", False),
     "models in turn": of(test_first_steps.test_models_in_turn_have_a_first_step_each, True, False),
     "words in the store": of(test_first_steps.test_a_word_that_nobody_came_to_read_is_taken_back, "refused"),
+    "rows of cores": test_guard.test_rows_that_were_not_cut,
     "tokens without a root": test_guard.test_tokens_that_differ_without_a_root,
     "gradients of a step": lambda pool: (
         test_first_steps.test_optimizers_that_step_in_the_backward(pool, False),

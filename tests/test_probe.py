@@ -510,7 +510,7 @@ def looked_at(rank: int) -> list[str]:
     own = state_of(sequence.mesh.get_group(), Cuts)
     before = dict(vars(own))
     said.append(told(net, {"tokens": tokens_of()}))
-    assert vars(own) == before and own.layout
+    assert vars(own) == before and own.last
     labels = tokens_of().roll(-1, 1).chunk(2, 1)[rank]
     with pytest.raises(cp_mesh.ArgumentError) as found:
         cross_entropy(logits, labels, sequence.mesh)

@@ -63,7 +63,7 @@ class Words:
             with suppress(RuntimeError):
                 self._store.wait(self._keys, patience)
                 return self._of(range(self.size))
-        keys = [self._keys[self.rank], *(f"{self._room}/{name}" for name in ("when",))]
+        keys = [self._keys[self.rank], f"{self._room}/when"]
         finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
         finalizer.atexit = False
         with suppress(RuntimeError):  # the store is gone with the rank that served it

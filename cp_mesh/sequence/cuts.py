@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_mesh._torch import FakeTensor
 from cp_mesh.comm.agreement import turned_off
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.group_state import state_of, states_of_all
@@ -45,15 +46,15 @@ class Cuts:
     """Of one group.
 
     Attributes:
-        layout, seq_len: of the last tensor; None before the first.
-        tokens: of a first batch, until a loss has looked at them; after a trained one, ``done``, there are no others.
-        used: whether attention was called since these tokens were cut.
-        count: how often tokens were cut since attention was last called for the first time in a kind.
-        gathered: the tokens of the last sequence that was gathered since; 0 if none was.
+        last: layouts and padded lengths of the last tensors, no two alike.
+        tokens: of a first batch, until a loss has looked at them.
+        done: a trained loss has; no other batch is kept.
+        used: a first call of attention came since these tokens were cut.
+        count: batches of tokens since the last such call.
+        gathered: length of the whole that `ShardedSequence.gather` made since tokens were cut last; 0: of none.
     """
 
-    layout: Layout | None = None
-    seq_len: int = 0
+    last: tuple[tuple[Layout, int], ...] = ()
     tokens: Tokens | None = None
     done: bool = False
     used: bool = False
@@ -64,8 +65,9 @@ class Cuts:
 def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:
     """Of a tensor that is sharded, by its name."""
     own = state_of(group, Cuts)
-    own.layout, own.seq_len = layout, seq_len
-    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point():
+    if (layout, seq_len) not in own.last:
+        own.last = (*own.last[-7:], (layout, seq_len))
+    if isinstance(whole, FakeTensor) or name not in TOKENS or whole.ndim != 2 or whole.is_floating_point():
         return
     own.gathered, own.count = 0, own.count + 1
     # a loader may be a batch ahead, so the first batch stays until it was used
@@ -89,7 +91,10 @@ def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
 def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether these are this rank's rows of the tokens that were cut, unlike those of the whole."""
     tokens = state_of(group, Cuts).tokens
-    if tokens is None or x.device != tokens.whole.device or x.shape == tokens.whole.shape:
+    if tokens is None or x.ndim != 2 or x.dtype != tokens.whole.dtype or x.device != tokens.whole.device:
+        return False
+    rows = tokens.layout.shard_len(tokens.seq_len, len(tokens.ranks), tokens.rank)
+    if x.shape == tokens.whole.shape or x.shape != (tokens.whole.shape[0], rows):
         return False
     own = tokens.rows(0)
     return own.shape == x.shape and torch.equal(own, x) and bool((own != own[:1, :1]).any())
@@ -108,13 +113,13 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
         ArgumentError: on this rank.
     """
     own, size = state_of(group, Cuts), group.size()
-    if own.layout is None or rows is None or size == 1:
+    if not own.last or rows is None or size == 1:
         return
-    cut = own.layout.shard_len(own.seq_len, size, group.rank())
-    if (cut, own.layout.spec()) != (rows, layout.spec()):
+    cuts = {(each.shard_len(length, size, group.rank()), each.spec()) for each, length in own.last}
+    if (rows, layout.spec()) not in cuts:  # a loader may be ahead, or there may be several sequences
         hint = "a sequence with a length of its own, ShardedSequence(..., length=), says which rows they are"
-        expected, got = f"the {cut} rows that were sharded last, in {own.layout.spec()}", f"{rows} in {layout.spec()}"
-        refuse(what, expected, got, hint)
+        expected = ", or ".join(f"{cut} in {spec}" for cut, spec in sorted(cuts))
+        refuse(what, f"rows that were sharded before, {expected}", f"{rows} in {layout.spec()}", hint)
 
 
 def is_whole(x: Tensor) -> bool:

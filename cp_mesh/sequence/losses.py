@@ -71,7 +71,10 @@ def note_loss(loss: Tensor, mesh: DeviceMesh | dist.ProcessGroup | None, factor:
         LOSSES.ran = True
         if len(LOSSES.factors) >= MOST:
             WAITING.clear()
-        LOSSES.meshes += [] if mesh is None else [mesh]
+            forget_losses()
+            return
+        if mesh is not None and all(mesh is not each for each in LOSSES.meshes):
+            LOSSES.meshes.append(mesh)
         # read when a step asks for it, so that nothing waits for the device here
         loss.register_hook(lambda grad: LOSSES.factors.append(grad.detach().clone() if factor is None else factor))
 

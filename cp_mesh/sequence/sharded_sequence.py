@@ -203,7 +203,7 @@ class ShardedSequence:
 
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
         whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]), scale)
-        if not torch.compiler.is_compiling():
+        if scale != 1 and not torch.compiler.is_compiling():  # of a loss that all ranks compute alike
             state_of(self.mesh.get_group(), Cuts).gathered = self.length or whole.shape[dim]
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
 
@@ -334,11 +334,11 @@ class ShardedSequence:
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf
             refuse(f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors")
+        if isinstance(leaf, DTensor):
+            refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
         if not torch.compiler.is_compiling() and is_cut(leaf, self.mesh.get_group()):
             got, hint = "rows that shard has returned", "shard once; under a ShardedModel the model takes the whole"
             refuse(f"shard({name or ''})", "a tensor of the whole sequence", got, hint)
-        if isinstance(leaf, DTensor):
-            refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
         if name in ("documents", "blocks"):

@@ -173,11 +173,12 @@ class ContextParallel(ParallelStyle):
             result = forward(*args, **kwargs)
         if mode.calls == 0:
             got = "none"
-            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
+            hint = "call F.scaled_dot_product_attention in it, or apply the style to the module that does"
             if wrapper := replaced_sdpa():
                 got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
             expected = "a call of F.scaled_dot_product_attention, or of cp_mesh.flex_attention, in its forward"
-            refuse(f"ContextParallel({type(module).__name__})", expected, got, hint)
+            where = found.where if (found := replaced(module, STYLE)) is not None else ""
+            refuse(f"ContextParallel({type(module).__name__}{where and f' at {where}'})", expected, got, hint)
         return result
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:

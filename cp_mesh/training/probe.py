@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,7 +57,8 @@ def probe(model: nn.Module, batch: Mapping[str, Any]) -> str:
     """Run a model on the first tokens of a batch, sharded over cp and whole on every rank, and compare the rows.
 
     Nothing is left behind: training goes on as if it had not run, but for what the model's own Python code counts,
-    which a warning names. Call it on all ranks, before the first step or at any time between steps.
+    which a warning names. Call it on all ranks, before the first step or at any time between steps, while no other
+    thread shards: the sequence is told of the piece meanwhile.
 
     Args:
         model: after `parallelize` with a `ShardedModel`, or that of `cp_mesh.integrations.transformers`; after
@@ -426,7 +426,10 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     """Inside, modules are in eval mode, without gradients and compiled code; what changes is set back."""
     parts = [*module.modules()]
     modes = [part.training for part in parts]
-    records = [{name: copy(x) for name, x in vars(part).items() if name.startswith("_cp_mesh")} for part in parts]
+    records = [
+        {name: set(x) if isinstance(x, set) else x for name, x in vars(part).items() if name.startswith("_cp_mesh")}
+        for part in parts
+    ]
     buffers = [dict(part.named_buffers(recurse=False, remove_duplicate=False)) for part in parts]
     copies = {id(x): (x, x.clone()) for each in buffers for x in each.values() if not x.is_meta}
     attributes = [(vars(x), dict(vars(x))) for x in (*told, *states_of_all(Cuts))]

@@ -35,6 +35,7 @@ def _(is_first: Any) -> Any:
 
 plant("labels are not compared with tokens", "labels:_of_others", "labels of other rows")(nothing())
 plant("rows may be sharded once more", "cuts:is_cut", "sharded twice")(nothing(False))
+plant("a core takes rows that nobody cut", "cuts:check_rows", "rows of cores")(nothing())
 plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
 plant("a mask may reach a style that has its own", "config:check_mask_read", "unread masks")(nothing())
 plant("tokens are not compared without a root", "checks.inputs:_check", "whole tokens")(nothing())

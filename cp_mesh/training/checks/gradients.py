@@ -70,9 +70,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or not WAITING or capturing():
         return
     # of a checkpoint that is loaded PyTorch makes the optimizer's state by a step on zeros, which changes nothing
-    if all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups):
-        return
     inside = backward_number() != -1
+    if all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups):
+        if not inside:
+            forget_losses()
+        return
     held = {id(x) for part in optimizer.param_groups for x in part["params"]}
     for module, planned in list(WAITING.items()):
         graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
@@ -146,7 +148,8 @@ def _is_averaged(num_ranks: int) -> bool:
     factors = [x.item() for x in LOSSES.factors]
     total = sum(factors)
     plain = all(x == 1 for x in factors)
-    return total < 1 + _APART or (plain and abs(total - num_ranks) > _APART)
+    # of compiled losses nobody knows
+    return bool(factors) and (total < 1 + _APART or (plain and abs(total - num_ranks) > _APART))
 
 
 def _check_ranks(

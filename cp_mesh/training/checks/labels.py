@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from cp_mesh.sequence.cuts import Cuts, Tokens
 
 LEAST_KNOWN = 4
 """Labels that must be known to call them those of other rows: fewer may be equal by chance."""
+_MOST = 0.9
+"""Of labels that count: fewer may be those of masked tokens, which are not shifted."""
 _SHIFT = "shift the whole labels and then shard them: the token after a shard's last row is another rank's"
 _CUT = 'cut them with sequence.shard({"labels": labels}), not by chunk or another layout'
 _WHOLE = 'of gathered logits take F.cross_entropy, or cross_entropy over mesh["dp"], without the cp ranks'
@@ -59,7 +63,10 @@ def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool) -> tupl
     local = tokens.rows(0)
     rows = local.shape[1]
     if 1 < rows < length and not in_parts and labels.shape in ((batch, rows - 1), (batch * (rows - 1),)):
-        return f"{rows - 1} rows of {rows}", _SHIFT
+        short, after = labels.reshape(batch, rows - 1), local[:, 1:]
+        if bool(((short == after) | (short == ignore_index)).all()):
+            return f"{rows - 1} rows of {rows}", _SHIFT
+        return None
     return _of_others(labels.reshape(batch, rows), ignore_index, tokens) if labels.numel() == batch * rows else None
 
 
@@ -81,7 +88,14 @@ def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens) -> tuple[str, 
         if layout != tokens.layout and are(tokens.rows(1, layout, fill=ignore_index)):
             return f"the labels of {layout.spec()} rows, beside tokens in {tokens.layout.spec()}", _CUT
     if are(local):
-        return "the tokens themselves, not the next ones", "shift the whole labels by one, and then shard them"
+        mends = "shift the whole labels by one, and then shard them"
+        if (labels != ignore_index).double().mean() > _MOST:
+            return "the tokens themselves, not the next ones", mends
+        warnings.warn(
+            f"cp_mesh: labels are the tokens of their rows, as of masked tokens; those of next tokens are not: {mends}",
+            stacklevel=5,
+        )
+        return None
     for rank in range(len(tokens.ranks)):
         if rank != tokens.rank and are(tokens.rows(1, rank=rank, fill=ignore_index)):
             return f"the labels of rank {rank}, on cp rank {tokens.rank}", _CUT
