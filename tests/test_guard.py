@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -599,9 +598,7 @@ def test_positions_of_a_root(pool: Any, compiled: bool) -> None:
         pool(2).run(positioned, "position_ids", given, compiled)
 
 
-def warned(fn: Callable[[], Any], pipelines: bool = False) -> list[str]:
-    if not pipelines:  # which another test may have imported
-        sys.modules.pop("torch.distributed.pipelining.stage", None)
+def warned(fn: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fn()

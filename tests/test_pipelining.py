@@ -130,7 +130,7 @@ def train(rank: int, shape: tuple[int, ...], schedule: str, packed: bool, how: s
                 grad, gradients[name], rtol=1e-7, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
             )
 
-    return warned(step, pipelines=True)
+    return warned(step)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -187,7 +187,7 @@ def mistaken(rank: int, how: str) -> list[str]:
                 dist.all_reduce(x.grad, group=grid["cp"].get_group())
         optimizer.step()
 
-    return warned(step, pipelines=True)
+    return warned(step)
 
 
 def test_every_stage_is_told_of_averages(pool: Any) -> None:

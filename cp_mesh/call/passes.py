@@ -34,7 +34,7 @@ from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
 from cp_mesh.sequence.cuts import told_of_tokens
-from cp_mesh.sequence.losses import note_wrapper
+from cp_mesh.sequence.losses import note_callers
 from cp_mesh.sequence.sharded_sequence import ROOT
 
 
@@ -140,7 +140,7 @@ def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
     elif is_first(group, kind):
-        note_wrapper()
+        note_callers()
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
     note_call(group, "forward", kind)
     try:

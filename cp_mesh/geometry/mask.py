@@ -348,7 +348,9 @@ class Mask:
     def hides_earlier(self, seq_len: int = NONE) -> bool:
         """Whether its integers may hide a key from queries that come after it."""
         reaches = self.reaches(seq_len)
-        return len(reaches) == 0 or reaches[-1].end < seq_len or any(r.farthest < NONE or r.nearest > 0 for r in reaches)
+        return (
+            len(reaches) == 0 or reaches[-1].end < seq_len or any(r.farthest < NONE or r.nearest > 0 for r in reaches)
+        )
 
     @property
     def _ahead(self) -> int:

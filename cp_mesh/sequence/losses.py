@@ -5,6 +5,7 @@ The state is of the process and not of a context: backwards and optimizers may r
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Planned:
         number: how many plans its group had before.
         looks: optimizer steps that are left.
         wrapper: in whose forward its attention was called, if it was.
+        staged: a stage of torch.distributed.pipelining called it, which may have no loss.
     """
 
     cp: dist.ProcessGroup | None = None
@@ -38,6 +40,7 @@ class Planned:
     number: int = 0
     looks: int = LOOKS
     wrapper: weakref.ref[DistributedDataParallel] | None = None
+    staged: bool = False
 
 
 @dataclass
@@ -85,8 +88,15 @@ def note_compiled_backward() -> None:
         LOSSES.ran = True
 
 
-def note_wrapper() -> None:
-    """Of attention, in a first call."""
+def note_callers() -> None:
+    """Of attention, in a first call: which wrapper or stage its model is in."""
+    frame = sys._getframe(1) if WAITING else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.pipelining."):
+            for planned in WAITING.values():
+                planned.staged = True
+            break
+        frame = frame.f_back
     if WAITING and (wrapper := active_ddp()) is not None:
         parts = {*wrapper.modules()}
         for module, planned in WAITING.items():

@@ -9,7 +9,6 @@ does not shard, where rows are sharded over tp. The hook is PyTorch's, for all o
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,7 +36,6 @@ _APART = 1e-3
 _OTHER_WEIGHTS = 1e-5
 """Relative: norms of one weight are equal, and of as many other random numbers they are near."""
 _SAMPLE = 1024
-_PIPELINING = "torch.distributed.pipelining.stage"
 _hooked: list[Any] = []
 
 
@@ -106,7 +104,7 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
         _compare_norms(tp, planned, {name: x for name, x in graded.items() if not _over(tp, [x])}, over_tp=True)
     if cp is None or not graded or turned_off(cp):
         return
-    if not LOSSES.ran and not gathers(module) and _PIPELINING not in sys.modules:  # a stage may have no loss
+    if not LOSSES.ran and not gathers(module) and not planned.staged:
         warnings.warn(
             "cp_mesh: an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
             "be its share of a sum over all ranks, not the mean of its own rows: cross_entropy(logits, labels, data), "
@@ -118,7 +116,7 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
     wrapper = None if planned.wrapper is None else planned.wrapper()
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
         ranks = sorted(ranks_of_fsdp(fsdp))
-        averages = _is_averaged(len(ranks)) if LOSSES.ran else _PIPELINING in sys.modules
+        averages = _is_averaged(len(ranks)) if LOSSES.ran else planned.staged
         if averages and not hasattr(fsdp, SUMS):
             _warn_of_averages("fully_shard", len(ranks), "model) after fully_shard")
         _check_ranks(planned, ranks, of_loss, graded, "fully_shard", "mesh=")
