@@ -393,7 +393,7 @@ def _apart(rows: Tensor, whole: Tensor) -> Tensor:
 
 
 def _too_far(apart: Tensor) -> bool:
-    return float(apart.flatten().quantile(SHARE)) > LIMIT
+    return apart.numel() > 0 and float(apart.flatten().quantile(SHARE)) > LIMIT  # a replica may have no rows
 
 
 def _ranges(positions: Iterable[int]) -> str:
