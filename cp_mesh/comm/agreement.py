@@ -265,7 +265,7 @@ def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
 
 
 class refusing:
-    """``with refusing(group_name):`` tells the other ranks of a group what is refused inside, traced or not.
+    """``with refusing(group_name):`` tells the other ranks of a group what is refused inside; not in a trace.
 
     Args:
         group_name: of ranks along ``axis``, "cp" or "tp".
