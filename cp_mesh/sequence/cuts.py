@@ -48,7 +48,7 @@ class Cuts:
     Attributes:
         last: layouts and padded lengths of the last tensors, no two alike.
         tokens: of a first batch, until a loss has looked at them.
-        done: a trained loss has; no other batch is kept.
+        done: a trained loss has, and no model had a first step since; no other batch is kept.
         used: a first call of attention came since these tokens were cut.
         count: batches of tokens since the last such call.
         gathered: length of the whole that `ShardedSequence.gather` made since tokens were cut last; 0: of none.
@@ -120,6 +120,11 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
         hint = "a sequence with a length of its own, ShardedSequence(..., length=), says which rows they are"
         expected = ", or ".join(f"{cut} in {spec}" for cut, spec in sorted(cuts))
         refuse(what, f"rows that were sharded before, {expected}", f"{rows} in {layout.spec()}", hint)
+
+
+def waits_for_labels() -> bool:
+    """Whether there are tokens with which no loss was compared yet."""
+    return any(own.tokens is not None for own in states_of_all(Cuts))
 
 
 def is_whole(x: Tensor) -> bool:

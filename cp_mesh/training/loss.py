@@ -16,8 +16,8 @@ from cp_mesh.comm.agreement import announce_error, leave_word, read_word
 from cp_mesh.comm.first_calls import is_first_here
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
-from cp_mesh.sequence.cuts import is_whole
-from cp_mesh.sequence.losses import note_loss
+from cp_mesh.sequence.cuts import is_whole, waits_for_labels
+from cp_mesh.sequence.losses import WAITING, note_loss
 from cp_mesh.training.checks.labels import check_labels
 from cp_mesh.training.token_losses import LazyLogits, token_losses
 
@@ -87,7 +87,9 @@ def _cross_entropy(
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
     eager = not torch.compiler.is_compiling()
-    first = eager and any([is_first_here(group, kind) for group in groups])  # all are noted
+    # of another model; it asks for no collective that a later loss does not
+    again = bool(WAITING) and count is None and logits.requires_grad and waits_for_labels()
+    first = eager and (any([is_first_here(group, kind) for group in groups]) or again)  # all are noted
     found: Exception | None = None
     if first:
         try:

@@ -97,16 +97,6 @@ plant("a replica leaves the probe alone", "training.probe:_Probe._vote", "skippe
 plant("randomness is taken for a mistake", "training.probe:_Probe._attempt", "what the probe skips")(
     lambda attempt: lambda self, mesh, seed=0: attempt(self, mesh)
 )
-
-
-class Here:
-    """In the place of a copied context: this one."""
-
-    @staticmethod
-    def run(function: Any, *args: Any) -> Any:
-        return function(*args)
-
-
-plant("the probe's attention is the loss's", "training.probe:copy_context", "the guard after a probe")(
-    lambda copy_context: Here
+plant("the guard takes the probe's piece for a batch", "comm.group_state:states_of_all", "the guard after a probe")(
+    lambda states_of_all: lambda kind: ()
 )

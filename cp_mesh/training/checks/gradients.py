@@ -81,6 +81,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not taken and planned.looks > 0:
             continue
         del WAITING[module]
+        if WAITING and planned.cp is not None:
+            state_of(planned.cp, Cuts).done = False  # the next loss may be of one that waits
         # in a backward, gradients of parameters that other optimizers hold may still be on their way
         _check(module, planned, taken if inside or not taken else graded, inside)
     if not inside:
@@ -112,7 +114,8 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
             stacklevel=4,
         )
     meshes = {tuple(ranks_of(mesh)): mesh for mesh in LOSSES.meshes}
-    of_loss, mesh = next(iter(meshes.items())) if len(meshes) == 1 else ((), None)
+    # of gathered logits the ranks of cp compute one loss, which compiled code does not note
+    of_loss, mesh = next(iter(meshes.items())) if len(meshes) == 1 and not gathers(module) else ((), None)
     wrapper = None if planned.wrapper is None else planned.wrapper()
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
         ranks = sorted(ranks_of_fsdp(fsdp))
