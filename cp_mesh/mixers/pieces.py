@@ -1,0 +1,289 @@
+"""Where the documents of a sequence lie on the ranks, for layers whose state goes from token to token.
+
+A *piece* is a run of consecutive positions of one document in the shard of one rank. All ranks know the pieces of all
+ranks, from the layout and the documents, so nobody asks for what it needs: who sends which rows follows from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.host_tensors import Content
+from cp_mesh.geometry.layouts import parse_layout
+from cp_mesh.geometry.mask import EXCLUDED, Documents, Mask
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+
+Ints = NDArray[np.int64]
+
+
+class Sent(NamedTuple):
+    """Rows or states that ranks gather: ``own`` are those that this rank sends, ``lens`` how many each rank does."""
+
+    own: Ints
+    lens: tuple[int, ...]
+
+
+class Chains(NamedTuple):
+    """Documents whose state this rank is due somewhere.
+
+    Attributes:
+        slots: [num_chains, depth], what is folded one after another, as indices of the states that were gathered.
+            What a chain does not need is any index.
+        documents: [num_chains], their numbers.
+        depths, of: for each piece of this rank that receives, after how many steps, and of which chain.
+    """
+
+    slots: Ints
+    documents: Ints
+    depths: Ints
+    of: Ints
+
+
+class Halo(NamedTuple):
+    """The pieces of this rank, each with rows before and after it.
+
+    Attributes:
+        sent: rows that ranks gather.
+        source: for each row of the pieces with their halos an index of this rank's rows [B * rows], then of the rows
+            that were gathered, then of one row of zeros.
+        rows: where among these each row of this rank is.
+    """
+
+    sent: Sent
+    source: Ints
+    rows: Ints
+
+
+@dataclass(eq=False)
+class Pieces:
+    """The pieces of all ranks, ordered by batch row and position: int64 arrays [num_pieces], ``kept`` bool.
+
+    Attributes:
+        rank: who holds each.
+        batch, start, end: its batch row and its positions, ``start <= p < end``.
+        first, last: begin and end of its document.
+        document: the number of its document among those that are kept, in this order.
+        row: where it begins in the rows [B * rows] of its rank.
+        kept: whether it is of a document; tokens that are excluded are of none.
+        cp_rank, shard_lens, seq_len: this rank, rows of each rank, and of the whole sequence.
+        owner, local: [seq_len], the rank that holds a position, and its row there.
+        num_documents: those that are kept.
+        digest: equal on ranks whose documents are.
+        whole: the pieces of one rank that holds all, the documents; None if this is one.
+    """
+
+    rank: Ints
+    batch: Ints
+    start: Ints
+    end: Ints
+    first: Ints
+    last: Ints
+    document: Ints
+    row: Ints
+    kept: NDArray[np.bool_]
+    cp_rank: int
+    shard_lens: tuple[int, ...]
+    seq_len: int
+    owner: Ints
+    local: Ints
+    num_documents: int
+    digest: str
+    whole: Pieces | None
+    _made: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def own(self) -> Ints:
+        """This rank's pieces in the order of its rows."""
+        own = np.flatnonzero(self.rank == self.cp_rank)
+        return own[np.argsort(self.row[own], kind="stable")]
+
+    @cached_property
+    def lens(self) -> Ints:
+        """Rows of each of this rank's pieces."""
+        return (self.end - self.start)[self.own]
+
+    @cached_property
+    def order(self) -> Ints:
+        """[seq_len], the positions of all ranks' rows, rank after rank."""
+        order = np.empty(self.seq_len, np.int64)
+        order[self.inverse] = np.arange(self.seq_len)
+        return order
+
+    @cached_property
+    def inverse(self) -> Ints:
+        """[seq_len], where each position is among the rows of all ranks."""
+        return np.r_[0, np.cumsum(self.shard_lens)][self.owner] + self.local
+
+    @cached_property
+    def sends(self) -> NDArray[np.bool_]:
+        """Whether the document goes on behind a piece."""
+        return self.kept & (self.end < self.last)
+
+    @cached_property
+    def receives(self) -> NDArray[np.bool_]:
+        """Whether the document began before a piece."""
+        return self.kept & (self.start > self.first)
+
+    def sent(self, which: NDArray[np.bool_]) -> tuple[Sent, Ints]:
+        """Those pieces of this rank, as indices of `own`, and for every piece where it is among all that are sent."""
+        slots, lens, begin = np.zeros(len(self.rank), np.int64), [], 0
+        for rank in range(len(self.shard_lens)):
+            chosen = np.flatnonzero(which & (self.rank == rank))
+            chosen = chosen[np.argsort(self.row[chosen], kind="stable")]
+            slots[chosen] = begin + np.arange(len(chosen))
+            begin += len(chosen)
+            lens.append(len(chosen))
+        return Sent(np.flatnonzero(which[self.own]), tuple(lens)), slots
+
+    @cached_property
+    def chains(self) -> tuple[Sent, Chains]:
+        """Which states are sent, and how this rank folds them."""
+        sent, slots = self.sent(self.sends)
+        begins = np.flatnonzero(np.r_[True, np.diff(self.batch) != 0] | (self.start == self.first))
+        depth = np.arange(len(self.rank)) - np.repeat(begins, np.diff(np.r_[begins, len(self.rank)]))
+        receivers = self.own[self.receives[self.own]]
+        heads, of = np.unique(receivers - depth[receivers], return_inverse=True)  # the first piece of each document
+        most = int(depth[receivers].max(initial=0))
+        at = np.minimum(heads[:, None] + np.arange(most), len(self.rank) - 1)
+        return sent, Chains(slots[at], self.document[heads], depth[receivers], of)
+
+    def halo(self, before: int, after: int) -> Halo:
+        """Rows of the same document next to each piece, where there are any."""
+
+        def near(pieces: Ints) -> tuple[Ints, Ints]:
+            """Positions [pieces, before + after] beside each piece; -1: none of its document."""
+            left = self.start[pieces, None] + np.arange(-before, 0)
+            right = self.end[pieces, None] + np.arange(after)
+            found = np.concatenate([left, right], 1)
+            inside = (found >= self.first[pieces, None]) & (found < self.last[pieces, None])
+            inside &= self.kept[pieces, None]
+            return np.where(inside, found, -1), np.broadcast_to(self.batch[pieces, None], found.shape)
+
+        found, batch = near(np.arange(len(self.rank)))
+        away = (found >= 0) & (self.owner[found] != self.rank[:, None])
+        keys = np.unique(np.stack([self.owner[found[away]], batch[away], found[away]]), axis=1)
+        owners, batches, positions = keys
+        lens = tuple(np.bincount(owners, minlength=len(self.shard_lens)).tolist())
+        rows = batches * np.array(self.shard_lens)[owners] + self.local[positions]
+        sent = Sent(rows[owners == self.cp_rank], lens)
+        place = {(int(b), int(p)): i for i, (b, p) in enumerate(zip(batches, positions, strict=True))}
+
+        num_own = int(self.lens.sum())
+        zero = num_own + len(positions)
+        found, batch = near(self.own)
+        here = batch * self.shard_lens[self.cp_rank] + self.local[found]
+        source = np.where(self.owner[found] == self.cp_rank, here, zero)
+        for i, j in zip(*np.nonzero((found >= 0) & (self.owner[found] != self.cp_rank)), strict=True):
+            source[i, j] = num_own + place[int(batch[i, j]), int(found[i, j])]
+        source = np.where(found < 0, zero, source)
+
+        parts, at, shift = [], np.empty(num_own, np.int64), 0
+        for i, (row, length) in enumerate(zip(self.row[self.own], self.lens, strict=True)):
+            own = np.arange(row, row + length)
+            parts += [source[i, :before], own, source[i, before:]]
+            at[own] = shift + before + np.arange(length)
+            shift += before + after + length
+        return Halo(sent, np.concatenate(parts) if parts else np.empty(0, np.int64), at)
+
+    def halo_of(self, before: int, after: int) -> Halo:
+        """`halo`, made once."""
+        key = "halo", before, after
+        if key not in self._made:
+            self._made[key] = self.halo(before, after)
+        found: Halo = self._made[key]
+        return found
+
+    def on(self, device: torch.device, key: Any, make: Callable[[], Ints]) -> Tensor:
+        """An array as a tensor on a device, made once."""
+        if (device, key) not in self._made:
+            self._made[device, key] = torch.from_numpy(make()).to(device)
+        found: Tensor = self._made[device, key]
+        return found
+
+
+def pieces_of(sequence: ShardedSequence, mask: Mask | None, batch: int, rows: int) -> Pieces:
+    """The pieces of a batch.
+
+    Args:
+        sequence: how it is sharded.
+        mask: its documents, its padding and its length, if it has any; nothing else is read.
+        batch, rows: of this rank's tensors.
+
+    Raises:
+        ArgumentError: on rows that are not those of the sequence.
+        UnsupportedError: on a document whose tokens do not follow one another, and on layouts with copies.
+    """
+    seq_len = sequence._len_of_local(rows)
+    mask = sequence.mask(Mask() if mask is None else mask)
+    length = min(x for x in (mask.length, sequence.length, seq_len) if x is not None)
+    layout, contents = sequence.layout, []
+    if layout.replicated:
+        hint = "use a layout without streams that every rank holds"
+        refuse("mixers: layout", "one that holds each token once", layout.spec(), hint, UnsupportedError)
+    for name in ("documents", "key_padding"):
+        x = getattr(mask, name)
+        if x is not None and (x.shape[-1] != seq_len or x.shape[:-1] not in ((), (1,), (batch,))):
+            expected = f"{seq_len} tokens of 1 or {batch} batch rows"
+            refuse(f"mixers: mask.{name}", expected, tuple(x.shape), "pass that of the whole sequence")
+        contents.append(None if x is None else Content.of(x))
+    tensor = None if layout.tensor is None else Content.of(layout.tensor)
+    return _find(layout.spec(), tensor, seq_len, length, sequence.cp_size, sequence.cp_rank, batch, *contents)
+
+
+@lru_cache(maxsize=64)
+def _find(
+    spec: str,
+    tensor: Content | None,
+    seq_len: int,
+    length: int,
+    cp_size: int,
+    cp_rank: int,
+    batch: int,
+    documents: Content | None,
+    key_padding: Content | None,
+) -> Pieces:
+    layout = parse_layout(spec, None if tensor is None else tensor.tensor)
+    ids = torch.zeros(1, seq_len, dtype=torch.int64) if documents is None else torch.atleast_2d(documents.tensor)
+    if key_padding is not None:
+        ids = torch.where(torch.atleast_2d(key_padding.tensor), ids.to(torch.int64), EXCLUDED)
+    if length < seq_len:
+        ids = torch.cat([ids[:, :length].to(torch.int64), ids.new_full((len(ids), seq_len - length), -1)], 1)
+    of_row = [Documents.of(row) for row in ids.numpy()]
+    if any(row.come_back for row in of_row):
+        hint = "give each part an id of its own; padding may be before or after a document, not within it"
+        refuse("mixers", "documents whose tokens follow one another", "an id that comes back", hint, UnsupportedError)
+    positions = [layout.positions(seq_len, cp_size, rank).numpy() for rank in range(cp_size)]
+    owner, local = np.zeros(seq_len, np.int64), np.zeros(seq_len, np.int64)
+    for rank, held in enumerate(positions):
+        owner[held], local[held] = rank, np.arange(len(held))
+    columns: list[Ints] = []
+    for b in range(batch):
+        row = of_row[b if len(of_row) > 1 else 0]
+        which = np.repeat(np.arange(len(row.labels)), np.diff(row.edges))
+        for rank, held in enumerate(positions):
+            new = np.r_[np.ones(min(1, len(held)), bool), (np.diff(held) != 1) | (np.diff(which[held]) != 0)]
+            at = np.flatnonzero(new)
+            start, run = held[at], which[held[at]]
+            end = start + np.diff(np.r_[at, len(held)])
+            of_rank = np.full(len(at), rank), np.full(len(at), b), start, end, row.edges[run], row.edges[run + 1]
+            columns.append(np.stack([*of_rank, b * len(held) + at, row.labels[run] >= 0]))
+    table = np.concatenate(columns, 1)
+    table = table[:, np.lexsort((table[2], table[1]))]
+    rank, of_batch, start, end, first, last, begin, kept = table
+    opens = kept.astype(bool) & (start == first)
+    return Pieces(
+        rank, of_batch, start, end, first, last, np.cumsum(opens) - 1, begin, kept.astype(bool), cp_rank,
+        tuple(map(len, positions)), seq_len, owner, local, int(opens.sum()),
+        hashlib.sha256(np.stack([first, last, of_batch, kept]).tobytes()).hexdigest()[:16],
+        None if cp_size == 1 else _find("contiguous", None, seq_len, length, 1, 0, batch, documents, key_padding),
+    )  # fmt: skip
