@@ -70,7 +70,7 @@ def gated_delta_rule(
             layout needs "heads". All ranks raise before the first collective.
     """
     if use_qk_l2norm_in_kernel:
-        q, k = (F.normalize(x, dim=-1, eps=1e-6) for x in (q, k))
+        q, k = _normalized(q), _normalized(k)
     options = Options("gated_delta_rule", sequence, mask, scale, initial_state, output_final_state, method)
     return mix(options, q, k, v, g, beta)
 
@@ -80,7 +80,7 @@ def kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention: `gated_delta_rule` with a decay for each channel, g [B, T, HV, K]."""
     if use_qk_l2norm_in_kernel:
-        q, k = (F.normalize(x, dim=-1, eps=1e-6) for x in (q, k))
+        q, k = _normalized(q), _normalized(k)
     return mix(options_of("kda", **options), q, k, v, g, beta)
 
 
@@ -89,7 +89,7 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`gated_delta_rule` without decay."""
     if use_qk_l2norm_in_kernel:
-        q, k = (F.normalize(x, dim=-1, eps=1e-6) for x in (q, k))
+        q, k = _normalized(q), _normalized(k)
     return mix(options_of("delta_rule", **options), q, k, v, None, beta)
 
 
@@ -262,6 +262,12 @@ def mix(
             lens = (states.shape[1],) * sequence.cp_size
             states = gather_rows(states.transpose(0, 1), lens, sequence.cp_rank, name, what).transpose(0, 1)
     return out, states
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """As flash-linear-attention does, in float32 or float64."""
+    y = x.to(accumulation_dtype(x.dtype))
+    return (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def _state(q: Tensor, v: Tensor) -> tuple[int, int, int]:

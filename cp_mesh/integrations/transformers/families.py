@@ -16,11 +16,14 @@ from transformers import PreTrainedModel, masking_utils
 from cp_mesh._torch import Convolution
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Striped
+from cp_mesh.integrations.transformers import mixers
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
 
-KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
-"""Kinds of layers, as configs name them, that mix rows by attention alone."""
+KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid"))
+"""Kinds of layers, as configs name them, that mix rows by attention or by what `mixers` replaces."""
+ALONE = frozenset(("moe", "mlp"))
+"""Kinds of layers that mix no rows."""
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
 """How the names of classes end whose outputs are rows of the sequence."""
 _CAUSAL = (*HEADS[:2], "ForConditionalGeneration")
@@ -54,8 +57,9 @@ class Facts:
         has_loss: whether it calls its loss_function.
         rotates_by_several: whether its positions are of several dims.
         counted: a module that counts positions from tokens, if there is one.
-        layers: how many there are, if the config says it.
+        layers: how many mix rows, if the config says it.
         attending: the part of the model that mixes rows of the sequence.
+        has_mixers: whether some of its layers are recurrent or convolutions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -71,7 +75,11 @@ class Facts:
             type(x).__name__ for x in self.attending.modules() if "create_position_ids_from_input_ids" in _used(x)
         )
         self.counted = next(counts, None)
-        self.layers: int | None = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+        config = model.config.get_text_config()
+        self.layers: int | None = getattr(config, "num_hidden_layers", None)
+        self.has_mixers = any(map(mixers.is_mixer, self.attending.modules()))
+        if self.layers is not None:
+            self.layers -= sum(kind in ALONE for kind in getattr(config, "layer_types", None) or ())
 
 
 def has_images(config: Any) -> bool:
@@ -113,7 +121,7 @@ def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
             yield "mrope_section: positions of several dims", hint
     elif not name.endswith(_CAUSAL[2]):
         yield "a part of a model with images", f"classes named ...{_CAUSAL[2]} are available"
-    if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS):
+    if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS - ALONE):
         yield f"layer_types {', '.join(found)}", f"{', '.join(sorted(KINDS))} are available"
     if not name.endswith(HEADS) and not has_images(config):
         yield "a class whose outputs may not be rows", f"classes named ...{', ...'.join(HEADS)} are available"
@@ -121,17 +129,27 @@ def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
 
 def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     facts, attending = Facts(model), 0
-    if "position_ids" not in facts.accepted:
+    parts, inside = [*facts.attending.named_modules()], set[nn.Module]()
+    if "position_ids" not in facts.accepted and not facts.has_mixers:
         yield "a forward without position_ids, which counts this rank's rows from 0", "it is not available"
-    for path, module in facts.attending.named_modules():
+    for path, module in parts:
         kind = type(module).__name__
-        if isinstance(module, _MIXERS) or any(word in kind.lower() for word in _WORDS):
+        if mixers.is_mixer(module):
+            inside.update(module.modules())
+            attending += 1
+            if unknown := mixers.unknown_functions(module):
+                yield f"{path}, a {kind} that calls {unknown[0]}", "no function of cp_mesh computes it over ranks"
+        if module in inside:
+            continue
+        named = any(word in kind.lower() for word in _WORDS) and "norm" not in kind.lower()
+        named = named and not any(map(mixers.is_mixer, module.modules()))
+        if isinstance(module, _MIXERS) or named:
             yield f"{path}, a {kind}", "it mixes the rows of a shard"
         if path.rpartition(".")[2] == "pooler":
             yield f"{path}, a {kind}", "it reads the first row: pass add_pooling_layer=False"
         attending += "ALL_ATTENTION_FUNCTIONS" in _used(module)
     if facts.layers is None or attending < facts.layers:
-        got = f"{attending} modules that call AttentionInterface, and num_hidden_layers={facts.layers}"
+        got = f"{attending} modules that mix rows in a known way, and {facts.layers} layers"
         yield got, "the others attend by code of their own, or not at all"
 
 
