@@ -80,6 +80,65 @@ FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
         sep_token_id=2,
     ),
 }
+_MIXED_STATES = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+_GDN = _MIXED_STATES | {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"linear_conv_kernel_dim": 4},
+}
+_GDN_EXPERTS = _QWEN_EXPERTS | {"shared_expert_intermediate_size": 24}
+_KDA = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **{"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 24, "linear_head_dim": 8},
+    **{"linear_num_heads": 4, "layer_types": _MIXED_STATES["layer_types"]},
+}
+_SSD = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_chunk_size": 16},
+}
+_CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+HYBRIDS: dict[str, Callable[[], tuple[type, Any]]] = {
+    "qwen3_next": _of("Qwen3NextForCausalLM", "Qwen3NextConfig", **_GDN, **_GDN_EXPERTS),
+    "qwen3_5": _of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_GDN),
+    "qwen3_5_moe": _of("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_GDN, **_GDN_EXPERTS),
+    "olmo_hybrid": _of("OlmoHybridForCausalLM", "OlmoHybridConfig", **_GDN),
+    "kimi_linear": _of("KimiLinearForCausalLM", "KimiLinearConfig", **_KDA),
+    "bailing_hybrid": _of(
+        *("BailingHybridForCausalLM", "BailingHybridConfig"),
+        **_KDA,
+        head_dim=8,
+        num_experts=4,
+        q_lora_rank=24,
+        layer_group_size=2,
+    ),
+    "mamba2": _of(
+        *("Mamba2ForCausalLM", "Mamba2Config"), num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16
+    ),
+    "nemotron_h": _of(
+        *("NemotronHForCausalLM", "NemotronHConfig"),
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4},
+        **{"chunk_size": 16, "head_dim": 16, "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24},
+        layer_types=["linear_attention", "full_attention", "moe"],
+    ),
+    "bamba": _of("BambaForCausalLM", "BambaConfig", **_SSD, attn_layer_indices=[1]),
+    "granitemoehybrid": _of(
+        *("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
+        **_SSD,
+        **_EXPERTS,
+        layer_types=_MIXED_STATES["layer_types"],
+        shared_intermediate_size=24,
+    ),
+    "falcon_h1": _of("FalconH1ForCausalLM", "FalconH1Config", **_SSD, mamba_d_ssm=64, head_dim=16),
+    "zamba2": _of(
+        *("Zamba2ForCausalLM", "Zamba2Config"),
+        **{"layers_block_type": ["linear_attention", "hybrid"], "mamba_ngroups": 2, "mamba_d_state": 8},
+        **{"n_mamba_heads": 8, "chunk_size": 16, "adapter_rank": 8},
+    ),
+    "lfm2": _of("Lfm2ForCausalLM", "Lfm2Config", **_CONV),
+    "lfm2_moe": _of("Lfm2MoeForCausalLM", "Lfm2MoeConfig", **_CONV, **_QWEN_EXPERTS, num_dense_layers=1),
+    "minimax": _of("MiniMaxForCausalLM", "MiniMaxConfig", **_MIXED_STATES, **_EXPERTS, block_size=8),
+}
+"""Of attention and recurrent layers or convolutions, a layer of each."""
 IMAGE = 95
 """The token in whose place features of images are put."""
 

@@ -142,6 +142,7 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         if module in inside:
             continue
         named = any(word in kind.lower() for word in _WORDS) and "norm" not in kind.lower()
+        named = named and "ALL_ATTENTION_FUNCTIONS" not in _used(module)
         named = named and not any(map(mixers.is_mixer, module.modules()))
         if isinstance(module, _MIXERS) or named:
             yield f"{path}, a {kind}", "it mixes the rows of a shard"

@@ -1,0 +1,181 @@
+"""Hybrids of attention and recurrent layers in Transformers on ranks: logits, loss and every gradient, in float64.
+
+Two oracles: the same model on one rank, and the family's own code, one document at a time, since without its GPU kernels
+it ignores documents. Both cast to float32 in norms and recurrences; here these casts are to float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+
+from families import HYBRIDS, OLD, VOCABULARY, build  # noqa: E402
+from ranks import mesh  # noqa: E402
+from test_transformers import documents_of, summed  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+from cp_mesh import Contiguous, Striped, ZigZag, sum_gradients  # noqa: E402
+from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
+
+pytestmark = pytest.mark.skipif(OLD, reason="Transformers 4 computes recurrences inline")
+BOUND, TABLES = 1e-10, 1e-7
+"""The second one where the family keeps decays in tables in float32."""
+OF_FLOAT32 = 1e-6, 1e-5
+"""Where nothing is widened, from one rank and from the family's own code."""
+B, S = 2, 45
+LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "striped": Striped(), "balanced": "balanced"}
+
+
+def batch(case: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (B, S), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, 5:9] = -100
+    found = {"input_ids": ids, "labels": labels}
+    if case == "packed":
+        rows = [(7, 23, S - 30), (19, S - 20, 1)]
+        found["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    if "padded" in case:
+        found["attention_mask"] = torch.ones(B, S, dtype=torch.long)
+        for row, kept in enumerate((40, 31)):
+            hidden = slice(0, S - kept) if case == "left padded" else slice(kept, None)
+            found["attention_mask"][row, hidden] = 0
+            labels[row, hidden] = -100
+            if case == "left padded":
+                labels[row, S - kept] = -100  # which padding would predict
+    return found
+
+
+class Wide(TorchFunctionMode):
+    """Casts to float32 are to float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func, args = Tensor.double, args[:1]
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+
+
+def by_documents(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits [B, S, V], zeros at padding, and the mean loss, by the family's own code; gradients stay in the model."""
+    model.config.get_text_config().use_cache = False
+    ids, labels = given["input_ids"], given["labels"]
+    documents = documents_of(given)
+    documents = torch.zeros(B, S, dtype=torch.long) if documents is None else documents.expand(B, S)
+    kept = given.get("attention_mask", torch.ones(B, S)).bool()
+    next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)  # a document's last token has the next one's first, too
+    logits, total = torch.zeros(B, S, VOCABULARY, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for document in documents[b].unique():
+            at = ((documents[b] == document) & kept[b]).nonzero()[:, 0]
+            rows = model(input_ids=ids[b, at][None]).logits[0]
+            logits[b, at] = rows.detach().double()
+            total = total + F.cross_entropy(rows, next_labels[b, at], ignore_index=-100, reduction="sum")
+    loss = total / (next_labels != -100).sum()
+    loss.backward()
+    return logits, loss.detach()
+
+
+def step(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    output = model(**given)
+    output.loss.backward()
+    grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in model.named_parameters()}
+    return sequence_of(model).unshard(output.logits).detach(), output.loss.detach(), grads
+
+
+def apart(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=max(floor, 1e-12))).item()
+
+
+def compare(rank: int, *args: Any) -> tuple[float, float]:
+    with Wide():
+        return _compare(*args)
+
+
+def _compare(family: str, case: str, layout: Any, changes: Any = None) -> tuple[float, float]:
+    """How far logits, loss and the worst gradient are from one rank with our kernel, and from the family's code."""
+    size, given = dist.get_world_size(), batch(case)
+    kept = given.get("attention_mask", torch.ones(B, S)).bool()
+    own = build(HYBRIDS[family], "eager")
+    own_logits, own_loss = by_documents(own, given)
+    own_grads = {name: x.grad for name, x in own.named_parameters() if x.grad is not None}
+    alone = step(parallelize(build(HYBRIDS[family], "eager"), mesh((size, 1), ("of", "cp"))["cp"]), given)
+    model = parallelize(build(HYBRIDS[family], "eager"), mesh((size,), ("cp",)), layout=layout)
+    if changes is not None:
+        changes(model)
+    logits, loss, grads = step(model, given)
+    loss, grads = summed(loss), {name: summed(x) for name, x in grads.items()}
+    largest = max(x.abs().max().item() for x in own_grads.values())
+    found = []
+    for want_logits, want_loss, want_grads in (alone, (own_logits, own_loss, own_grads)):
+        worst = [apart(grads[name], x, 1e-3 * largest) for name, x in want_grads.items()]
+        found.append(max(apart(logits[kept], want_logits[kept]), apart(loss, want_loss), *worst))
+    return found[0], found[1]
+
+
+CASES = ("plain", "packed", "padded", "left padded")
+SOME = {("packed", "zigzag", 2), ("padded", "striped", 2), ("packed", "balanced", 3), ("plain", "contiguous", 2)}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_hybrids(pool: Any, full: bool, family: str, case: str, layout: str, size: int) -> None:
+    if layout == "balanced" and case != "packed":
+        pytest.skip("balanced is of packed documents")
+    if not full and (case, layout, size) not in SOME:
+        pytest.skip("in the full form")
+    for one_rank, own in pool(size).run(compare, family, case, LAYOUTS[layout], timeout=120.0):
+        assert one_rank < BOUND and own < (TABLES if family == "minimax" else BOUND), (one_rank, own)
+
+
+def recomputed(rank: int, family: str) -> tuple[float, float]:
+    """In the backward no mode widens anything, so nothing does here."""
+    return _compare(family, "packed", ZigZag(), checkpointed)
+
+
+def checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "lfm2", "minimax", "mamba2"])
+def test_layers_that_are_recomputed(pool: Any, family: str) -> None:
+    for found in pool(2).run(recomputed, family, timeout=120.0):
+        assert all(x < bound for x, bound in zip(found, OF_FLOAT32, strict=True)), found
+
+
+def sharded(rank: int, family: str) -> float:
+    with Wide():
+        return _sharded(family)
+
+
+def _sharded(family: str) -> float:
+    """Under FSDP2: the worst gradient, from the family's own code."""
+    given, axis = batch("packed"), mesh((2,), ("cp",))
+    own = build(HYBRIDS[family], "eager")
+    by_documents(own, given)
+    model = parallelize(build(HYBRIDS[family], "eager"), axis)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=axis)
+    fully_shard(model, mesh=axis)
+    sum_gradients(model)
+    model(**given).loss.backward()
+    wanted = {name: x.grad for name, x in own.named_parameters() if x.grad is not None}
+    largest = max(x.abs().max().item() for x in wanted.values())
+    found = {name: x.grad.full_tensor() for name, x in model.named_parameters() if isinstance(x.grad, DTensor)}
+    assert len(found) >= len(wanted)
+    return max(apart(found[name], x, 1e-3 * largest) for name, x in wanted.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_hybrids_under_fsdp(pool: Any, family: str) -> None:
+    assert max(pool(2).run(sharded, family, timeout=120.0)) < BOUND
