@@ -28,7 +28,13 @@ def direct(what: str, x: dict[str, Tensor], starts: list[int], initial: Tensor |
     q, k = (y.repeat_interleave(HV // H, 1) for y in (x["q"], x["k"]))
     v, state, out = x["v"], torch.zeros(HV, K, V, dtype=torch.float64) if initial is None else initial, []
     for t in range(len(v)):
-        g = x["g"][t] if what in ("gated_delta_rule", "gla") else x["gk"][t] if what in ("kda", "gla of channels") else None
+        g = (
+            x["g"][t]
+            if what in ("gated_delta_rule", "gla")
+            else x["gk"][t]
+            if what in ("kda", "gla of channels")
+            else None
+        )
         if g is not None:
             state = torch.exp(g).reshape(HV, -1, 1) * state
         u = v[t]
@@ -133,7 +139,8 @@ def convolved(rank: int, size: int, layout: str, which: str, W: int) -> float:
     mask = None if documents is None else Mask(documents=torch.tensor(documents))
     made = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(*shape, dtype=torch.float64, generator=made, requires_grad=True) for shape in ((B, S, 6), (6, W), (6,))
+        torch.randn(*shape, dtype=torch.float64, generator=made, requires_grad=True)
+        for shape in ((B, S, 6), (6, W), (6,))
     )
     want, shifted = torch.zeros(B, S, 6, dtype=torch.float64), torch.zeros(B, S, 6, dtype=torch.float64)
     later = torch.full((B, S, 6), -100.0, dtype=torch.float64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,8 +16,8 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.exchange import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.halo import convolution, with_halo
+from cp_mesh.mixers.kernels import Kernel, choose_kernel
 from cp_mesh.mixers.pieces import Pieces, pieces_of
-from cp_mesh.mixers.reference import recurrence
 from cp_mesh.mixers.states import by_states
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -40,6 +39,7 @@ def gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     method: Method = "auto",
+    kernel: Kernel = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid) over a sharded sequence.
 
@@ -60,6 +60,8 @@ def gated_delta_rule(
         use_qk_l2norm_in_kernel: normalize q and k first.
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto" takes the one that sends less.
+        kernel: "fla" is flash-linear-attention's (fla-core 0.6) on GPUs in 16 bits, "reference" computes token by token;
+            "auto" takes fla on GPUs and the reference on CPUs.
 
     Returns:
         [B, T, HV, V] in v's dtype, and the final state or None.
@@ -71,7 +73,7 @@ def gated_delta_rule(
     """
     if use_qk_l2norm_in_kernel:
         q, k = _normalized(q), _normalized(k)
-    options = Options("gated_delta_rule", sequence, mask, scale, initial_state, output_final_state, method)
+    options = Options("gated_delta_rule", sequence, mask, scale, initial_state, output_final_state, method, kernel)
     return mix(options, q, k, v, g, beta)
 
 
@@ -173,9 +175,7 @@ def token_shift(x: Tensor, *, sequence: ShardedSequence, mask: Mask | None = Non
     return roll(x, 1, sequence=sequence, mask=mask)
 
 
-def roll(
-    x: Tensor, shifts: int, *, sequence: ShardedSequence, mask: Mask | None = None, fill_value: int = 0
-) -> Tensor:
+def roll(x: Tensor, shifts: int, *, sequence: ShardedSequence, mask: Mask | None = None, fill_value: int = 0) -> Tensor:
     """Rows of a sharded sequence moved by some positions, as `torch.roll` along dim 1, within their document.
 
     Args:
@@ -212,6 +212,7 @@ class Options(NamedTuple):
     initial_state: Tensor | None
     output_final_state: bool
     method: Method
+    kernel: Kernel
 
 
 def options_of(
@@ -223,8 +224,9 @@ def options_of(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     method: Method = "auto",
+    kernel: Kernel = "auto",
 ) -> Options:
-    return Options(what, sequence, mask, scale, initial_state, output_final_state, method)
+    return Options(what, sequence, mask, scale, initial_state, output_final_state, method, kernel)
 
 
 @untraced
@@ -232,7 +234,7 @@ def mix(
     options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Any of the rules; shapes as of `gated_delta_rule`."""
-    what, sequence, mask, scale, initial, final, method = options
+    what, sequence, mask, scale, initial, final, method, kernel = options
     group = sequence.mesh.get_group()
     with refusing(group.group_name):
         _check(options, q, k, v, g, beta)
@@ -240,10 +242,11 @@ def mix(
         pieces = pieces_of(sequence, mask, batch, rows)
         if initial is not None and initial.shape != (expected := (pieces.num_documents, *_state(q, v))):
             refuse(f"{what}: initial_state", expected, tuple(initial.shape), "one state for each document")
+        compute = choose_kernel(what, kernel, v, g)
         chosen = _choose(options, pieces, q, v, g, beta)
     kind = what, batch, q.shape[2:], v.shape[2:], v.dtype, chosen, sequence.layout.spec(), pieces.seq_len, final
     agree_once(group, kind, lambda: {"call": what, "arguments": repr(kind), "documents": pieces.digest})
-    run = partial(recurrence, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    run = partial(compute, scale=q.shape[-1] ** -0.5 if scale is None else scale)
     given: list[Tensor | None] = [q, k, v, g, beta]
     name, heads = group.group_name, chosen == "heads" and sequence.cp_size > 1
     if heads:
@@ -277,7 +280,9 @@ def _state(q: Tensor, v: Tensor) -> tuple[int, int, int]:
 def _check(options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> None:
     what = options.what
     if v.ndim != 4 or q.ndim != 4:
-        refuse(what, "q, k [B, T, H, K] and v [B, T, HV, V]", f"{tuple(q.shape)} and {tuple(v.shape)}", "add a batch dim")
+        refuse(
+            what, "q, k [B, T, H, K] and v [B, T, HV, V]", f"{tuple(q.shape)} and {tuple(v.shape)}", "add a batch dim"
+        )
     (B, T, H, K), HV = q.shape, v.shape[2]
     shapes = {"k": (k, [(B, T, H, K)]), "v": (v, [(B, T, HV, v.shape[3])])}
     shapes["g"] = g, [(B, T, HV), (B, T, HV, K)]

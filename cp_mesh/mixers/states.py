@@ -9,18 +9,14 @@ attention-gym; that of pieces in any layout of runs is ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.exchange import after, gather_rows
+from cp_mesh.mixers.kernels import Run
 from cp_mesh.mixers.pieces import Ints, Pieces
-
-Run = Callable[..., tuple[Tensor, Tensor]]
-"""As `reference.recurrence`."""
 
 
 def by_states(
@@ -51,7 +47,9 @@ def by_states(
         sent, chains = pieces.chains
         rows, of_rows = _rows(pieces, sent.own, device)
         a, b = _summaries(run, q, k, v, g, beta, rows, of_rows, pieces.lens[sent.own].tolist(), dtype)
-        flat = after(torch.cat([a.flatten(1), b.flatten(1)], 1), *(x if x is None else x[:0] for x in (q, k, v, g, beta)))
+        flat = after(
+            torch.cat([a.flatten(1), b.flatten(1)], 1), *(x if x is None else x[:0] for x in (q, k, v, g, beta))
+        )
         summaries = gather_rows(flat, sent.lens, pieces.cp_rank, group_name, what)
         a_of, b_of = summaries.split([a.shape[1:].numel(), heads * K * V], 1)
         a_of, b_of = a_of.unflatten(1, a.shape[1:]), b_of.unflatten(1, (heads, K, V))
