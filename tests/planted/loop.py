@@ -349,7 +349,7 @@ def _(call: Any) -> Any:
     return Mutant
 
 
-@plant("gradients of keys are summed once more for each inner group", "hybrid:HYBRID", "hybrid")
+@plant("gradients of keys are summed once more for each inner group", "ulysses:HYBRID", "hybrid")
 def _(method: Any) -> Any:
     def mutant(*args: Any, **kept: Any) -> Any:
         dq, dk, dv, of_scores = method.backward(*args, **kept)
@@ -358,7 +358,7 @@ def _(method: Any) -> Any:
     return replace(method, backward=mutant)
 
 
-@plant("the degree that was asked for is left aside", "hybrid:HYBRID", "degrees")
+@plant("the degree that was asked for is left aside", "ulysses:HYBRID", "degrees")
 def _(method: Any) -> Any:
     def mutant(options: Any, *args: Any) -> int:
         return method.choose_degree(options._replace(ulysses_degree=0), *args)
