@@ -72,7 +72,7 @@ attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
     from cp_mesh.call import passes  # by the first call: graphs that name the ops need no plan, method or kernel
 
-    return passes.forward(*inputs) if op is attention_op else passes.backward(*inputs)
+    return passes.forward(*inputs)[0] if op is attention_op else passes.backward(*inputs)
 
 
 for _op in (attention_op, attention_backward_op):
@@ -128,7 +128,7 @@ class _Attention(torch.autograd.Function):
             with below_autograd():
                 from cp_mesh.call import passes  # as in `_compute`
 
-                (out, lse, kept, *of_heads), ctx.plan = passes.forward_and_plan(*inputs)
+                (out, lse, kept, *of_heads), ctx.plan = passes.forward(*inputs)
         else:
             out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]

@@ -16,7 +16,7 @@ from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_who
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
-from cp_mesh.call.spec import GRADED, AttentionSpec, Call, Operand, nothing_kept
+from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, AttentionSpec, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import (
     ORDER,
     PASS,
@@ -91,15 +91,13 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
 
 def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
     """What both passes are told of a call, without its tensors."""
-    names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
-             "transport", "head_chunks", "deterministic")  # fmt: skip
     return {
         "layout": options.layout,
         "mask": str(parse_mask(options.mask, None, None, None)),
         "seq_len": str(seq_len),
         "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
         "dtype": str(q.dtype),
-        "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
+        "options": " ".join(f"{name}={getattr(options, name)}" for name in (*FACTORS, *EXECUTION)),
     }
 
 
@@ -109,12 +107,7 @@ def _kind(plan: Plan, call: Call) -> tuple[Any, ...]:
     return *plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """`forward_and_plan`, as the op has it."""
-    return forward_and_plan(q, k, v, *arguments)[0]
-
-
-def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan | None]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan | None]:
     """Attention over the cp group.
 
     Returns:

@@ -67,7 +67,7 @@ def make_plan(
     contents: tuple[Content | None, ...] = (None,) * 4
     resolve: Callable[..., Plan] = plans.many
     has_functions = bool(options.score_mod or options.mask_mod)
-    if has_functions or tensors.are_there():
+    if has_functions or {*map(type, tensors)} != {type(None)}:
         of_mask = {"documents": tensors.documents, "key_padding": tensors.key_padding, "blocks": tensors.blocks}
         for name, x in of_mask.items():
             if x is not None and x.is_meta:

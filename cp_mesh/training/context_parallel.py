@@ -25,7 +25,7 @@ from cp_mesh.call.dtensor import check_placements, check_score_placements, first
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
 from cp_mesh.call.methods import choose_method
-from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense, settle
+from cp_mesh.call.spec import DEGREES, EXECUTION, SCORE_OPTIONS, check_choice, check_dense, settle
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.model_groups import ranks_of_tp
@@ -137,16 +137,10 @@ class ContextParallel(ParallelStyle):
         check_layout("ContextParallel", layout)
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
-        of_axes = sequence.ulysses_degree
-        self.options: dict[str, Any] = {
-            "kernel": kernel,
-            "method": method,
-            "transport": transport,
-            "ulysses_degree": of_axes if ulysses_degree is None and method == "hybrid" else ulysses_degree,
-            "inner_ring_size": of_axes if inner_ring_size is None and method == "double_ring" else inner_ring_size,
-            "head_chunks": head_chunks,
-            "deterministic": deterministic,
-        }
+        self.options = {name: x for name, x in locals().items() if name in EXECUTION}
+        for name, of_method in DEGREES:
+            if method == of_method and self.options[name] is None:
+                self.options[name] = sequence.ulysses_degree
         settle(**self.options)
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
