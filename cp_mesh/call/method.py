@@ -144,11 +144,6 @@ class Plan:
         """Whether tiles come with tensors on the device, not as numbers alone."""
         return not covers_of(self.schedule, self.scores.features) <= BANDS
 
-    @property
-    def copies_in_capture(self) -> bool:
-        """Whether tensors would be copied to the device while a CUDA graph is captured, which cannot be."""
-        return self.reads_tensors and stream_of(self.device) is None
-
     def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
             return tile.cover

@@ -33,14 +33,16 @@ from cp_mesh._torch import (
     allows_plain,
     below_autograd,
     forward_level,
+    function_mode,
     in_transform,
+    profiles,
     resolve_group,
     untraced,
     without_keys,
 )
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.operators import is_seen, is_watched, library, refuse_tangents
+from cp_mesh.call.operators import is_seen, library, refuse_tangents
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.first_calls import last_forward
@@ -262,10 +264,10 @@ _past_dispatcher = untraced(partial(_with_autograd, attention_op, _Attention))
 
 def call_attention(*inputs: Any) -> tuple[Tensor, ...]:
     """`attention_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
-    if torch.compiler.is_compiling() or is_watched() or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True):
-        results: tuple[Tensor, ...] = attention_op(*inputs)
-        return results
-    results = _past_dispatcher(None, *inputs)
+    # A profiler, a mode of torch functions and torch.jit.trace would see the operator's name.
+    named = torch.compiler.is_compiling() or profiles() or function_mode() is not None or torch.jit.is_tracing()
+    is_called = named or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True)
+    results: tuple[Tensor, ...] = attention_op(*inputs) if is_called else _past_dispatcher(None, *inputs)
     return results
 
 

@@ -176,7 +176,7 @@ def backward(
     dout, q, k, v = form.to_bhsd(dout, q, k, v)
     if plan is None:
         rows = dout.shape[2]  # of the others there are none with ``kept``
-        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
+        of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in (q, k, v))
         plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
     elif plan.reads_tensors:
         refuse_copies(plan)
@@ -208,11 +208,6 @@ def backward(
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
     flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
     return dq, dk, dv, *_graded(call, of_scores, q), flat
-
-
-def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
-    batch, heads, _, dim = shape
-    return torch.Size((batch, heads, num_rows, dim))
 
 
 def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:
