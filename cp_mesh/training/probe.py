@@ -156,17 +156,15 @@ class _Probe:
     def run(self) -> str:
         if self.sequence.cp_size == 1:
             return ""
-        before, alone, reason = _states(self.module), None, ""
+        before, reason = _states(self.module), ""
         try:
             self._cut_batch()
-            alone = mesh_of_one(self.sequence.mesh)
         except Exception as error:  # whatever the batch is made of
             reason = f"skipped: {error}"
         try:
-            said = self._vote(reason) or self._compare(alone)
+            with mesh_of_one(self.sequence.mesh) as alone:
+                said = self._vote(reason) or self._compare(alone)
         finally:
-            if alone is not None:
-                dist.destroy_process_group(alone.get_group())
             after = _states(self.module)
             if changed := [name for name, state in after.items() if before.get(name) != state]:
                 told = f"{', '.join(changed[:8])}{', ...' * (len(changed) > 8)}; set them back if they count"
@@ -347,11 +345,14 @@ class _Probe:
         return found[0] if found else ""
 
 
-def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
+@contextmanager
+def mesh_of_one(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     """A mesh of this rank alone, which sends nothing: of gloo, as NCCL would split a communicator."""
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    found: DeviceMesh = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("cp",))
-    return found
+    try:
+        yield DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("cp",))
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _words(error: Exception) -> str:
