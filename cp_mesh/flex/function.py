@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,13 @@ from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.flex.block_mask import read_mask
 from cp_mesh.flex.rank_mask import Sources
 from cp_mesh.flex.trace import trace
-from cp_mesh.geometry.layouts import Layout, ZigZag
+from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.functions import ScalarFunction
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MESH = ContextVar[DeviceMesh | None]("MESH", default=None)
+"""Of calls without one: a mesh of this rank alone, where a model runs on whole sequences beside other ranks."""
 
 
 @untraced
@@ -115,6 +118,8 @@ def flex_attention(
             refuse("flex_attention in a core", "functions, a mask of the whole sequence and a scale", given[0], hint)
         core.count()
         return core.attend_by_functions(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    if mesh is None and (mesh := MESH.get()) is not None:
+        options |= {"mesh": mesh, "layout": Contiguous()}
     if mesh is None and not (dist.is_initialized() and dist.get_world_size() > 1):  # on one device, of any model
         from torch.nn.attention import flex_attention as module  # which takes a second to import
 
