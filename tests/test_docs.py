@@ -431,7 +431,7 @@ THD = {"cu_seqlens": torch.tensor([0, 10, 27, 59]), "cu_seqlens_padded": torch.t
 
 
 def packed_names(rank: int) -> dict[str, Any]:
-    """Documents with padding at the end of one row; and documents of `THD`, whose rows of one of two ranks are packed."""
+    """Documents with padding at the end of one row; and documents of `THD`, of which a rank has some rows, packed."""
     names = recipe_names(rank)
     sequence, qkv = names["sequence"], [names[f"whole_{name}"] for name in "qkv"]
     documents = names["documents"].clone()
@@ -685,6 +685,35 @@ def check_migrating(names: dict[str, Any]) -> None:
     assert torch.equal(contiguous, torch.cat(parts))  # of test_ring_flash_attn_varlen_func.py
 
 
+def long_names(rank: int) -> dict[str, Any]:
+    """A model without its head, and 61 tokens."""
+    mesh = ranks.mesh((2,), ("cp",))
+    model, text = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention), integers(64, 2, 62)
+    model.init_weights(0)
+    head, model.output = model.output, nn.Identity()  # type: ignore[assignment]
+    twin = copy.deepcopy((model, head))
+    sequence = cp_mesh.ShardedSequence(mesh, length=61)
+    plan = {"": cp_mesh.ShardedModel(sequence), "layers.*.attention.core": cp_mesh.ContextParallel(sequence)}
+    cp_mesh.parallelize(model, mesh, plan)
+    return {
+        "mesh": {"cp": mesh}, "sequence": sequence, "model": model, "head": head, "twin": twin,
+        "tokens": text[:, :-1], "labels": text[:, 1:],
+    }  # fmt: skip
+
+
+def check_long(names: dict[str, Any]) -> None:
+    model, head = names["twin"]
+    expected = F.cross_entropy(head(model(names["tokens"])).flatten(0, 1), names["labels"].flatten())
+    expected.backward()
+    loss = names["loss"].detach().clone()
+    dist.all_reduce(loss)
+    close(loss, expected.detach(), 1e-5)
+    found = [*names["model"].parameters(), *names["head"].parameters()]
+    for x, y in zip(found, [*model.parameters(), *head.parameters()], strict=True):
+        dist.all_reduce(x.grad)
+        close(x.grad, y.grad, 1e-5 * float(y.grad.abs().max()))
+
+
 def pipelining_names(rank: int) -> dict[str, Any]:
     mesh = ranks.mesh((2, 1, 2), ("pp", "dp", "cp"))
     model, number = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention), rank // 2
@@ -766,6 +795,7 @@ PAGES = {
     "docs/performance.md": Page(1),
     "docs/contributing.md": Page(2, mesh_names),
     "docs/migrating.md": Page(2, migrating_names, check_migrating),
+    "docs/long.md": Page(2, long_names, check_long),
     "docs/linears.md": Page(4, linears_names, check_linears),
     "docs/pipelining.md": Page(4, pipelining_names, check_pipelining),
 }
