@@ -258,9 +258,16 @@ class Model(nn.Module):
             x = x + layer["attention"](x, *given)
         return self.head(x)
 
-    def dense(self, tokens: Tensor, masks: list[cp_mesh.Mask], of_layers: Any = ({}, {}), **scores: Any) -> Tensor:
+    def dense(
+        self,
+        tokens: Tensor,
+        masks: list[cp_mesh.Mask],
+        of_layers: Any = ({}, {}),
+        positions: Tensor | None = None,
+        **scores: Any,
+    ) -> Tensor:
         """The logits of one rank; a mask for each layer. No code of the library attends."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]) if positions is None else positions)
         for layer, mask, own in zip(self.layers, masks, of_layers, strict=True):
             module = layer["attention"]
             q, k, v = (y.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for y in module.qkv(x).chunk(3, dim=-1))
@@ -387,88 +394,83 @@ def recipe_names(rank: int) -> dict[str, Any]:
     sequence = cp_mesh.ShardedSequence(mesh["cp"], length=S)
     q, k, v = (whole(i, 2, 4, S, 16) for i in range(3))
     documents = torch.tensor([[0] * 40 + [1] * 3 + [2] * 21, [0] * 10 + [1] * 50 + [2] * 4])
-    models = {f"{name}model": Model() for name in ("", "packed_", "balanced_")} | {
-        "model_with_sinks": Model(sinks=True),
-        "dropping_model": DroppingModel(),
-    }
+    models = {"model": Model(), "model_with_sinks": Model(sinks=True), "dropping_model": DroppingModel()}
     attention_mask = torch.ones(2, S, dtype=torch.int64)
     attention_mask[1, 50:] = 0
     return {
         "mesh": mesh, "data": mesh["dp", "cp"]._flatten("dp_cp"), "sequence": sequence, "seq_len": S, "cp_size": 2,
         "tokens": integers(64, 2, S), "labels": integers(64, 2, S + 1)[:, 1:], "documents": documents,
-        "token_type_ids": (torch.arange(S) // 9 % 2).expand(2, S),
-        "position_ids": cp_mesh.document_positions(documents), "attention_mask": attention_mask, "step": 3,
-        "cu_seqlens": torch.tensor([0, 10, 10, S]), "whole_q": q, "whole_k": k, "whole_v": v, **models,
-        **dict(zip("qkv", sequence.shard((q, k, v), dim=2), strict=True)), **packed_names(mesh, (q, k, v)),
+        "token_type_ids": (torch.arange(S) // 9 % 2).expand(2, S), "attention_mask": attention_mask, "step": 3,
+        "whole_q": q, "whole_k": k, "whole_v": v, **models,
         "qkv_of_text": [x[:, :, :9] for x in (q, k, v)], "qkv_of_image": [x[:, :, 9:] for x in (q, k, v)],
     }  # fmt: skip
 
 
-PACKED = {"cu_seqlens_padded": torch.tensor([0, 12, 32, S]), "num_tokens": torch.tensor([10, 17, 32])}
-
-
-def packed_names(mesh: Any, qkv: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Documents of 10, 17 and 32 tokens padded to multiples of 4: their rows on one of two ranks, in THD."""
-    rows: list[int] = []
-    for begin, end in pairwise(PACKED["cu_seqlens_padded"].tolist()):
-        chunks = torch.arange(begin, end).chunk(4)
-        rank = mesh["cp"].get_local_rank()
-        rows += torch.cat([chunks[rank], chunks[3 - rank]]).tolist()
-    local = {f"{name}_thd": x[0, :, rows].transpose(0, 1) for name, x in zip("qkv", qkv, strict=True)}
-    return PACKED | local | {"rows_thd": rows}
-
-
-def check_streams(names: dict[str, Any]) -> None:
-    qkv, rows = [names[f"whole_{name}"] for name in "qkv"], names["rows_thd"]
-    ids = torch.repeat_interleave(torch.arange(3), PACKED["cu_seqlens_padded"].diff())
-    begins = PACKED["cu_seqlens_padded"][:-1]
-    is_token = torch.arange(S) - begins[ids] < PACKED["num_tokens"][ids]
-    for name, causal in (("thd", True), ("both_ways", False)):
-        seen = dense_mask(S, documents=ids[None], causal=causal) & is_token
-        want = dense_attention(*(x[:1] for x in qkv), seen)[0][0, :, rows].transpose(0, 1)
-        close(names[name][is_token[rows]], want[is_token[rows]])
+def check_masks(names: dict[str, Any]) -> None:
+    sequence, tokens, documents = (names[name] for name in ("sequence", "tokens", "documents"))
+    packed, causal, kept = cp_mesh.Mask(documents=documents), cp_mesh.Mask(), names["kept"]
+    window = cp_mesh.Mask(window=(1023, 0))
+    close(sequence.unshard(kept[0]["logits"]), names["model"].dense(tokens, [window, causal]))
+    qkv = [names[f"whole_{name}"] for name in "qkv"]
+    ids = torch.where(names["token_type_ids"] == 1, torch.arange(S) // 18, -1)
+    seen = dense_mask(S, blocks=ids, documents=documents)
+    close(names["images_out"], dense_attention(*qkv, seen)[0][:, :, sequence.positions()])
+    assert torch.equal(names["blocks"], ids) and names["local_images"].window == (1023, None)
     whole, rank = dense_attention(*qkv, dense_mask(S, causal=False))[0], names["mesh"]["cp"].get_local_rank()
     image = range(9, 37) if rank == 0 else range(37, S)
     for name, text in (("joint_out", range(5) if rank == 0 else range(5, 9)), ("prefix_out", range(9))):
         close(names[name], whole[:, :, [*text, *image]])
-
-
-def check_masks(names: dict[str, Any]) -> None:
-    """The logits of the last block, and the attention of the balanced one; `Results` kept those of the others."""
-    sequence, tokens, documents = (names[name] for name in ("sequence", "tokens", "documents"))
-    packed = cp_mesh.Mask(documents=documents)
-    check_streams(names)
-    causal, kept = cp_mesh.Mask(), names["kept"]
-    window = cp_mesh.Mask(window=(1023, 0))
-    close(sequence.unshard(kept[0]["logits"]), names["model"].dense(tokens, [window, causal]))
-    q, k, v = (names[f"whole_{name}"] for name in "qkv")
-    rows = sequence.positions()
-    close(kept[1]["out"], attend(q, k, v, packed)[:, :, rows])
-    assert names["one_row"].documents.tolist() == [1 - int(i < 10) + int(i >= 10) for i in range(S)]
-    forms = [names[name].documents for name in ("same", "packed_positions", "row", "padded")]
-    assert torch.equal(forms[0], documents) and torch.equal(forms[1].diff() != 0, documents.diff() != 0)
-    assert torch.equal(forms[2], names["one_row"].documents)
-    assert torch.equal(forms[3], (names["attention_mask"] - 1)) and torch.equal(
-        names["positions"], names["position_ids"]
-    )
-    assert torch.equal(names["local"]["labels"], sequence.shard({"labels": names["labels"]})["labels"])
-    close(kept[2]["out"], attend(q, k, v, packed)[:, :, rows])
-    ids = torch.where(names["token_type_ids"] == 1, torch.arange(S) // 18, -1)
-    seen = dense_mask(S, blocks=ids, documents=documents)
-    close(names["images_out"], dense_attention(q, k, v, seen)[0][:, :, rows])
-    assert torch.equal(names["blocks"], ids) and names["local_images"].window == (1023, None)
-    close(sequence.unshard(kept[3]["logits"]), names["packed_model"].dense(tokens, [packed, packed]))
-    masks = [names["styles"][f"layers.{i}.attention"].mask(None, packed) for i in range(2)]
-    assert [mask.window for mask in masks] == [(63, 0), (127, 0)]
-    assert all(torch.equal(mask.documents, documents) for mask in masks)
-    close(kept[5]["out"], attend(q, k, v, packed)[:, :, names["rows"]])
-    assert kept[6]["local_labels"].shape == (2, S // 2)
-    close(names["packed"].unshard(kept[6]["logits"]), names["balanced_model"].dense(tokens, [packed, packed]))
     scored = names["model_with_sinks"].dense(tokens, [packed, packed], softcap=50.0)
     close(sequence.unshard(kept[-2]["logits"]), scored)
     seed = int(sequence.dropout_seed(3))
     weights = [{"kept": dense_dropout(2, 4, S, 0.2, seed + i)} for i in range(2)]
     close(sequence.unshard(kept[-1]["logits"]), names["dropping_model"].dense(tokens, [causal] * 2, of_layers=weights))
+
+
+THD = {"cu_seqlens": torch.tensor([0, 10, 27, 59]), "cu_seqlens_padded": torch.tensor([0, 12, 32, S])}
+
+
+def packed_names(rank: int) -> dict[str, Any]:
+    """Documents with padding at the end of one row; and documents of `THD`, of which a rank has some rows, packed."""
+    names = recipe_names(rank)
+    sequence, qkv = names["sequence"], [names[f"whole_{name}"] for name in "qkv"]
+    documents = names["documents"].clone()
+    documents[1, 60:] = cp_mesh.Mask.EXCLUDED
+    rows: list[int] = []
+    for begin, end in pairwise(THD["cu_seqlens_padded"].tolist()):
+        chunks = torch.arange(begin, end).chunk(4)
+        rows += torch.cat([chunks[rank], chunks[3 - rank]]).tolist()
+    local = {f"{name}_thd": x[0, :, rows].transpose(0, 1) for name, x in zip("qkv", qkv, strict=True)}
+    local |= dict(zip("qkv", sequence.shard(qkv, dim=2), strict=True))
+    position_ids = cp_mesh.document_positions(names["documents"])
+    of_page = {"documents": documents, "position_ids": position_ids, "balanced_model": Model(), "rows_thd": rows}
+    return names | THD | local | of_page
+
+
+def check_packed(names: dict[str, Any]) -> None:
+    """Positions begin anew in each document, and no label is a token of another one."""
+    sequence, tokens, documents, kept = (names[name] for name in ("sequence", "tokens", "documents", "kept"))
+    packed, counted = cp_mesh.Mask(documents=documents), cp_mesh.document_positions(documents)
+    valid = [[i + 1 < S and documents[b, i] == documents[b, i + 1] >= 0 for i in range(S)] for b in range(2)]
+    labels = torch.where(torch.tensor(valid), tokens.roll(-1, 1), -100)
+    logits = names["model"].dense(tokens, [packed, packed], positions=counted)
+    close(sequence.unshard(kept[0]["logits"]), logits)
+    assert torch.equal(kept[0]["local_labels"], sequence.shard({"labels": labels})["labels"])
+    close(names["packed"].unshard(kept[3]["logits"]), logits)
+    assert torch.equal(kept[3]["local_labels"], names["packed"].shard({"labels": labels})["labels"])
+    forms = [names[f"from_{name}"].documents for name in ("positions", "lengths", "padding")]
+    assert torch.equal(forms[0].diff() != 0, names["position_ids"].diff() != 1)
+    assert forms[1].bincount().tolist() == THD["cu_seqlens"].diff().tolist()
+    assert torch.equal(forms[2], names["attention_mask"] - 1)
+    qkv, rows = [names[f"whole_{name}"] for name in "qkv"], names["rows_thd"]
+    close(kept[1]["out"], attend(*qkv, packed)[:, :, sequence.positions()])
+    masks = [names["styles"][f"layers.{i}.attention"].mask(None, packed) for i in range(2)]
+    assert [mask.window for mask in masks] == [(63, 0), (127, 0)]
+    assert all(torch.equal(mask.documents, documents) for mask in masks)
+    ids = torch.repeat_interleave(torch.arange(3), THD["cu_seqlens_padded"].diff())
+    is_token = torch.arange(S) - THD["cu_seqlens_padded"][ids] < THD["cu_seqlens"].diff()[ids]
+    want = dense_attention(*(x[:1] for x in qkv), dense_mask(S, documents=ids[None]) & is_token)[0]
+    close(names["thd"][is_token[rows]], want[0, :, rows].transpose(0, 1)[is_token[rows]])
 
 
 def gradient_names(rank: int) -> dict[str, Any]:
@@ -531,7 +533,7 @@ def check_gradients(names: dict[str, Any]) -> None:
 
 def test_parts_of_a_loss_are_as_many_on_every_rank() -> None:
     """Under FSDP each is a collective, and shards may be of unlike lengths."""
-    (parts,) = re.findall(r"for x, y in (zip.*?\)\)):", (ROOT / "docs/gradients.md").read_text())
+    (parts,) = re.findall(r"parts = (zip.*?\)\))$", (ROOT / "docs/gradients.md").read_text(), re.DOTALL | re.MULTILINE)
     for rows in (3, 9, 16):
         names = {"leaf": torch.zeros(2, rows, 3), "batch": {"labels": torch.zeros(2, rows)}}
         assert len(list(eval(parts, names))) == 4
@@ -614,7 +616,7 @@ def verify_names(rank: int) -> dict[str, Any]:
 
 
 def check_verify(names: dict[str, Any]) -> None:
-    """What is right passes; the mistakes that the page names, made in its own model, are told as it says."""
+    """What is right passes; mistakes in the model of the page are found by the checks that it lists."""
     assert names["report"].passed and names["report"].verdict.startswith("RIGHT")
     own = names["own_report"]
     assert own.passed and {"far token", "loss of the logits", "gradients of ranks"} <= {x.check for x in own.findings}
@@ -681,6 +683,35 @@ def check_migrating(names: dict[str, Any]) -> None:
     contiguous = names["per_document"](names["lengths"], 2, False).positions(S, 2, rank)
     parts = [part.chunk(2)[rank] for part in torch.arange(S).split(names["lengths"])]
     assert torch.equal(contiguous, torch.cat(parts))  # of test_ring_flash_attn_varlen_func.py
+
+
+def long_names(rank: int) -> dict[str, Any]:
+    """A model without its head, and 61 tokens."""
+    mesh = ranks.mesh((2,), ("cp",))
+    model, text = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention), integers(64, 2, 62)
+    model.init_weights(0)
+    head, model.output = model.output, nn.Identity()  # type: ignore[assignment]
+    twin = copy.deepcopy((model, head))
+    sequence = cp_mesh.ShardedSequence(mesh, length=61)
+    plan = {"": cp_mesh.ShardedModel(sequence), "layers.*.attention.core": cp_mesh.ContextParallel(sequence)}
+    cp_mesh.parallelize(model, mesh, plan)
+    return {
+        "mesh": {"cp": mesh}, "sequence": sequence, "model": model, "head": head, "twin": twin,
+        "tokens": text[:, :-1], "labels": text[:, 1:],
+    }  # fmt: skip
+
+
+def check_long(names: dict[str, Any]) -> None:
+    model, head = names["twin"]
+    expected = F.cross_entropy(head(model(names["tokens"])).flatten(0, 1), names["labels"].flatten())
+    expected.backward()
+    loss = names["loss"].detach().clone()
+    dist.all_reduce(loss)
+    close(loss, expected.detach(), 1e-5)
+    found = [*names["model"].parameters(), *names["head"].parameters()]
+    for x, y in zip(found, [*model.parameters(), *head.parameters()], strict=True):
+        dist.all_reduce(x.grad)
+        close(x.grad, y.grad, 1e-5 * float(y.grad.abs().max()))
 
 
 def pipelining_names(rank: int) -> dict[str, Any]:
@@ -754,6 +785,7 @@ PAGES = {
     "docs/concepts.md": Page(1),
     "docs/kernels.md": Page(1),
     "docs/masks.md": Page(2, recipe_names, check_masks),
+    "docs/packed.md": Page(2, packed_names, check_packed),
     "docs/flex.md": Page(2, flex_names, check_flex),
     "docs/decoding.md": Page(2, decoding_names, check_decoding),
     "docs/guard.md": Page(2, guard_names, check_guard),
@@ -763,6 +795,7 @@ PAGES = {
     "docs/performance.md": Page(1),
     "docs/contributing.md": Page(2, mesh_names),
     "docs/migrating.md": Page(2, migrating_names, check_migrating),
+    "docs/long.md": Page(2, long_names, check_long),
     "docs/linears.md": Page(4, linears_names, check_linears),
     "docs/pipelining.md": Page(4, pipelining_names, check_pipelining),
 }

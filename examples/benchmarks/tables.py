@@ -449,10 +449,11 @@ def linears_table(rows: Sequence[Row], column: str, digits: int) -> str:
     return markdown(["part", "rows", *names], lines)
 
 
-def measured_linears_table(commit: str = "7a01d27") -> str:
-    """Both passes at one commit, of the contestants that people choose between."""
-    chosen = ("floor", "cp_mesh", "cp_mesh again", "cp_mesh compiled", "torch", "torch async")
-    rows = [row for row in read("linears_2xh100.csv") if row["commit"] == commit and row["contestant"] in chosen]
+def measured_linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
+    """Both passes at one commit and length, of the contestants that people choose between."""
+    chosen = ("floor", "cp_mesh", "torch", "torch async")
+    at = {"commit": commit, "rows": str(length)}
+    rows = [row for row in read("linears_2xh100.csv") if at.items() <= row.items() and row["contestant"] in chosen]
     return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
 
 
