@@ -425,10 +425,7 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     """Inside, modules are in eval mode, without gradients and compiled code; what changes is set back."""
     parts = [*module.modules()]
     modes = [part.training for part in parts]
-    records = [
-        {name: set(x) if isinstance(x, set) else x for name, x in vars(part).items() if name.startswith("_cp_mesh")}
-        for part in parts
-    ]
+    records = [{name: x for name, x in vars(part).items() if name.startswith("_cp_mesh")} for part in parts]
     buffers = [dict(part.named_buffers(recurse=False, remove_duplicate=False)) for part in parts]
     copies = {id(x): (x, x.clone()) for each in buffers for x in each.values() if not x.is_meta}
     attributes = [(vars(x), dict(vars(x))) for x in (*told, *states_of_all(Cuts))]
