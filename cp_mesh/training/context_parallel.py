@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +47,12 @@ from cp_mesh.training.checks.config import (
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import (
-    LOOKED_AT,
     announced,
     check_layout,
     check_layout_of_root,
     claim,
     has_axis,
     layout_of_call,
-    looked_at,
     styles_of,
 )
 from cp_mesh.wrap import STYLE, replace_forward, replaced
@@ -141,6 +140,7 @@ class ContextParallel(ParallelStyle):
         for name, of_method in DEGREES:
             if method == of_method and self.options[name] is None:
                 self.options[name] = sequence.ulysses_degree
+        self._looked_at: set[ref[nn.Module]] = set()
         settle(**self.options)
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
@@ -186,7 +186,7 @@ class ContextParallel(ParallelStyle):
             scores = self.scores
         else:
             scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
-        first = torch.compiler.is_compiling() or "core" not in module.__dict__.get(LOOKED_AT, ())
+        first = torch.compiler.is_compiling() or ref(module) not in self._looked_at
         stated = self._first(module, (*args, *kwargs.values())) if first else None
         sequence = self.sequence
         given: dict[str, Any] = dict(
@@ -199,8 +199,8 @@ class ContextParallel(ParallelStyle):
         """In the first call of a module: refuse what the module says of its attention and the style does not."""
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
-        if not torch.compiler.is_compiling():
-            looked_at(module).add("core")
+        if first and not torch.compiler.is_compiling():
+            self._looked_at = {known for known in self._looked_at if known() is not None} | {ref(module)}
         return module, stated_reach(module)
 
     def sdpa(

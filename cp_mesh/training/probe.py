@@ -406,7 +406,7 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     modes = [part.training for part in parts]
     tables = [*(x.__dict__ for x in (*told, *states_of_all(Cuts))), *(part.__dict__["_buffers"] for part in parts)]
     before = [dict(table) for table in tables]
-    notes = [{name: set(x) if isinstance(x, set) else x for name, x in _notes(part).items()} for part in parts]
+    notes = [_notes(part) for part in parts]
     copies = [(x, x.clone()) for x in module.buffers() if not x.is_meta]
     devices = [device.index] if device.type == "cuda" else []
     stance: Any = nullcontext() if loaded_dynamo() is None else torch.compiler.set_stance("force_eager")
