@@ -199,7 +199,7 @@ class ContextParallel(ParallelStyle):
         """In the first call of a module: refuse what the module says of its attention and the style does not."""
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
-        if first and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._looked_at = {known for known in self._looked_at if known() is not None} | {ref(module)}
         return module, stated_reach(module)
 
