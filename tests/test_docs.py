@@ -91,22 +91,26 @@ def test_every_public_name_is_in_the_api() -> None:
         assert getattr(cp_mesh, name).__module__ == f"cp_mesh.{module}", name
 
 
+def navigation() -> list[str]:
+    """Names of the site's pages."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("theme:")[0]
+    return [f"docs/{name}" for name in re.findall(r"[\w/]+\.md", nav)]
+
+
 def test_every_page_is_in_the_site() -> None:
     """In the navigation, or outside of it and linked by another page."""
-    settings = (ROOT / "mkdocs.yml").read_text()
-    (outside,) = re.findall(r"^not_in_nav: \|\n((?:  .+\n)+)", settings, re.MULTILINE)
-    nav = re.findall(r"[\w/]+\.md", settings.partition("nav:\n")[2].partition("theme:")[0])
-    pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
-    others = {name for name in pages if any(fnmatch(name, pattern) for pattern in outside.split())}
-    assert set(nav) == pages - others
-    assert others >= {f"results/{name}" for name in tables.PAGES}
+    (patterns,) = re.findall(r"^not_in_nav: \|\n((?:  .+\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {name for name in NAMES if name.startswith("docs/")}
+    outside = {name for name in pages if any(fnmatch(name, f"docs/{pattern}") for pattern in patterns.split())}
+    assert set(navigation()) == pages - outside
+    assert outside >= {f"docs/results/{name}" for name in tables.PAGES}
     linked = {
         (document.parent / target).resolve()
         for document in DOCUMENTS
         for target in re.findall(r"\]\(([^)#:]+\.md)[)#]", document.read_text())
         if (document.parent / target).resolve() != document
     }
-    assert not {name for name in others if ROOT / "docs" / name not in linked}
+    assert not {name for name in outside if NAMES[name] not in linked}
 
 
 def test_every_file_of_figures_is_explained() -> None:

@@ -71,6 +71,13 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(body) + "\n"
 
 
+def turned(table: str) -> str:
+    """A table whose columns are the lines of another one."""
+    head, _, *lines = (line[2:-2].split(" | ") for line in table.splitlines())
+    first, *others = zip(head, *lines, strict=True)
+    return markdown(first, others)
+
+
 def short(length: int) -> str:
     return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
 
@@ -156,7 +163,7 @@ def machine_of(rows: Sequence[Row]) -> str:
 def head_of(name: str, machine: str) -> str:
     return (
         f"# {name.removesuffix('.csv')}\n\nMade by `examples/benchmarks/tables.py` from [{name}]({name}); do not edit."
-        f" How it was measured: [how_made](how_made.md).\n\n{machine}.\n"
+        f" [How each file was made](how_made.md).\n\n{machine}.\n"
     )
 
 
@@ -713,7 +720,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "linears": measured_linears_table,
     "many": many_table,
     "training": training_table,
-    "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
+    "training on 2 GPUs": lambda: turned(steps_table(read("training_2xh200.csv"))),
 }
 """Tables that stand in `DOCUMENTS`, by the name in their first line."""
 
