@@ -60,7 +60,7 @@ def read(name: str) -> list[Row]:
 def commit_of(name: str) -> str:
     """Of a file whose rows do not say it: what docs/results/how_made.md says."""
     text = (RESULTS / "how_made.md").read_text()
-    paragraph = re.search(rf"^\*\*`{re.escape(name)}`\*\*.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    paragraph = re.search(rf"^\*\*\[`{re.escape(name)}`\].*?\n\n", text, re.MULTILINE | re.DOTALL)
     assert paragraph, f"docs/results/how_made.md does not say how {name} was made"
     commits = re.findall(r"\bat ([0-9a-f]{7})\b", paragraph[0])
     return commits[0] if commits else re.findall(r"at commit ([0-9a-f]{7}) where nothing else is said", text)[0]
