@@ -11,6 +11,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,10 +91,32 @@ def test_every_public_name_is_in_the_api() -> None:
         assert getattr(cp_mesh, name).__module__ == f"cp_mesh.{module}", name
 
 
+def navigation() -> list[str]:
+    """Names of the site's pages."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("theme:")[0]
+    return [f"docs/{name}" for name in re.findall(r"[\w/]+\.md", nav)]
+
+
 def test_every_page_is_in_the_site() -> None:
-    nav = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("nav:\n")[2].partition("theme:")[0])
-    pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
-    assert set(nav) == pages - {f"results/{name}" for name in tables.PAGES}
+    """In the navigation, or outside of it and linked by another page."""
+    (patterns,) = re.findall(r"^not_in_nav: \|\n((?:  .+\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {name for name in NAMES if name.startswith("docs/")}
+    outside = {name for name in pages if any(fnmatch(name, f"docs/{pattern}") for pattern in patterns.split())}
+    assert set(navigation()) == pages - outside
+    assert outside >= {f"docs/results/{name}" for name in tables.PAGES}
+    linked = {
+        (document.parent / target).resolve()
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\(([^)#:]+\.md)[)#]", document.read_text())
+        if (document.parent / target).resolve() != document
+    }
+    assert not {name for name in outside if NAMES[name] not in linked}
+
+
+def test_every_file_of_figures_is_explained() -> None:
+    made = (tables.RESULTS / "how_made.md").read_text()
+    files = {path.name for path in tables.RESULTS.iterdir() if path.suffix in (".csv", ".json")}
+    assert not {name for name in files if f"[`{name}`]({name})" not in made}
 
 
 def test_every_module_is_in_its_place() -> None:
@@ -792,8 +815,9 @@ PAGES = {
     "docs/numerics.md": Page(2, mesh_names),
     "docs/verify.md": Page(2, verify_names, check_verify),
     "docs/performance.md": Page(1),
-    "docs/contributing.md": Page(2, mesh_names),
     "docs/extending.md": Page(2, mesh_names),
+    "docs/design.md": Page(1),
+    "docs/api.md": Page(1),
     "docs/migrating.md": Page(2, migrating_names, check_migrating),
     "docs/long.md": Page(2, long_names, check_long),
     "docs/linears.md": Page(4, linears_names, check_linears),
