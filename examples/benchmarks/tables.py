@@ -17,7 +17,7 @@ from pathlib import Path
 import many_gpus
 import predicted
 import torch
-from capabilities import supported_table
+from capabilities import support_table, supported_table
 
 from cp_mesh import explain
 
@@ -31,6 +31,7 @@ DOCUMENTS = (
     "docs/decoding.md",
     "docs/kernels.md",
     "docs/linears.md",
+    "docs/support.md",
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -734,6 +735,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "chosen on eight": lambda: markdown(*predicted.choices_table(predicted.played_points())),
     "bands": lambda: markdown(*predicted.bands_table()),
     "decoding": decoding_table,
+    "support": support_table,
     "supported": supported_table,
     "linears": measured_linears_table,
     "long": long_table,
@@ -741,6 +743,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "projected": projected_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
+    "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "low precision": low_precision_table,
     "scores": scores_table,
     "verify": verify_table,
