@@ -90,10 +90,34 @@ def test_every_public_name_is_in_the_api() -> None:
         assert getattr(cp_mesh, name).__module__ == f"cp_mesh.{module}", name
 
 
+def navigation() -> list[str]:
+    """Names of the site's pages."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("theme:")[0]
+    return [f"docs/{name}" for name in re.findall(r"[\w/]+\.md", nav)]
+
+
 def test_every_page_is_in_the_site() -> None:
-    nav = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("nav:\n")[2].partition("theme:")[0])
-    pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
-    assert set(nav) == pages - {f"results/{name}" for name in tables.PAGES}
+    outside = {"docs/log.md", "docs/results/mistakes.md", *(f"docs/results/{name}" for name in tables.PAGES)}
+    assert set(navigation()) == {name for name in NAMES if name.startswith("docs/")} - outside
+
+
+def test_pages_are_short() -> None:
+    """In words, as ``wc -w`` counts them."""
+    words = {name: len((ROOT / name).read_text().split()) for name in ("README.md", *navigation())}
+    assert words.pop("README.md") <= 500
+    assert sum(words.values()) <= 20_000, words
+
+
+@pytest.mark.parametrize("name", ["README.md", *navigation()])
+def test_code_lines_fit(name: str) -> None:
+    """In the site's column, which 88 characters fill."""
+    inside, wide = False, []
+    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif inside and len(line) > 88:
+            wide.append(f"{name}:{number}: {len(line)} columns")
+    assert not wide
 
 
 def test_every_module_is_in_its_place() -> None:
