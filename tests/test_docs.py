@@ -11,6 +11,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,27 +98,19 @@ def navigation() -> list[str]:
 
 
 def test_every_page_is_in_the_site() -> None:
-    outside = {"docs/log.md", "docs/results/mistakes.md", *(f"docs/results/{name}" for name in tables.PAGES)}
-    assert set(navigation()) == {name for name in NAMES if name.startswith("docs/")} - outside
-
-
-def test_pages_are_short() -> None:
-    """In words, as ``wc -w`` counts them."""
-    words = {name: len((ROOT / name).read_text().split()) for name in ("README.md", *navigation())}
-    assert words.pop("README.md") <= 500
-    assert sum(words.values()) <= 20_000, words
-
-
-@pytest.mark.parametrize("name", ["README.md", *navigation()])
-def test_code_lines_fit(name: str) -> None:
-    """In the site's column, which 88 characters fill."""
-    inside, wide = False, []
-    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            inside = not inside
-        elif inside and len(line) > 88:
-            wide.append(f"{name}:{number}: {len(line)} columns")
-    assert not wide
+    """In the navigation, or outside of it and linked by another page."""
+    (patterns,) = re.findall(r"^not_in_nav: \|\n((?:  .+\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {name for name in NAMES if name.startswith("docs/")}
+    outside = {name for name in pages if any(fnmatch(name, f"docs/{pattern}") for pattern in patterns.split())}
+    assert set(navigation()) == pages - outside
+    assert outside >= {f"docs/results/{name}" for name in tables.PAGES}
+    linked = {
+        (document.parent / target).resolve()
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\(([^)#:]+\.md)[)#]", document.read_text())
+        if (document.parent / target).resolve() != document
+    }
+    assert not {name for name in outside if NAMES[name] not in linked}
 
 
 def test_every_module_is_in_its_place() -> None:
@@ -829,6 +822,25 @@ def test_every_page_with_code_is_run() -> None:
 )
 def test_code_of_the_documents_runs(name: str, pool: Callable[..., ranks.Pool]) -> None:
     pool(PAGES[name].world_size).run(run_page, name, timeout=120)
+
+
+def test_pages_are_short() -> None:
+    """In words, as ``wc -w`` counts them."""
+    words = {name: len((ROOT / name).read_text().split()) for name in ("README.md", *navigation())}
+    assert words.pop("README.md") <= 500
+    assert sum(words.values()) <= 20_000, words
+
+
+@pytest.mark.parametrize("name", ["README.md", *navigation()])
+def test_code_lines_fit(name: str) -> None:
+    """In the site's column, which 88 characters fill."""
+    inside, wide = False, []
+    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif inside and len(line) > 88:
+            wide.append(f"{name}:{number}: {len(line)} columns")
+    assert not wide
 
 
 def test_example_of_readme_is_a_file() -> None:

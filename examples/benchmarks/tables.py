@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     "README.md",
+    "docs/support.md",
     "docs/performance.md",
     "docs/numerics.md",
     "docs/decoding.md",
     "docs/kernels.md",
     "docs/linears.md",
-    "docs/support.md",
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -728,6 +728,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "532faca", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
+    "support": support_table,
+    "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "memory": memory_table,
     "explained": explained_text,
     "predicted": predicted_table,
@@ -735,7 +737,6 @@ REGIONS: dict[str, Callable[[], str]] = {
     "chosen on eight": lambda: markdown(*predicted.choices_table(predicted.played_points())),
     "bands": lambda: markdown(*predicted.bands_table()),
     "decoding": decoding_table,
-    "support": support_table,
     "supported": supported_table,
     "linears": measured_linears_table,
     "long": long_table,
@@ -743,7 +744,6 @@ REGIONS: dict[str, Callable[[], str]] = {
     "projected": projected_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
-    "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "low precision": low_precision_table,
     "scores": scores_table,
     "verify": verify_table,
