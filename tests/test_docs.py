@@ -375,41 +375,28 @@ class Page(NamedTuple):
 S = 64  # tokens of the pages' sequences
 
 
-def readme_names(rank: int) -> dict[str, Any]:
-    """2 x 2 ranks; 61 tokens, which they do not divide."""
-    model = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention)
-    model.init_weights(0)
-    text = integers(64, 4, 62)
-    rows = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-    layout = cp_mesh.ZigZag().positions(S, 2, rank % 2)
-    q, k, v = (whole(i, 1, 4, S, 16) for i in range(3))
-    return {
-        "device": "cpu", "dp": 2, "cp": 2, "seq_len": 61, "model": model, "twin": copy.deepcopy(model), "text": text,
-        "tokens": text[rows, :-1], "labels": text[rows, 1:], "positions_of_rank": layout, "whole": (q, k, v),
-        "q": q, "k": k, "v": v,
-    }  # fmt: skip
-
-
 def check_readme(names: dict[str, Any]) -> None:
-    loss, text, twin, model = names["loss"].detach().clone(), names["text"], names["twin"], names["model"]
-    dist.all_reduce(loss, group=names["data"].get_group())
-    expected = F.cross_entropy(twin(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    torch.manual_seed(0)  # the weights of the page
+    layer = names["Layer"]
+    plain = nn.Sequential(nn.Embedding(256, 64), layer(), layer(), nn.Linear(64, 256))
+    expected = F.cross_entropy(plain(names["text"][:, :-1]).flatten(0, 1), names["text"][:, 1:].flatten())
     expected.backward()
+    loss = names["loss"].detach().clone()
+    dist.all_reduce(loss, group=names["mesh"].get_group())
     close(loss, expected.detach(), 1e-5)
-    gradients = dict(model.named_parameters())
-    for name, parameter in twin.named_parameters():
-        found = gradients[name].grad.full_tensor()
-        close(found, parameter.grad, 1e-5 * float(parameter.grad.abs().max()))
-    dense = F.scaled_dot_product_attention(*names["whole"], is_causal=True)  # 64 tokens are within the window
-    close(names["out"], dense[:, :, names["positions_of_rank"]])
+    for found, parameter in zip(names["model"].parameters(), plain.parameters(), strict=True):
+        close(found.grad.full_tensor(), parameter.grad, 1e-5 * float(parameter.grad.abs().max()))
 
 
 def check_index(names: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain, text = names["Model"](), names["text"]
-    logits = plain(text[:, :-1], torch.arange(names["seq_len"]))
+    logits = plain(text[:, :-1], torch.arange(1000))
     close(names["losses"][0], F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).item(), 1e-4)
     assert names["losses"][-1] < names["losses"][0]
+    torch.manual_seed(1)
+    mask = cp_mesh.Mask(window=(255, 0))
+    close(names["out"], attend(*torch.randn(3, 1, 4, 1000, 16), mask)[:, :, names["sequence"].positions()], 1e-5)
 
 
 def recipe_names(rank: int) -> dict[str, Any]:
@@ -802,9 +789,10 @@ def check_linears(names: dict[str, Any]) -> None:
 
 
 PAGES = {
-    "README.md": Page(4, readme_names, check_readme),
+    "README.md": Page(2, check=check_readme),
     "docs/index.md": Page(2, check=check_index),
     "docs/concepts.md": Page(1),
+    "docs/support.md": Page(1),
     "docs/kernels.md": Page(1),
     "docs/masks.md": Page(2, recipe_names, check_masks),
     "docs/packed.md": Page(2, packed_names, check_packed),
@@ -876,8 +864,33 @@ def test_code_of_the_documents_runs(name: str, pool: Callable[..., ranks.Pool]) 
     pool(PAGES[name].world_size).run(run_page, name, timeout=120)
 
 
-def test_readme_shows_what_is_refused(pool: Callable[..., ranks.Pool]) -> None:
-    """What its table says is refused for now; whoever builds one of these finds README here."""
+def test_pages_are_short() -> None:
+    """In words, as ``wc -w`` counts them."""
+    words = {name: len((ROOT / name).read_text().split()) for name in ("README.md", *navigation())}
+    assert words.pop("README.md") <= 500
+    assert sum(words.values()) <= 20_000, words
+
+
+@pytest.mark.parametrize("name", ["README.md", *navigation()])
+def test_code_lines_fit(name: str) -> None:
+    """In the site's column, which 88 characters fill."""
+    inside, wide = False, []
+    for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif inside and len(line) > 88:
+            wide.append(f"{name}:{number}: {len(line)} columns")
+    assert not wide
+
+
+def test_example_of_readme_is_a_file() -> None:
+    example = (ROOT / "examples" / "minimal.py").read_text()
+    assert [block.code for block in blocks(ROOT / "README.md", "python")] == [example]
+    assert sum(bool(line) for line in example.splitlines()) <= 30
+
+
+def test_support_says_what_is_refused(pool: Callable[..., ranks.Pool]) -> None:
+    """What docs/support.md says is refused for now; whoever builds one of these finds the page here."""
     for refused in pool(2).run(refusals):
         assert all(kind == "UnsupportedError" for kind in refused.values()), refused
 

@@ -140,6 +140,18 @@ def supported_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def support_table() -> str:
+    """For each feature the methods and kernels that compute it."""
+    answers, usual = cells(), [name for name in KERNELS if name != "flex"]
+    lines = ["| | methods | kernels |", "|---|---|---|"]
+    for words in FEATURES:
+        methods = [name for name in METHODS if any(answers[words, name, kernel] == EXACT for kernel in KERNELS)]
+        kernels = [name for name in KERNELS if answers[words, "ring", name] == EXACT]
+        of_methods = "all" if len(methods) == len(METHODS) else ", ".join(methods)
+        lines.append(f"| {words} | {of_methods} | {'any' if kernels == usual else ', '.join(kernels)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _short(message: str) -> str:
     """What is lacking, without where it is there and what works instead."""
     what = message.partition("; ")[0].partition(" lacks ")

@@ -17,7 +17,7 @@ from pathlib import Path
 import many_gpus
 import predicted
 import torch
-from capabilities import supported_table
+from capabilities import support_table, supported_table
 
 from cp_mesh import explain
 
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     "README.md",
+    "docs/support.md",
     "docs/performance.md",
     "docs/decoding.md",
     "docs/linears.md",
@@ -710,6 +711,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "532faca", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
+    "support": support_table,
+    "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "memory": memory_table,
     "explained": explained_text,
     "predicted": predicted_table,
