@@ -52,6 +52,7 @@ if typing.TYPE_CHECKING:  # as `_HOMES` says
     from cp_mesh.training.probe import probe
     from cp_mesh.training.sharded_model import ShardedModel
 
+__version__ = "0.2.0"
 __all__ = [
     "ArgumentError",
     "Balanced",

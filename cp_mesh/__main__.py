@@ -2,6 +2,7 @@
 
 ``torchrun --nproc-per-node 8 -m cp_mesh verify module:factory`` verifies a training set-up, see `verify_model`.
 ``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, with no ranks.
+``python -m cp_mesh --version`` prints the version.
 
 Each ends with one line that says it all. A rank's exit status is 0 if all is right, 1 if something is wrong, and 2 if
 something could not run; torchrun makes 1 of both.
@@ -312,7 +313,9 @@ def _append(path: Path, row: list[object]) -> None:
 def main() -> None:
     """One of the commands."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
-    if first == "explain":
+    if first == "--version":
+        print(f"cp_mesh {sys.modules['cp_mesh'].__version__}")
+    elif first == "explain":
         explain_command(sys.argv[2:])
     elif first == "verify":
         verify_model_command(sys.argv[2:])

@@ -130,6 +130,12 @@ COMPILED = "_orig_mod"  # in what torch.compile made of a module, the name of th
 COMPILED_CALL = "_compiled_call_impl"  # what Module.compile() has a module call; None: its own code
 WRAPPED = ("_fsdp_wrapped_module", COMPILED, "_checkpoint_wrapped_module", "module")  # what wrappers put into paths
 
+
+def unwrapped(path: str) -> str:
+    """The path of a module or parameter without what wrappers add to it."""
+    return ".".join(name for name in path.split(".") if name not in WRAPPED)
+
+
 # Kernels of PyTorch.
 
 

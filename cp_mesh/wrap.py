@@ -22,10 +22,11 @@ from cp_mesh.errors import UnsupportedError, describe, refuse
 
 FILE = __file__
 NEW: Any = vars(copyreg)["__newobj__"]  # what makes an object that has no way of its own
-STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
-INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
-LINEAR = "_cp_mesh_linear"  # of the styles over tp, which a module may have beside one over cp
-WATCH = "_cp_mesh_watch"  # the forward of a compiled part, which is looked at while it is traced
+STYLE = "style"  # keys of `replace_forward`: a style's forward
+INPUT, OUTPUT = "input", "output"  # which a module may have beside a style
+LINEAR = "linear"  # of the styles over tp, which a module may have beside one over cp
+WATCH = "watch"  # the forward of a compiled part, which is looked at while it is traced
+_ALL = "_cp_mesh"  # by key the replacements of a module and the forwards of the instance that they found, or None
 
 
 class Replacement:
@@ -57,16 +58,16 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
         run: is given the module, its own forward, and the arguments of the call.
     """
     check_plain(name, module)
-    if "forward" in module.__dict__:
-        module.__dict__[_of_instance(key)] = module.__dict__.pop("forward")
-    module.__dict__[key] = Replacement(name, run)
-    if not hasattr(type(module), _mark(key)):
+    of_class: dict[str, Any] = getattr(type(module), _ALL, {})
+    found = Replacement(name, run), module.__dict__.pop("forward", None)
+    module.__dict__[_ALL] = of_class | module.__dict__.get(_ALL, {}) | {key: found}  # shallow copies keep the old one
+    if key not in of_class:
         module.__class__ = _subclass(type(module), key)
 
 
 def replaced(module: nn.Module, key: str) -> Replacement | None:
     """The replacement of this key, if there is one."""
-    found: Replacement | None = module.__dict__.get(key)
+    found: Replacement | None = module.__dict__.get(_ALL, {}).get(key, (None,))[0]
     return found
 
 
@@ -88,32 +89,21 @@ def plain_name(path: str) -> str:
 def check_class(module: nn.Module) -> None:
     """Refuse a module that was given a style and then another class, which runs without the style."""
     style = replaced(module, STYLE)
-    if style is not None and not hasattr(type(module), _mark(STYLE)):
+    if style is not None and STYLE not in getattr(type(module), _ALL, ()):
         what, hint = f"{type(module).__name__} with {style.name}", "change module.__class__ before parallelize"
         refuse(what, "the class that the style gave it", "another one", hint)
 
 
-def _of_instance(key: str) -> str:
-    return f"{key}_forward_of_instance"
-
-
-def _mark(key: str) -> str:
-    return f"{key}_class"
-
-
 def _subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
     """One for all modules of a class; its class knows it weakly, so that both go with them."""
-    made = (each for each in base.__subclasses__() if _mark(key) in vars(each))
+    made = (each for each in base.__subclasses__() if key in vars(each).get(_ALL, ()))
     return next(made, None) or _make_subclass(base, key)
 
 
 def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
-    of_instance = _of_instance(key)
-
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Attributes with a default of the class: torch.compile guards their absence, and not that of a key of __dict__.
-        inner, replacement = getattr(self, of_instance), getattr(self, key)
+        replacement, inner = getattr(self, _ALL)[key]
         if inner is None:
             inner = partial(base.forward, self)
         if replacement is not None:
@@ -128,7 +118,7 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
     code.__code__ = code.__code__.replace(co_name=f"forward of {base.__module__}.{base.__qualname__}")
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        if {STYLE, INPUT, OUTPUT, LINEAR} & self.__dict__.keys():
+        if any(replaced(self, each) for each in (STYLE, INPUT, OUTPUT, LINEAR)):
             raise UnsupportedError(
                 f"{base.__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds process "
                 "groups; save model.state_dict(), then build the model and call parallelize where it is loaded"
@@ -141,7 +131,7 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
 
     members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": base.__doc__}
     members |= {f"__{name}__": partialmethod(partial(copied, getattr(copy, name))) for name in ("copy", "deepcopy")}
-    members |= {_mark(key): True, key: None, of_instance: None}
+    members[_ALL] = getattr(base, _ALL, {}) | {key: (None, None)}  # of a module that was made by its class alone
     made = type(base.__name__, (base,), members)
     made.__module__, made.__qualname__ = base.__module__, base.__qualname__
     return made
@@ -159,5 +149,5 @@ def _in_class(base: type[nn.Module], module: nn.Module, run: Callable[..., Any],
 def _like(module: nn.Module, twin: nn.Module) -> nn.Module:
     """``twin`` with the class and the replacements of ``module``, of which the way of its class knows nothing."""
     twin.__class__ = type(module)
-    twin.__dict__.update({key: x for key, x in module.__dict__.items() if isinstance(x, Replacement)})
+    twin.__dict__.setdefault(_ALL, {key: (found, None) for key, (found, _) in getattr(module, _ALL).items()})
     return twin

@@ -54,7 +54,7 @@ EXCLUDED = inner("mask", "EXCLUDED")
 
 @dataclass(frozen=True)
 class Backwards(Layout):
-    """The last chunk first: that of docs/contributing.md."""
+    """The last chunk first: that of docs/extending.md."""
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Run, ...]:
         begin, end = chunk_bounds(seq_len, cp_size, cp_size - 1 - cp_rank)

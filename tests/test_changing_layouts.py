@@ -71,7 +71,7 @@ def batch(S: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def plan(sequence: ShardedSequence, **options: Any) -> dict[str, Any]:
-    """As docs/masks.md has it."""
+    """As docs/packed.md has it."""
     return {
         "": ShardedModel(sequence, layout=lambda layout, **others: layout, **options),
         "core": ContextParallel(

@@ -138,3 +138,11 @@ def test_generated_tokens_equal_one_device_on_two_ranks() -> None:
     done = run_script(ROOT / "examples" / "generate.py", [], 2)
     assert done.returncode == 0, done.printed
     assert done.printed.count("as one device: True") == 2
+
+
+@pytest.mark.full
+def test_minimal_example() -> None:
+    """The file of README, whose figures tests/test_docs.py compares."""
+    done = run_script(ROOT / "examples" / "minimal.py", [], 2)
+    assert done.returncode == 0, done.printed
+    assert sorted(re.findall(r"rank (\d): loss 2\.\d{4}", done.printed)) == ["0", "1"]

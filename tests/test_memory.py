@@ -33,7 +33,7 @@ from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, attention
 
 ulysses_memory = inner("memory", "ulysses_memory")
 stages = room("ring_loop")
-ALL_GATHER = inner("all_gather", "ALL_GATHER")
+ALL_GATHER = inner("ring_loop", "ALL_GATHER")
 choose_head_chunks = inner("ring_loop", "choose_head_chunks")
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

@@ -513,7 +513,7 @@ def test_a_lost_seam_is_told():
     combine, stages = path_of("combine"), path_of("ring_loop")
     for seam, home in {
         "nowhere:forward_by_stages": stages,
-        "ring:nothing": "no module",
+        "ring_loop:nothing": "no module",
         "combine:RowSum.nothing": combine,
         "ring_loop:RowSum.add": combine,  # which is imported there
     }.items():

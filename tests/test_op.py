@@ -473,7 +473,7 @@ def watched(rank: int) -> list[bool]:
     negated = torch.complex(torch.zeros_like(q), -q).conj().imag  # a view of memory that holds -q
     seen = []
     passes = room("passes")
-    with mock.patch.object(passes, "forward_and_plan", side_effect=passes.forward_and_plan) as forward:
+    with mock.patch.object(passes, "forward", side_effect=passes.forward) as forward:
         with torch.no_grad():
             got = attend(negated, k, v)
         seen += [call.args[0].is_neg() for call in forward.call_args_list]

@@ -273,7 +273,8 @@ def test_mistakes_are_found(pool, dtype, full):
             if kind == "GRU" and dtype == torch.bfloat16:
                 assert "with all rows of the piece on one rank the model raised" in said, said
             else:
-                assert "of their size apart, at positions" in said and f"from {FROM[kind]} on" in said, (kind, said)
+                assert "of their size apart, at positions" in said and f"from {FROM[kind]} on (" in said, (kind, said)
+                assert " agrees); usually positions" in said and len(said) < 330, (kind, said)
 
 
 @pytest.mark.full

@@ -534,7 +534,7 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(contract, "stream_of", lambda device: 0)
     ours = planned(ids).tiles(None)
     assert all(a.cover is not b.cover for a, b in zip(ours, other, strict=True)) and len(ours)
-    monkeypatch.setattr(contract, "stream_of", lambda device: None)
+    monkeypatch.setattr(plan, "stream_of", lambda device: None)
     with pytest.raises(cp_mesh.UnsupportedError, match="capture"):
         planned(ids)
 
@@ -542,7 +542,7 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
 def backward_in_a_capture(rank: int) -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 2, 2, 12, 8)[:3])
     out = cp_mesh.attention(q, k, v, mesh=mesh((2,), ("cp",)), mask=Mask(documents=ids_of([3, 17, 4])))
-    with mock.patch.object(contract, "stream_of", lambda device: None):
+    with mock.patch.object(plan, "stream_of", lambda device: None):
         out.sum().backward()
 
 

@@ -157,9 +157,8 @@ def remembering(path: Path) -> set[str]:
 
 def test_every_cache_has_a_reason() -> None:
     """In the second table of the page, and none that is gone."""
-    page = (CHECKOUT / "docs" / "design.md").read_text()
-    (section,) = re.findall(r"^## Registries and caches\n(.*?)^## ", page, re.M | re.S)
-    rows = section.partition("Functions that remember")[2].split("\n| ")[2:]
+    page = (CHECKOUT / "docs" / "caches.md").read_text()
+    rows = page.partition("## Functions that remember\n")[2].split("\n| ")[2:]
     told = {name for row in rows for name in re.findall(r"`([\w/.]+)`", row.partition(" |")[0])}
     files = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
     assert told == {f"{file}.{name}" for file, path in files.items() for name in remembering(path)}

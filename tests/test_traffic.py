@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 
-HYBRID = inner("hybrid", "HYBRID")
+HYBRID = inner("ulysses", "HYBRID")
 
 B, K, D, E = 2, 3, 5, 4
 ROW = B * K * (D + E)  # elements of K and V in one row

@@ -133,6 +133,25 @@ class LastIgnored(Core):
         return torch.cat([out[:, :, :-1], torch.zeros_like(out[:, :, -1:])], 2)
 
 
+class FlexCore(nn.Module):
+    """Calls `cp_mesh.flex_attention` with a bias of the key; ``rows``: counted in rows of what the core is given."""
+
+    def __init__(self, rows: bool = False) -> None:
+        super().__init__()
+        self.rows, self.bias = rows, nn.Parameter(torch.empty(S))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + self.bias[kv_idx % q.shape[2] if self.rows else kv_idx]
+
+        def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return q_idx >= kv_idx
+
+        mask = cp_mesh.create_block_mask(causal, None, None, S, S)
+        out: Tensor = cp_mesh.flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+        return out
+
+
 class LinearCore(nn.Module):
     """Linear attention, which no plan knows: a running sum over the rows that it is given."""
 
@@ -564,6 +583,10 @@ USERS: dict[str, Bug] = {
         r"forward: layers\.0\.core, argument q, position 6; .*argument v beside it agrees: other positions",
         own_positions,
     ),
+    "3 a score_mod that counts this rank's rows": Bug(
+        r"forward: layers\.0\.core, output, position \d+; .* by another mask, window or scores",
+        lambda axis: by_functions(axis, rows=True),
+    ),
     "4 the mean over own rows": Bug(r"2 times too large, as many as the ranks of cp", mean_of_own_rows),
     "4 a share of the loss of gathered logits": Bug(
         r"0.5 of what it is to be, one over the ranks of cp", share_of_gathered
@@ -734,6 +757,11 @@ def with_scores(axis: DeviceMesh) -> Kwargs:
     return right(axis, make_model=make, plan=plan, make_reference=dense)
 
 
+def by_functions(axis: DeviceMesh, rows: bool = False) -> Kwargs:
+    make = functools.partial(Positioned, functools.partial(FlexCore, rows))
+    return right(axis, make_model=make, plan=plan_of(ShardedSequence(axis), mask=Mask(causal=False)))
+
+
 def under_ddp(axis: DeviceMesh) -> Kwargs:
     def spread(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(parallelize(model, axis, plan_of(ShardedSequence(axis))))
@@ -802,6 +830,7 @@ RIGHT: dict[str, tuple[Callable[[DeviceMesh], Kwargs], tuple[int, ...]]] = {
     "packed documents": (packed, (2,)),
     "windows": (in_windows, (2,)),
     "scores": (with_scores, (2,)),
+    "functions": (by_functions, (2,)),
     "gathered logits": (gathered, (2,)),
     "gathered logits, its own loss": (lambda axis: gathered(axis) | {"loss": None}, (2,)),
     "DistributedDataParallel": (under_ddp, (2,)),

@@ -180,19 +180,14 @@ def attend(
     Args:
         others: keywords of `attention`, its layout and mask among them, and those of `_make_call`.
     """
-    group, compiling = None, torch.compiler.is_compiling()
     try:
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
-        group = axis.group
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             others = with_degree(mesh, others)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, return_lse=return_lse, **others)
     except Exception as error:
-        if not compiling:
-            group = group or group_that_waits(query, mesh, seq_dim)
-            if group is not None:
-                announce_refusal(group, error)
+        announce_to_cp(error, query, mesh, seq_dim)
         raise
     if isinstance(query, DTensor) and (call.seq_len < axis.size or call.options.score_mod or call.options.mask_mod):
         # DTensor gathers a dim that is shorter than its axis, and has no rule for lists of tensors. All others go by
@@ -204,6 +199,12 @@ def attend(
     else:
         out, lse, *_ = call_attention(query, key, value, *call.arguments())
     return (out, lse) if return_lse else out
+
+
+def announce_to_cp(error: Exception, query: Any, mesh: Any, seq_dim: Any) -> None:
+    """`announce_refusal` to the cp group, as far as arguments tell it; not in a trace, where all ranks refuse alike."""
+    if not torch.compiler.is_compiling() and (group := group_that_waits(query, mesh, seq_dim)) is not None:
+        announce_refusal(group, error)
 
 
 def with_degree(mesh: DeviceMesh | dist.ProcessGroup, given: Mapping[str, Any]) -> dict[str, Any]:

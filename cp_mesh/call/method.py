@@ -124,30 +124,25 @@ class Plan:
 
     def run(self, what: tuple[Any, ...], compute: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Any:
         """``compute(*inputs)``, a pass of the method, by its tape where it has one."""
-        stream, scores = stream_of(self.device), self.scores
-        has_functions = scores.score_mod is not None or scores.mask_mod is not None
-        # A plan of one batch is not worth it: to record it takes the host longer than the layers of a model gain.
-        if stream is None or not self.kernel.taped or has_functions or self._of_batch:
+        stream = stream_of(self.device)
+        if stream is None or not self._is_taped:
             return compute(*inputs)
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:  # of launches and streams
             return compute(*inputs)
         if self.of_call:
-            inputs = *inputs, *(getattr(scores, name) for name in (*TERMS, "dropout_seed"))
+            inputs = *inputs, *(getattr(self.scores, name) for name in (*TERMS, "dropout_seed"))
         return repeat(self.tapes, (*what, stream), compute, inputs)
 
-    @property
-    def _of_batch(self) -> bool:
-        return self.mask.elementwise or self.layout.tensor is not None
+    @cached_property
+    def _is_taped(self) -> bool:
+        # A plan of one batch is not worth it: to record it takes the host longer than the layers of a model gain.
+        of_batch = self.mask.elementwise or self.layout.tensor is not None
+        return self.kernel.taped and not (of_batch or self.scores.score_mod or self.scores.mask_mod)
 
     @cached_property
     def reads_tensors(self) -> bool:
         """Whether tiles come with tensors on the device, not as numbers alone."""
         return not covers_of(self.schedule, self.scores.features) <= BANDS
-
-    @property
-    def copies_in_capture(self) -> bool:
-        """Whether tensors would be copied to the device while a CUDA graph is captured, which cannot be."""
-        return self.reads_tensors and stream_of(self.device) is None
 
     def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:

@@ -1,16 +1,13 @@
-"""The methods: how rows move between ranks, and in which order tiles are computed. One file each."""
+"""The methods: how rows move between ranks, and in which order tiles are computed."""
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from cp_mesh.call.all_gather import ALL_GATHER
-from cp_mesh.call.hybrid import HYBRID
 from cp_mesh.call.method import Method, Plan
-from cp_mesh.call.ring import RING
-from cp_mesh.call.ring_loop import backward_by_stages, forward_by_stages, settle
+from cp_mesh.call.ring_loop import ALL_GATHER, RING, backward_by_stages, forward_by_stages, settle
 from cp_mesh.call.spec import check_choice
-from cp_mesh.call.ulysses import ULYSSES
+from cp_mesh.call.ulysses import HYBRID, ULYSSES
 
 
 def _of_hosts(name: str) -> Callable[..., Any]:

@@ -33,14 +33,16 @@ from cp_mesh._torch import (
     allows_plain,
     below_autograd,
     forward_level,
+    function_mode,
     in_transform,
+    profiles,
     resolve_group,
     untraced,
     without_keys,
 )
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.operators import is_seen, is_watched, library, refuse_tangents
+from cp_mesh.call.operators import is_seen, library, refuse_tangents
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.first_calls import last_forward
@@ -72,7 +74,7 @@ attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
     from cp_mesh.call import passes  # by the first call: graphs that name the ops need no plan, method or kernel
 
-    return passes.forward(*inputs) if op is attention_op else passes.backward(*inputs)
+    return passes.forward(*inputs)[0] if op is attention_op else passes.backward(*inputs)
 
 
 for _op in (attention_op, attention_backward_op):
@@ -128,7 +130,7 @@ class _Attention(torch.autograd.Function):
             with below_autograd():
                 from cp_mesh.call import passes  # as in `_compute`
 
-                (out, lse, kept, *of_heads), ctx.plan = passes.forward_and_plan(*inputs)
+                (out, lse, kept, *of_heads), ctx.plan = passes.forward(*inputs)
         else:
             out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
@@ -262,10 +264,10 @@ _past_dispatcher = untraced(partial(_with_autograd, attention_op, _Attention))
 
 def call_attention(*inputs: Any) -> tuple[Tensor, ...]:
     """`attention_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
-    if torch.compiler.is_compiling() or is_watched() or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True):
-        results: tuple[Tensor, ...] = attention_op(*inputs)
-        return results
-    results = _past_dispatcher(None, *inputs)
+    # A profiler, a mode of torch functions and torch.jit.trace would see the operator's name.
+    named = torch.compiler.is_compiling() or profiles() or function_mode() is not None or torch.jit.is_tracing()
+    is_called = named or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True)
+    results: tuple[Tensor, ...] = attention_op(*inputs) if is_called else _past_dispatcher(None, *inputs)
     return results
 
 

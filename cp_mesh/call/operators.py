@@ -16,10 +16,8 @@ from torch.autograd import forward_ad
 from cp_mesh._torch import (
     below_autograd,
     forward_level,
-    function_mode,
     in_transform,
     num_dispatch_modes,
-    profiles,
     untraced,
 )
 from cp_mesh.errors import UnsupportedError, refuse
@@ -27,11 +25,6 @@ from cp_mesh.errors import UnsupportedError, refuse
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 library = torch.library.Library("cp_mesh", "FRAGMENT")
-
-
-def is_watched() -> bool:
-    """Whether a profiler, a mode of torch functions or torch.jit.trace would see an operator's name."""
-    return profiles() or function_mode() is not None or torch.jit.is_tracing()
 
 
 def is_seen(given: Iterable[Any], graded: bool = False) -> bool:

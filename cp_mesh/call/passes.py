@@ -16,7 +16,7 @@ from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_who
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
-from cp_mesh.call.spec import GRADED, AttentionSpec, Call, Operand, nothing_kept
+from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, AttentionSpec, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import (
     ORDER,
     PASS,
@@ -91,15 +91,13 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
 
 def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
     """What both passes are told of a call, without its tensors."""
-    names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
-             "transport", "head_chunks", "deterministic")  # fmt: skip
     return {
         "layout": options.layout,
         "mask": str(parse_mask(options.mask, None, None, None)),
         "seq_len": str(seq_len),
         "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
         "dtype": str(q.dtype),
-        "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
+        "options": " ".join(f"{name}={getattr(options, name)}" for name in (*FACTORS, *EXECUTION)),
     }
 
 
@@ -109,12 +107,7 @@ def _kind(plan: Plan, call: Call) -> tuple[Any, ...]:
     return *plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """`forward_and_plan`, as the op has it."""
-    return forward_and_plan(q, k, v, *arguments)[0]
-
-
-def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan | None]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan | None]:
     """Attention over the cp group.
 
     Returns:
@@ -183,7 +176,7 @@ def backward(
     dout, q, k, v = form.to_bhsd(dout, q, k, v)
     if plan is None:
         rows = dout.shape[2]  # of the others there are none with ``kept``
-        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
+        of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in (q, k, v))
         plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
     elif plan.reads_tensors:
         refuse_copies(plan)
@@ -215,11 +208,6 @@ def backward(
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
     flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
     return dq, dk, dv, *_graded(call, of_scores, q), flat
-
-
-def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
-    batch, heads, _, dim = shape
-    return torch.Size((batch, heads, num_rows, dim))
 
 
 def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.choose import choose, ranks_by_host, ranks_of_a_host
-from cp_mesh.call.method import Plan, covers_of
+from cp_mesh.call.method import Plan, covers_of, stream_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.comm.exchange import TRANSPORTS
@@ -33,7 +33,7 @@ from cp_mesh.geometry.survey import parse_sources
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.scores import POSITIONAL, Scores
+from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS, choose_kernel
 
 MOST = 16  # plans that hold memory of the device
@@ -67,7 +67,7 @@ def make_plan(
     contents: tuple[Content | None, ...] = (None,) * 4
     resolve: Callable[..., Plan] = plans.many
     has_functions = bool(options.score_mod or options.mask_mod)
-    if has_functions or tensors.are_there():
+    if has_functions or {*map(type, tensors)} != {type(None)}:
         of_mask = {"documents": tensors.documents, "key_padding": tensors.key_padding, "blocks": tensors.blocks}
         for name, x in of_mask.items():
             if x is not None and x.is_meta:
@@ -77,7 +77,8 @@ def make_plan(
         check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
         if has_functions or any(x is not None for x in tensors[len(read) :]):
-            scores = scores_of_call(options, q, tensors, captured, seq_len)
+            scaled = options.with_scale(q.shape[3])
+            scores = make_scores(scaled, tensors, accumulation_dtype(q.dtype), captured, seq_len)
         if any(x is not None for x in read) or (scores is not None and scores.needs_positions):
             resolve = plans.few
     shapes = (
@@ -100,8 +101,8 @@ def make_plan(
 
 
 def refuse_copies(plan: Plan) -> None:
-    """Refuse a pass whose tensors would be copied to the device while a CUDA graph is captured."""
-    if plan.copies_in_capture:
+    """Refuse a pass that reads tensors, which would be copied to the device while a CUDA graph is captured."""
+    if stream_of(plan.device) is None:
         refuse(
             "CUDA graph capture",
             "a mask and scores that are said without tensors",
@@ -201,13 +202,6 @@ class Plans:
             self._few = {x: self._few[x] for x in kept}
             plan = self._few[contents, *others] = _resolve(contents, *others)
         return plan
-
-
-def scores_of_call(
-    options: AttentionSpec, q: Tensor | Operand, tensors: Tensors, captured: Sequence[Tensor], seq_len: int
-) -> Scores:
-    """What the passes are told of the scores of a call with tensors or functions."""
-    return make_scores(options.with_scale(q.shape[3]), tensors, accumulation_dtype(q.dtype), captured, seq_len)
 
 
 def warn_if_slow(kernel: Kernel, asked: str, request: Request) -> None:

@@ -1,4 +1,8 @@
-"""Attention by stages of fetched keys, on local tensors: what the ring and all-gather share, and Ulysses in part.
+"""Attention by stages of fetched keys, on local tensors: the ring and all-gather; and Ulysses in part.
+
+Ring attention, Liu et al. 2023 (arXiv:2310.01889), visits a few sources a stage: the wait for the first is short, and
+buffers are those of two stages. All-gather, Llama 3 (arXiv:2407.21783), has one stage, for the fewest kernel calls and
+collectives: all that is fetched is held at once. In both only rows that some query of the receiver may see travel.
 
 Who owns what on rank r, in the stage that visits sources s, s', ...:
 
@@ -33,7 +37,7 @@ from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.schedule import Grouping, Schedule, Stage, make_schedule
+from cp_mesh.geometry.schedule import Grouping, Schedule, Stage, in_one_stage, in_rising_stages, make_schedule
 from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, make_delta
 from cp_mesh.kernels.merge import Kernel
@@ -291,7 +295,7 @@ def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tup
         first += heads
 
 
-def method_of(name: str, groups: Grouping) -> Method:
+def _method_of(name: str, groups: Grouping) -> Method:
     """The method that visits sources in these stages."""
 
     def make(
@@ -301,3 +305,6 @@ def method_of(name: str, groups: Grouping) -> Method:
         return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups, sources=sources)
 
     return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages)
+
+
+RING, ALL_GATHER = _method_of("ring", in_rising_stages), _method_of("all_gather", in_one_stage)

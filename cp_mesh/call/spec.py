@@ -35,6 +35,8 @@ GRADED = tuple(TERMS)
 """Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
 _COUNTS = ("ulysses_degree", "inner_ring_size", "head_chunks")
 FACTORS = ("scale", "softcap", "dropout_p")
+EXECUTION = ("kernel", "method", "transport", *_COUNTS, "deterministic")
+"""Keywords that say how to compute, and change no result but by rounding."""
 DEGREES = (("ulysses_degree", "hybrid"), ("inner_ring_size", "double_ring"))
 """Keywords that one method alone takes."""
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -207,8 +209,7 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
         ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
          "None follows torch.use_deterministic_algorithms"),
         ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
-        *((name, lambda x: isinstance(x, str), "a name", f"{name}='auto' works")
-          for name in ("method", "kernel", "transport")),
+        *((name, lambda x: isinstance(x, str), "a name", f"{name}='auto' works") for name in EXECUTION[:3]),
         ("dropout_p", lambda x: _is_number(x) and 0 <= x < 1, "a probability in [0, 1)", "dropout_p=0.0 drops nothing"),
         ("dropout_seed", lambda x: x is None or isinstance(x, Tensor) or _is_int(x), "an int or an int64 tensor",
          "round it first"),
@@ -267,13 +268,6 @@ class Tensors(_Named):
     def of(cls, mask: Mask, layout: Layout, *others: Tensor | None, **named: Tensor | None) -> Tensors:
         """With those of the mask and the layout."""
         return cls(mask.documents, mask.key_padding, mask.blocks, layout.tensor, *others, **named)
-
-    def are_there(self) -> bool:
-        """Whether there is any."""
-        for x in self:  # noqa: SIM110 - a generator would be a call for each
-            if x is not None:
-                return True
-        return False
 
 
 NUM_TENSORS = len(Tensors._fields)

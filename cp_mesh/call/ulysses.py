@@ -3,8 +3,7 @@
 An all-to-all gives a rank the rows of the ranks beside it, its inner group, for its heads; another one brings out and
 lse home. Among these rows it computes as one rank of a ring whose ranks are inner groups (`joined_layout`). Of plain
 Ulysses the inner group is the whole cp group: the ring has one rank, and its kernels see the problem of one device, the
-mask as it is, in one contiguous shard, whatever the layout. `hybrid.py` has smaller groups. Who owns what, with U ranks
-in an inner group and h = H / U:
+mask as it is, in one contiguous shard, whatever the layout. Who owns what, of U ranks in an inner group, h = H / U:
 
     q, k, v, out, lse    [B, heads, S_local, D], all heads of this rank's rows
     q_h, k_h, ...        [B, h, rows of the group, D], this rank's heads, in the order of the joined shard
@@ -12,6 +11,10 @@ in an inner group and h = H / U:
 Where kv heads do not divide by U each is sent several times, as many as make the groups of query heads equal on every
 rank; its gradients are then summed in fp32 where it came from. Terms of the scores by head are cut to the rank's heads,
 and rows of a bias travel as those of q do. Sinks and delta are dealt with before, on the rank's own rows.
+
+The hybrid, Fang and Zhao 2024 (arXiv:2405.07719), has smaller groups: rank r of the cp axis has number r mod U in inner
+group r // U, and visits the keys of the other groups, for its heads, by the stages of the ring. Heads limit U, not the
+number of ranks; and the inner groups may be hosts, so that what travels between hosts is the ring's alone.
 """
 
 from __future__ import annotations
@@ -82,6 +85,23 @@ def choose_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) 
         hint = f"method='ring' works{f', or {near} cp ranks' if near > 1 else ''}"
         refuse("method='ulysses': query heads", expected, num_heads, hint, UnsupportedError)
     return cp_size
+
+
+def choose_inner_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
+    """The degree asked for; or the largest that divides the ranks and the kv heads, or if only 1 does, the query heads.
+
+    See `Method.choose_degree`.
+    """
+    num_heads, num_kv_heads, degree = q.shape[1], k.shape[1], options.ulysses_degree
+    if not degree:
+        common = math.gcd(num_kv_heads, cp_size)
+        return common if common > 1 else math.gcd(num_heads, cp_size)
+    if cp_size % degree or num_heads % degree:
+        both = math.gcd(cp_size, num_heads)
+        near = max(n for n in range(1, min(both, degree) + 1) if both % n == 0)
+        expected = f"a divisor of the {cp_size} cp ranks and of the {num_heads} query heads"
+        refuse("method='hybrid': ulysses_degree", expected, degree, f"ulysses_degree={near} works, or method='ring'")
+    return degree
 
 
 def schedule_of_groups(
@@ -398,7 +418,5 @@ def _slices(pieces: Sequence[Piece], shard_lens: Sequence[int]) -> list[list[sli
     return found
 
 
-ULYSSES = Method(
-    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward,
-    kept_shapes=kept_shapes, swaps=True,
-)  # fmt: skip
+ULYSSES = Method("ulysses", choose_degree, schedule_of_groups, settle, forward, backward, kept_shapes, swaps=True)
+HYBRID = replace(ULYSSES, name="hybrid", choose_degree=choose_inner_degree, degree_option="ulysses_degree")

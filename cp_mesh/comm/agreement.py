@@ -258,10 +258,10 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
             Words(other, state_of(other, _Compared).next_topic(), said).wait(None)
 
 
-def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
+def announce_error(group_name: str, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
     """`announce_refusal`, but not while torch.compile traces: there all ranks are to refuse alike."""
     if not torch.compiler.is_compiling():
-        announce_refusal(resolve_group(group_name), error, axis)
+        announce_refusal(resolve_group(group_name), error, axis, in_check_mode)
 
 
 class refusing:
@@ -269,17 +269,18 @@ class refusing:
 
     Args:
         group_name: of ranks along ``axis``, "cp" or "tp".
+        in_check_mode: as in `announce_refusal`.
     """
 
-    def __init__(self, group_name: str, axis: str = "cp") -> None:
-        self.group_name, self.axis = group_name, axis
+    def __init__(self, group_name: str, axis: str = "cp", in_check_mode: bool = True) -> None:
+        self.group_name, self.how = group_name, (axis, in_check_mode)
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if isinstance(error, Exception):
-            announce_error(self.group_name, error, self.axis)
+            announce_error(self.group_name, error, *self.how)
 
 
 def keep_to_itself(error: Exception) -> None:

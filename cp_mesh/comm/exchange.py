@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from cp_mesh.comm.contract import Copy, Swaps, Transport
 from cp_mesh.comm.functional import FunctionalSwaps, FunctionalTransport
-from cp_mesh.comm.shards import FunctionalMoves, Moves, Shards
 from cp_mesh.comm.symmetric_memory import (
     SymmetricSwaps,
     SymmetricTransport,
@@ -18,7 +17,6 @@ from cp_mesh.comm.symmetric_memory import (
     symmetric_memory_bytes,
     unavailable,
 )
-from cp_mesh.comm.symmetric_shards import SymmetricMoves
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.schedule import Schedule
 
@@ -26,7 +24,6 @@ __all__ = [
     "TRANSPORTS",
     "FunctionalTransport",
     "choose_transport",
-    "make_moves",
     "make_swaps",
     "make_transport",
     "release",
@@ -41,13 +38,11 @@ class Way(NamedTuple):
         lacks: (group, device) -> why these ranks cannot move rows so, the same on all of them; None if they can.
         transport: (group, rows of a rank at most, device, copy of rows) -> one pass of the ring or of all-gather.
         swaps: (group, device) -> the all-to-alls of one pass of Ulysses.
-        moves: (shards, device) -> one pass of linears over tp.
     """
 
     lacks: Callable[[dist.ProcessGroup, torch.device], str | None]
     transport: Callable[[dist.ProcessGroup, int, torch.device, Copy], Transport]
     swaps: Callable[[dist.ProcessGroup, torch.device], Swaps]
-    moves: Callable[[Shards, torch.device], Moves]
 
 
 WAYS = {
@@ -55,11 +50,8 @@ WAYS = {
         lambda *_: None,
         lambda group, most_rows, device, copy: FunctionalTransport(group, copy),
         lambda group, device: FunctionalSwaps(group),
-        lambda shards, device: FunctionalMoves(shards),
     ),
-    "symmetric_memory": Way(
-        lambda group, device: unavailable(group, device), SymmetricTransport, SymmetricSwaps, SymmetricMoves
-    ),
+    "symmetric_memory": Way(lambda group, device: unavailable(group, device), SymmetricTransport, SymmetricSwaps),
 }
 """By name; "auto" takes the last that ranks can use."""
 TRANSPORTS = ("auto", *WAYS)
@@ -96,8 +88,3 @@ def make_transport(
 def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:
     """All-to-alls for one pass; see `choose_transport`. Where there is no row, nothing is asked."""
     return WAYS[choose_transport(name, group, device) if seq_len else "functional"].swaps(group, device)
-
-
-def make_moves(chosen: str, shards: Shards, device: torch.device) -> Moves:
-    """One pass of rows over tp, of equal shards, by a transport that `choose_transport` has chosen."""
-    return WAYS[chosen].moves(shards, device)

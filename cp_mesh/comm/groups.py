@@ -116,13 +116,8 @@ def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:
         refuse("CUDA graph capture", "groups that are there", "a first call, which makes them", hint, UnsupportedError)
     if not _MAKING.acquire(blocking=False):
         hint = "call attention once over each group, one after the other, before threads do"
-        refuse(
-            "groups within the cp group",
-            "one thread at a time",
-            "two, which would mix their names",
-            hint,
-            UnsupportedError,
-        )
+        got = "two, which would mix their names"
+        refuse("groups within the cp group", "one thread at a time", got, hint, UnsupportedError)
     try:
         return _make_alone(group, inner_size)
     finally:

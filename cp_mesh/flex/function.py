@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import forward_level, function_modes, in_transform, untraced
-from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
+from cp_mesh.call.dtensor import find_cp_axis
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import attend, check_format
-from cp_mesh.comm.agreement import announce_refusal
+from cp_mesh.call.function import announce_to_cp, attend, check_format
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.flex.block_mask import read_mask
 from cp_mesh.flex.rank_mask import Sources
 from cp_mesh.flex.trace import trace
-from cp_mesh.geometry.layouts import Layout, ZigZag
+from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.functions import ScalarFunction
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MESH = ContextVar[DeviceMesh | None]("MESH", default=None)
+"""Of calls without one: a mesh of this rank alone, where a model runs on whole sequences beside other ranks."""
 
 
 @untraced
@@ -109,17 +111,15 @@ def flex_attention(
 
     Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
     """
-    options: dict[str, Any] = dict(
-        mesh=mesh, seq_dim=seq_dim, seq_len=as_int(seq_len), layout=layout, mask=mask, method=method, kernel=kernel,
-        transport=transport, ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
-        deterministic=deterministic,
-    )  # fmt: skip
+    options = {name: x for name, x in locals().items() if name in _DEFAULTS} | {"seq_len": as_int(seq_len)}
     if (core := _core()) is not None:
         if given := [name for name, x in options.items() if x is not _DEFAULTS[name]]:
             hint = "leave it out: ContextParallel says it"
             refuse("flex_attention in a core", "functions, a mask of the whole sequence and a scale", given[0], hint)
         core.count()
         return core.attend_by_functions(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+    if mesh is None and (mesh := MESH.get()) is not None:
+        options |= {"mesh": mesh, "layout": Contiguous()}
     if mesh is None and not (dist.is_initialized() and dist.get_world_size() > 1):  # on one device, of any model
         from torch.nn.attention import flex_attention as module  # which takes a second to import
 
@@ -139,13 +139,15 @@ def flex_attention(
         batch = query.shape[form.dims["batch"]] if "batch" in form.dims else 1
         functions = Functions.of(score_mod, block_mask, query, (batch, num_heads, whole))
     except Exception as error:
-        if (group := group_that_waits(query, mesh, seq_dim)) is not None:
-            announce_refusal(group, error)
+        announce_to_cp(error, query, mesh, seq_dim)
         raise
     return attend(query, key, value, scale=scale, return_lse=return_lse, **options, **functions.keywords())
 
 
-_DEFAULTS = {name: x.default for name, x in inspect.signature(flex_attention).parameters.items()}
+_DEFAULTS = {
+    name: x.default for name, x in inspect.signature(flex_attention).parameters.items() if x.kind is x.KEYWORD_ONLY
+}
+"""Of the keywords that PyTorch's function has not."""
 
 
 def _core() -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol, times_written, untraced
-from cp_mesh.comm.agreement import announce_refusal, keep_to_itself, leave_word, read_word
+from cp_mesh.comm.agreement import announce_refusal, keep_to_itself, leave_word, read_word, refusing
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.first_calls import agree_once, is_first
 from cp_mesh.comm.waiting import wait_for
@@ -122,11 +122,8 @@ def find_sources(
     if not isinstance(sequence, ShardedSequence):
         refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it tells mesh and layout")
     group = sequence.mesh.get_group()
-    try:
+    with refusing(group.group_name, in_check_mode=False):
         asked = _checked(mask_mod, batch, heads, length, sequence, group)
-    except Exception as error:
-        announce_refusal(group, error, in_check_mode=False)
-        raise
     kind = "create_block_mask", *asked.said.values()
     seen = _look(asked, group, kind)
     agree_once(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_mesh.geometry.layouts import Layout, Run
+from cp_mesh.geometry.layout import Layout, Run
 from cp_mesh.geometry.mask import NONE, Mask, Reach
 
 Array = NDArray[np.int64]

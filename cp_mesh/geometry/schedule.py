@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from cp_mesh.geometry.block_table import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
-from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.layout import Layout
 from cp_mesh.geometry.mask import NONE, PARTIAL, Band, Cover, Mask
 from cp_mesh.geometry.survey import Seen, active_steps, geometry
 from cp_mesh.geometry.varlen import Segments, segments_of

@@ -49,7 +49,7 @@ from cp_mesh.geometry.block_table import (
     unions,
 )
 from cp_mesh.geometry.host_tensors import Content
-from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.layout import Layout
 from cp_mesh.geometry.mask import NONE, Documents, Mask, parse_mask
 
 Seen = NDArray[np.bool_]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from cp_mesh.call.method import Plan
-from cp_mesh.call.ring import RING
+from cp_mesh.call.ring_loop import RING
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Transport
 from cp_mesh.comm.exchange import FunctionalTransport, choose_transport, make_transport

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_mesh.call.methods import choose_method
-from cp_mesh.call.spec import settle
+from cp_mesh.call.spec import EXECUTION, settle
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.batch_mask import batch_mask
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
@@ -33,7 +33,6 @@ from cp_mesh.training.context_parallel import ContextParallel
 
 BALANCERS: dict[str | None, Layout] = {"headtail": ZigZag(), None: Contiguous()}
 """Layouts of torchtitan, by its context_parallel_load_balancer."""
-OPTIONS = ("kernel", "method", "transport", "ulysses_degree", "inner_ring_size", "head_chunks", "deterministic")
 ATTENTION = "cp_mesh.integrations.torchtitan_attention"
 _SETTING = "parallelism.context_parallel_load_balancer"
 _SpecT = TypeVar("_SpecT")
@@ -62,8 +61,8 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
         >>> register_train_spec("llama3_cp", context_parallel(get_train_spec("llama3")))  # 0.2  # doctest: +SKIP
         >>> config = context_parallel(llama3_debugmodel())  # 0.3  # doctest: +SKIP
     """
-    if unknown := sorted(options.keys() - set(OPTIONS)):
-        refuse("context_parallel", f"options among {', '.join(OPTIONS)}", unknown[0], "torchtitan says the rest")
+    if unknown := sorted(options.keys() - set(EXECUTION)):
+        refuse("context_parallel", f"options among {', '.join(EXECUTION)}", unknown[0], "torchtitan says the rest")
     settle(**options)
     choose_method(options.get("method", "auto"))
     if not is_dataclass(spec) or isinstance(spec, type):

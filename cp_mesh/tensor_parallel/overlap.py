@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cp_mesh.comm.exchange import choose_transport, make_moves
-from cp_mesh.comm.shards import Moves, Shards
+from cp_mesh.comm.exchange import choose_transport
+from cp_mesh.comm.shards import FunctionalMoves, Moves, Shards
+from cp_mesh.comm.symmetric_shards import SymmetricMoves
 
 PRODUCT_RATE = 650e12
 """FLOP/s of long products in bf16 on an H200. Where others are slower, and in fp32, products take longer than is
@@ -51,7 +52,7 @@ def chosen_transport(
 
 @contextmanager
 def moving(chosen: str, shards: Shards, device: torch.device) -> Iterator[Moves]:
-    moves = make_moves(chosen, shards, device)
+    moves: Moves = SymmetricMoves(shards, device) if chosen == "symmetric_memory" else FunctionalMoves(shards)
     try:
         yield moves
     finally:

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from cp_mesh.call.dtensor import check_placements, check_score_placements, first
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
 from cp_mesh.call.methods import choose_method
-from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense, settle
+from cp_mesh.call.spec import DEGREES, EXECUTION, SCORE_OPTIONS, check_choice, check_dense, settle
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.model_groups import ranks_of_tp
@@ -46,14 +47,12 @@ from cp_mesh.training.checks.config import (
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import (
-    LOOKED_AT,
     announced,
     check_layout,
     check_layout_of_root,
     claim,
     has_axis,
     layout_of_call,
-    looked_at,
     styles_of,
 )
 from cp_mesh.wrap import STYLE, replace_forward, replaced
@@ -137,16 +136,11 @@ class ContextParallel(ParallelStyle):
         check_layout("ContextParallel", layout)
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
-        of_axes = sequence.ulysses_degree
-        self.options: dict[str, Any] = {
-            "kernel": kernel,
-            "method": method,
-            "transport": transport,
-            "ulysses_degree": of_axes if ulysses_degree is None and method == "hybrid" else ulysses_degree,
-            "inner_ring_size": of_axes if inner_ring_size is None and method == "double_ring" else inner_ring_size,
-            "head_chunks": head_chunks,
-            "deterministic": deterministic,
-        }
+        self.options = {name: x for name, x in locals().items() if name in EXECUTION}
+        for name, of_method in DEGREES:
+            if method == of_method and self.options[name] is None:
+                self.options[name] = sequence.ulysses_degree
+        self._looked_at: set[ref[nn.Module]] = set()
         settle(**self.options)
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
@@ -192,7 +186,7 @@ class ContextParallel(ParallelStyle):
             scores = self.scores
         else:
             scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
-        first = torch.compiler.is_compiling() or "core" not in module.__dict__.get(LOOKED_AT, ())
+        first = torch.compiler.is_compiling() or ref(module) not in self._looked_at
         stated = self._first(module, (*args, *kwargs.values())) if first else None
         sequence = self.sequence
         given: dict[str, Any] = dict(
@@ -206,7 +200,7 @@ class ContextParallel(ParallelStyle):
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
         if not torch.compiler.is_compiling():
-            looked_at(module).add("core")
+            self._looked_at = {known for known in self._looked_at if known() is not None} | {ref(module)}
         return module, stated_reach(module)
 
     def sdpa(

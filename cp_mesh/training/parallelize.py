@@ -32,7 +32,7 @@ from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
-from cp_mesh.training.style_helpers import RANKS, SUMS, groups_over_tp, styles_of
+from cp_mesh.training.style_helpers import SUMS, groups_over_cp, groups_over_tp
 from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
@@ -109,8 +109,7 @@ def parallelize(
                 parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
     for places in tied:
         _tie(places)
-    over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
-    stand_beside(over_cp | dict.fromkeys(groups_over_tp(module), "tp"))
+    stand_beside(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
         watch_first_step(root, cp=mesh.get_group())
@@ -135,7 +134,7 @@ def sum_gradients(model: nn.Module) -> None:
         ArgumentError: if the model is neither, or if the gradient of some parameter would not be summed over the ranks
             that a style of this library split the sequence over.
     """
-    cp_ranks = {rank for module in model.modules() for rank in getattr(module, RANKS, ())}
+    cp_ranks = {rank for group in groups_over_cp(model) for rank in dist.get_process_group_ranks(group)}
     if isinstance(model, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(model.process_group)
         if not cp_ranks <= set(ranks):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.random import fork_rng
 
-from cp_mesh._torch import WRAPPED, active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves
+from cp_mesh._torch import active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
 from cp_mesh.comm.agreement import check_mode, compare_first, keep_to_itself, turned_off
 from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
@@ -44,11 +46,9 @@ _ALONE = dict.fromkeys(("kernel", "method", "transport"), "auto") | dict.fromkey
 )
 _CROSS = "equal sequence lengths (self-attention)"  # in what is said of keys that are no rows of the sequence
 _LOSSES = ("labels", "shift_labels", "num_items_in_batch")  # of models of Transformers, whose logits do without
+_PLAIN = bool | int | float | str | torch.dtype | torch.device | Layout | ShardedSequence | None
 _CAUSES = (
-    "usual causes: attention outside of the plan, also by matmul and softmax or another package; positions that the "
-    "model counts itself; layers that mix tokens, as convolutions, scans, means and shifts do; contexts as long as a "
-    "rank's rows; experts that choose by a rank's tokens. Right models that are reported: those that fetch rows over a "
-    'mesh they hold, and fp8 with one scale for a tensor (docs/guard.md, "The probe")'
+    "usually positions that the model counts, or layers outside of the plan that mix tokens: docs/guard.md#the-probe"
 )
 
 
@@ -69,13 +69,13 @@ def probe(model: nn.Module, batch: Mapping[str, Any]) -> str:
 
     Raises:
         ArgumentError: on all ranks, if 10% of the rows are farther apart than 3e-4 of their size, or the sharded run
-            alone raises. It says which rows, and from which module on.
+            alone raises. It says which rows, from which module on, and which one agreed last.
 
     Example:
         >>> cp_mesh.probe(model, {"tokens": tokens})  # doctest: +SKIP
     """
-    module = next((part for part in model.modules() if _is_root(style_of(part))), None)
-    if module is None:
+    roots = (part for part in model.modules() if hasattr(_root_of(style_of(part)), "shard_inputs"))
+    if (module := next(roots, None)) is None:
         return _skip("the model has no ShardedModel: only a root can be told to take the piece whole")
     ddp = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
     try:
@@ -102,13 +102,23 @@ def without_probe(model: nn.Module) -> None:
 @constant_in_traces  # what it raises is no reason to try uncompiled
 def refuse_compiled() -> None:
     hint = "compile its blocks, or call cp_mesh.probe(model, batch) before the first step"
-    refuse(
-        "ShardedModel(probe=True)", "a root in eager mode", "one that is compiled as a whole", hint, UnsupportedError
-    )
+    expected, got = "a root in eager mode", "one that is compiled as a whole"
+    refuse("ShardedModel(probe=True)", expected, got, hint, UnsupportedError)
 
 
-def _is_root(style: Any) -> bool:
-    return hasattr(getattr(style, "style", style), "shard_inputs")
+@contextmanager
+def mesh_of_one(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """A mesh of this rank alone, which sends nothing: of gloo, as NCCL would split a communicator."""
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    try:
+        yield DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("cp",))
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _root_of(owner: Any) -> Any:
+    """What runs a root: a `ShardedModel`, or what has one as its ``style``."""
+    return getattr(owner, "style", owner)
 
 
 def _skip(reason: str) -> str:
@@ -122,17 +132,9 @@ class _Skip(Exception):
 
 
 class _Probe:
-    """One run of `probe`.
+    """One run of `probe`: of the root ``module``, which ``owner`` runs, by ``forward``, which is called with a piece.
 
-    Args:
-        owner: what runs the root: a `ShardedModel`, or what has one as its ``style``.
-        module: the root.
-        batch: its arguments by name.
-        forward: called with those of the piece.
-        ddp: a wrapper around it.
-
-    Attributes:
-        styles, sequences: those of the model, which are told of the piece and get their attributes back.
+    What ranks say has a kind before its first colon: "skipped", "found" or "differ".
     """
 
     def __init__(
@@ -143,77 +145,62 @@ class _Probe:
         forward: Callable[..., Any],
         ddp: DistributedDataParallel | None,
     ) -> None:
-        self.root, self.of_adapter = getattr(owner, "style", owner), hasattr(owner, "style")
-        self.module, self.batch, self.forward = module, batch, forward
+        self.root, self.module, self.forward, self.runs = _root_of(owner), module, forward, 0
+        losses = _LOSSES if self.root is not owner else ()
+        self.batch = {name: x for name, x in batch.items() if name not in losses}
         self.sequence: ShardedSequence = self.root.sequence
         self.styles = [*{id(x): x for x in (self.root, *styles_of(module))}.values()]
         found = (getattr(style, "sequence", None) for style in self.styles)
         self.sequences = [*{id(x): x for x in found if x is not None}.values()]
-        self.over_tp = sorted(groups_over_tp(module), key=lambda group: group.group_name)
-        self.groups = self._groups(ddp)
-        self.runs = 0
+        over_tp = sorted(groups_over_tp(module), key=lambda group: group.group_name)
+        self.tp_size = math.prod(group.size() for group in over_tp)
+        # Ranks of these run the model together: of cp, of tp, and of the meshes of parameters.
+        groups = [self.sequence.mesh.get_group(), *over_tp]
+        meshes = [x.device_mesh for x in module.parameters() if isinstance(x, DTensor)]
+        meshes += [mesh for part in module.modules() if isinstance(part, FSDPModule) for mesh in meshes_of_fsdp(part)]
+        groups += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+        groups += [] if ddp is None else [ddp.process_group]
+        self.groups = [*{group.group_name: group for group in groups}.values()]
 
     def run(self) -> str:
         if self.sequence.cp_size == 1:
             return ""
-        before, alone, reason = _states(self.module), None, ""
+        before, said = _states(self.module), ""
         try:
             self._cut_batch()
-            alone = mesh_of_one(self.sequence.mesh)
         except Exception as error:  # whatever the batch is made of
-            reason = f"skipped: {error}"
-        try:
-            said = self._vote(reason) or self._compare(alone)
-        finally:
-            if alone is not None:
-                dist.destroy_process_group(alone.get_group())
-            after = _states(self.module)
-            if changed := [name for name, state in after.items() if before.get(name) != state]:
-                told = f"{', '.join(changed[:8])}{', ...' * (len(changed) > 8)}; set them back if they count"
-                words = "times, by which these attributes of its modules have changed"
-                warnings.warn(f"cp_mesh: the probe ran the model {self.runs} {words}: {told}", stacklevel=4)
-        return self._end(said) if said else ""
+            said = f"skipped: {error}"
+        with mesh_of_one(self.sequence.mesh) as alone:
+            said = self._vote(said) or self._compare(alone)
+        if changed := [name for name, state in _states(self.module).items() if before.get(name) != state]:
+            told = f"{', '.join(changed[:8])}{', ...' * (len(changed) > 8)}; set them back if they count"
+            words = "times, by which these attributes of its modules have changed"
+            warnings.warn(f"cp_mesh: the probe ran the model {self.runs} {words}: {told}", stacklevel=3)
+        kind, _, words = said.partition(": ")
+        if kind in ("", "skipped"):
+            return _skip(words) if kind else ""
+        expected = f"the same rows as on one rank, within {LIMIT:g} on {self.length} tokens"
+        found = ArgumentError(describe("cp_mesh.probe", expected, words, _CAUSES))
+        keep_to_itself(found)  # all ranks raise it
+        raise found
 
-    def _compare(self, alone: Any) -> str:
+    def _compare(self, alone: DeviceMesh) -> str:
         """What all ranks say of the runs, after each of which they agree."""
         whole, raised = self._attempt(alone)
-        said = f"skipped: with all rows of the piece on one rank the model raised {_words(raised)}" if raised else ""
-        said = f"skipped: {raised}" if isinstance(raised, _Skip) else said
-        if isinstance(raised, UnsupportedError) and _CROSS in str(raised):
+        said = "skipped: " + _words("with all rows of the piece on one rank the model", raised) if raised else ""
+        if _CROSS in str(raised):
             said = f"found: a core whose keys are no rows of the sequence: {raised}"
         if said := self._vote(said):
             return said
         rows, raised = self._attempt(None)
-        said = f"found: the sharded run alone raised {_words(raised)}" if raised else self._difference(rows, whole)
+        said = "found: " + _words("the sharded run alone", raised) if raised else self._difference(rows, whole)
         said = self._vote(said)
         if not said.startswith("differ"):
             return said
         other, raised = self._attempt(alone, seed=1)
         is_random = raised is not None or self._difference(other, whole)
-        if again := self._vote("skipped: the model is random in eval mode: no two runs agree" if is_random else ""):
-            return again
-        first = self._vote(self._first_module(alone)).partition(" ")[2]
-        return said + (first and f", from {first} on")
-
-    def _end(self, said: str) -> str:
-        """Raise what was found, or warn of what was not compared; ``said`` is the same on all ranks."""
-        kind, _, words = said.partition(": ")
-        if kind == "skipped":
-            return _skip(words)
-        expected = f"the same rows, within {LIMIT:g}, sharded over cp as whole on every rank, on {self.length} tokens"
-        error = ArgumentError(describe("cp_mesh.probe", expected, words, _CAUSES))
-        keep_to_itself(error)  # all ranks raise it
-        raise error
-
-    def _groups(self, ddp: DistributedDataParallel | None) -> list[dist.ProcessGroup]:
-        """Whose ranks run the model together: of cp, of tp, and of the meshes of parameters."""
-        found = [self.sequence.mesh.get_group(), *self.over_tp]
-        meshes = [x.device_mesh for x in self.module.parameters() if isinstance(x, DTensor)]
-        for part in self.module.modules():
-            meshes += meshes_of_fsdp(part) if isinstance(part, FSDPModule) else []
-        found += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-        found += [] if ddp is None else [ddp.process_group]
-        return [*{group.group_name: group for group in found}.values()]
+        again = self._vote("skipped: the model is random in eval mode: no two runs agree" if is_random else "")
+        return again or said + self._vote(self._first_module(alone)).partition(" ")[2]
 
     def _vote(self, word: str) -> str:
         """The first of what ranks say, in the order of words: the same on all of them; "" if none says anything."""
@@ -230,21 +217,20 @@ class _Probe:
         if not present:
             raise _Skip("no whole sequence goes into the model, as in a later stage of a pipeline")
         self.sizes = present[0].shape[:2]
-        tp = math.prod(group.size() for group in self.over_tp)
-        unit = math.lcm(self.sequence.layout.multiple(self.sequence.cp_size), self.sequence.cp_size * tp)
+        cp_size = self.sequence.cp_size
+        unit = math.lcm(self.sequence.layout.multiple(cp_size), cp_size * self.tp_size)
         units = min(self.sizes[1] // unit, MOST_UNITS)
         if units < LEAST_UNITS:
             raise _Skip(f"a piece has {LEAST_UNITS * unit} tokens at least, the batch {self.sizes[1]}")
         self.length = units * unit
-        kept = {name: x for name, x in self.batch.items() if not (self.of_adapter and name in _LOSSES)}
-        self.piece = {name: self._cut(name, x) for name, x in kept.items()}
+        self.piece = self._cut("", self.batch)
 
     def _cut(self, name: str, x: Any) -> Any:
         if isinstance(x, Tensor):
             return self._cut_tensor(name, x)
         if isinstance(x, Mask):
             return _cut_mask(x, self.length)
-        if x is None or isinstance(x, bool | int | float | str | torch.dtype | torch.device | Layout | ShardedSequence):
+        if isinstance(x, _PLAIN):
             return x
         if isinstance(x, Mapping):
             return {key: self._cut(str(key), value) for key, value in x.items()}
@@ -274,42 +260,37 @@ class _Probe:
     def _attempt(self, mesh: DeviceMesh | None, seed: int = 0) -> tuple[Any, Exception | None]:
         """The rows of a run, or what it raised: over ``mesh``, of one rank; None: sharded, and then gathered."""
         self.runs += 1
-        try:
-            return self._run(mesh, seed), None
-        except Exception as error:  # of the user's model
-            return None, error
-
-    def _run(self, mesh: DeviceMesh | None, seed: int) -> Tensor:
         on_gpu = self.sequence.mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         # Linears of ours over tp compare dtypes, unless autocast casts; the dtype that it asks for is widened, too.
-        cast = torch.autocast(device.type, torch.bfloat16, enabled=bool(self.over_tp), cache_enabled=False)
-        with _unchanged(self.module, [*self.styles, *self.sequences], device), cast, widened(self.module):
-            self._tell(mesh)
-            torch.default_generator.manual_seed(seed)
-            if on_gpu:
-                torch.cuda.manual_seed(seed)
-            rows = _rows_of(self.forward(**self.piece))
-            if mesh is None and rows.shape[1] * self.sequence.cp_size == self.length:
-                rows = self.sequence.unshard(rows)
-            return rows
+        cast = torch.autocast(device.type, torch.bfloat16, enabled=self.tp_size > 1, cache_enabled=False)
+        try:
+            with _unchanged(self.module, [*self.styles, *self.sequences], device), cast, widened(self.module):
+                self._tell(mesh)
+                torch.default_generator.manual_seed(seed)
+                if on_gpu:
+                    torch.cuda.manual_seed(seed)
+                rows = _rows_of(self.forward(**self.piece))
+                if mesh is None and rows.shape[1] * self.sequence.cp_size == self.length:
+                    rows = self.sequence.unshard(rows)
+                return rows, None
+        except Exception as error:  # of the user's model
+            return None, error
 
     def _tell(self, mesh: DeviceMesh | None) -> None:
         """Tell styles of the piece, and of a mesh of this rank alone."""
         options = {"kernel": "auto"} if mesh is None else _ALONE  # FlashAttention has no float32
         others = {"layout": None, "watch": False, "probe": False, "of_batch": False}
-        for style in self.styles:
-            own: dict[str, Any] = vars(style)
-            own.update({name: value for name, value in others.items() if name in own})
+        for own in (style.__dict__ for style in self.styles):
+            own.update({name: x for name, x in others.items() if name in own})
             if "options" in own:
-                known = own["options"]
-                own["options"] = known | {name: value for name, value in options.items() if name in known}
+                own["options"] = own["options"] | {name: x for name, x in options.items() if name in own["options"]}
             if isinstance(own.get("mask"), Mask):
                 own["mask"] = _cut_mask(own["mask"], self.length)
-        for sequence in self.sequences:
-            vars(sequence)["_kept"] = {}  # of positions, which are those of a mesh
-            vars(sequence).update({} if sequence.length is None else {"length": self.length})
-            vars(sequence).update({} if mesh is None else {"mesh": mesh, "ulysses_degree": None})
+        for own in (sequence.__dict__ for sequence in self.sequences):
+            own["_kept"] = {}  # of positions, which are those of a mesh
+            own.update({} if own["length"] is None else {"length": self.length})
+            own.update({} if mesh is None else {"mesh": mesh, "ulysses_degree": None})
 
     def _difference(self, rows: Tensor, whole: Tensor) -> str:
         """Which rows are apart; "" if they agree."""
@@ -324,49 +305,51 @@ class _Probe:
         return f"differ: rows that are {float(apart.max()):.2g} of their size apart, at positions {_ranges(where)}"
 
     def _first_module(self, alone: DeviceMesh) -> str:
-        """The first module, in the order in which they end, whose output differs here: its number and its name."""
-        whole = dict[tuple[str, int], Tensor]()
+        """The first module, in the order in which they end, whose output differs here: its number, and words."""
         own = self.sequence.layout.positions(self.length, self.sequence.cp_size, self.sequence.cp_rank)
-        found = list[str]()
-
-        def look(at: tuple[str, int], x: Tensor) -> None:
-            want = whole.get(at)
-            if want is None or found or want.ndim != x.ndim:
-                return
-            for dim in range(1, x.ndim):
-                if (want.shape[dim], x.shape[dim]) == (self.length, len(own)):
+        whole, here, agreed = self._outputs(alone), self._outputs(None), ""
+        for number, (at, want) in enumerate(whole.items()):
+            x = here.get(at, want[:0])
+            for dim in range(1, want.ndim):
+                if want.ndim == x.ndim and (want.shape[dim], x.shape[dim]) == (self.length, len(own)):
                     want = want.index_select(dim, own)
-            if want.shape == x.shape and len(own) in x.shape[1:]:
-                rows = x.shape.index(len(own), 1)
-                if _too_far(_apart(x.movedim(rows, 1), want.movedim(rows, 1))):
-                    found.append(f"{[*whole].index(at):06d} {at[0] or 'the root'}")
+            if want.shape != x.shape or len(own) not in x.shape[1:]:
+                continue
+            rows = x.shape.index(len(own), 1)
+            if _too_far(_apart(x.movedim(rows, 1), want.movedim(rows, 1))):
+                return f"{number:06d} , from {at[0] or 'the root'} on" + f" ({agreed} agrees)" * bool(agreed)
+            agreed = at[0]
+        return ""
 
-        for mesh, note in ((alone, whole.__setitem__), (None, look)):
-            with _noting(self.module, note):
-                self._attempt(mesh)
-        return found[0] if found else ""
+    def _outputs(self, mesh: DeviceMesh | None) -> dict[tuple[str, int], Tensor]:
+        """The first tensor that each module returns in a run, by its name and the number of the call."""
+        found, calls = dict[tuple[str, int], Tensor](), Counter[str]()
+
+        def note(name: str, part: nn.Module, given: Any, output: Any) -> None:
+            calls[name] += 1
+            x = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+            if x is not None and x.ndim > 1:
+                x = (x.to_local() if isinstance(x, DTensor) else x).cpu()
+                found[name, calls[name]] = x if x.dtype == torch.float64 else x.float()
+
+        with ExitStack() as stack:
+            for path, part in self.module.named_modules():
+                stack.callback(part.register_forward_hook(partial(note, unwrapped(path))).remove)
+            self._attempt(mesh)
+        return found
 
 
-def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of this rank alone, which sends nothing: of gloo, as NCCL would split a communicator."""
-    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    found: DeviceMesh = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("cp",))
-    return found
-
-
-def _words(error: Exception) -> str:
+def _words(what: str, error: Exception) -> str:
     said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:300]}{'...' * (len(said) > 300)}"
+    short = f"{what} raised {type(error).__name__}: {said[:300]}{'...' * (len(said) > 300)}"
+    return said if isinstance(error, _Skip) else short
 
 
 def _cut_mask(mask: Mask, length: int) -> Mask:
-    cut: dict[str, Any] = {}
-    for name in WHOLE:
-        if isinstance(x := getattr(mask, name, None), Tensor):
-            cut[name] = x[..., :length]
-    if mask.length is not None:
-        cut["length"] = min(mask.length, length)
-    return replace(mask, **cut, prefix=min(mask.prefix, length))
+    tensors = {name: x for name in WHOLE if isinstance(x := getattr(mask, name, None), Tensor)}
+    cut: dict[str, Any] = {name: x[..., :length] for name, x in tensors.items()}
+    end = None if mask.length is None else min(mask.length, length)
+    return replace(mask, **cut, length=end, prefix=min(mask.prefix, length))
 
 
 def _rows_of(output: Any) -> Tensor:
@@ -395,15 +378,10 @@ def _too_far(apart: Tensor) -> bool:
     return apart.numel() > 0 and float(apart.flatten().quantile(SHARE)) > LIMIT  # a replica may have no rows
 
 
-def _ranges(positions: Iterable[int]) -> str:
+def _ranges(positions: list[int]) -> str:
     """As "0-3, 6"."""
-    runs = list[list[int]]()
-    for position in positions:
-        if runs and runs[-1][-1] == position - 1:
-            runs[-1][1:] = [position]
-        else:
-            runs.append([position])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    runs = ([x for _, x in run] for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0]))
+    return ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs)
 
 
 def _states(module: nn.Module) -> dict[str, Any]:
@@ -411,12 +389,13 @@ def _states(module: nn.Module) -> dict[str, Any]:
     own, found = {*vars(nn.Module())}, dict[str, Any]()
     for path, part in module.named_modules():
         for name, x in vars(part).items():
-            if name not in own and not name.startswith("_cp_mesh"):
-                if isinstance(x, bool | int | float | str):
-                    found[f"{path}.{name}".lstrip(".")] = x
-                elif isinstance(x, list | dict | set):
-                    inside = [*x, *x.values()] if isinstance(x, dict) else [*x]
-                    found[f"{path}.{name}".lstrip(".")] = [y if isinstance(y, int | float) else id(y) for y in inside]
+            if name in own or name.startswith("_cp_mesh"):
+                continue
+            if isinstance(x, list | dict | set):
+                inside = (*x, *x.values()) if isinstance(x, dict) else x
+                x = [y if isinstance(y, int | float) else id(y) for y in inside]
+            if isinstance(x, int | float | str | list):
+                found[f"{path}.{name}".lstrip(".")] = x
     return found
 
 
@@ -425,13 +404,10 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     """Inside, modules are in eval mode, without gradients and compiled code; what changes is set back."""
     parts = [*module.modules()]
     modes = [part.training for part in parts]
-    records = [
-        {name: set(x) if isinstance(x, set) else x for name, x in vars(part).items() if name.startswith("_cp_mesh")}
-        for part in parts
-    ]
-    buffers = [dict(part.named_buffers(recurse=False, remove_duplicate=False)) for part in parts]
-    copies = {id(x): (x, x.clone()) for each in buffers for x in each.values() if not x.is_meta}
-    attributes = [(vars(x), dict(vars(x))) for x in (*told, *states_of_all(Cuts))]
+    tables = [*(x.__dict__ for x in (*told, *states_of_all(Cuts))), *(part.__dict__["_buffers"] for part in parts)]
+    before = [dict(table) for table in tables]
+    notes = [_notes(part) for part in parts]
+    copies = [(x, x.clone()) for x in module.buffers() if not x.is_meta]
     devices = [device.index] if device.type == "cuda" else []
     stance: Any = nullcontext() if loaded_dynamo() is None else torch.compiler.set_stance("force_eager")
     try:
@@ -440,15 +416,20 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
             warnings.simplefilter("ignore")  # the next forward warns
             yield
     finally:
-        for own, before in attributes:
-            own.clear()
-            own.update(before)
         _set_modes(parts, modes)
-        for part, record in zip(parts, records, strict=True):
-            for name in [name for name in vars(part) if name.startswith("_cp_mesh")]:
+        for part, own in zip(parts, notes, strict=True):
+            for name in _notes(part):
                 del vars(part)[name]
-            vars(part).update(record)
-        _set_buffers(parts, buffers, [*copies.values()])
+            vars(part).update(own)
+        for table, held in zip(tables, before, strict=True):
+            table.clear()
+            table.update(held)
+        _set_buffers(copies)
+
+
+def _notes(part: nn.Module) -> dict[str, Any]:
+    """What this library has noted in a module."""
+    return {name: x for name, x in vars(part).items() if name.startswith("_cp_mesh")}
 
 
 def _set_modes(parts: list[nn.Module], modes: list[bool]) -> None:
@@ -458,36 +439,7 @@ def _set_modes(parts: list[nn.Module], modes: list[bool]) -> None:
 
 
 @torch.no_grad()
-def _set_buffers(parts: list[nn.Module], buffers: list[dict[str, Tensor]], copies: list[tuple[Tensor, Tensor]]) -> None:
-    for part, held in zip(parts, buffers, strict=True):
-        for name, x in [*part.named_buffers(recurse=False, remove_duplicate=False)]:
-            if name not in held:
-                delattr(part, name)
-            elif x is not held[name]:
-                setattr(part, name, held[name])
+def _set_buffers(copies: list[tuple[Tensor, Tensor]]) -> None:
     for x, before in copies:
         if not torch.equal(x, before):
             x.copy_(before)
-
-
-@contextmanager
-def _noting(module: nn.Module, note: Callable[[tuple[str, int], Tensor], None]) -> Iterator[None]:
-    """Call ``note`` with every output of a module, its name and its number of the call."""
-    calls: dict[str, int] = {}
-
-    def after(name: str, part: nn.Module, given: Any, output: Any) -> None:
-        calls[name] = calls.get(name, -1) + 1
-        x = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
-        if x is not None and x.ndim > 1:
-            x = (x.to_local() if isinstance(x, DTensor) else x).cpu()
-            note((name, calls[name]), x if x.dtype == torch.float64 else x.float())
-
-    handles = []
-    for path, part in module.named_modules():
-        name = ".".join(word for word in path.split(".") if word not in WRAPPED)
-        handles.append(part.register_forward_hook(partial(after, name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

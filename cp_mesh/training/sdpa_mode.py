@@ -55,14 +55,16 @@ class SDPAMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in CHECKPOINTS:
-            self.count(in_checkpoint=True)
-        if name == "flex_attention" or _asked_by_flex(func, name):
-            _refuse_flex()
         if name not in ATTENTION:
+            if name in CHECKPOINTS:
+                self.count(in_checkpoint=True)
+            if _asked_by_flex(func, name):
+                _refuse_flex()
             if self.look is not None:
                 self.look(name, args, kwargs)
             return call_function(func, args, kwargs)
+        if name == "flex_attention":
+            _refuse_flex()
         if func is not F.scaled_dot_product_attention:
             if func is sdpa and (wrapper := replaced_sdpa()):
                 expected = "PyTorch's own F.scaled_dot_product_attention"

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
 from cp_mesh.training.probe import probe_once, refuse_compiled
-from cp_mesh.training.style_helpers import announced, check_layout, claim, layout_of_call, looked_at
+from cp_mesh.training.style_helpers import announced, check_layout, claim, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
@@ -90,6 +91,7 @@ class ShardedModel(ParallelStyle):
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
         self.watch, self.layout, self.position_dims, self.probe = watch, layout, position_dims, probe
+        self._looked_at: frozenset[tuple[ref[nn.Module], bool, bool]] = frozenset()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -156,9 +158,8 @@ class ShardedModel(ParallelStyle):
         A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
         and in evaluation, with gradients and without.
         """
-        mode = id(module), module.training, torch.is_grad_enabled()  # a copy may be changed before it runs
-        watched = looked_at(module)
-        if not self.watch or mode in watched:
+        mode = ref(module), module.training, torch.is_grad_enabled()
+        if not self.watch or mode in self._looked_at:
             return forward(**arguments)
         _check_masks(module, arguments)
         try:
@@ -171,7 +172,7 @@ class ShardedModel(ParallelStyle):
             hint = "give the table of learned positions as many rows, or ShardedSequence(..., pad=False)"
             raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
         self._warn_of_losses(arguments, result)
-        watched.add(mode)
+        self._looked_at |= {mode}
         return result
 
     def _local_rows(self, arguments: dict[str, Any]) -> int:

@@ -19,14 +19,6 @@ from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
 
 SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
-RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
-LOOKED_AT = "_cp_mesh_looked_at"
-
-
-def looked_at(module: nn.Module) -> set[Any]:
-    """What was looked at once in a module. Copies have it too: what they are to be looked at again for has its id."""
-    found: set[Any] = module.__dict__.setdefault(LOOKED_AT, set())
-    return found
 
 
 def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:
@@ -65,6 +57,11 @@ def style_of(module: nn.Module, key: str = STYLE) -> Any:
     replacement = replaced(module, key)
     run: Any = None if replacement is None else replacement.run  # a method of the style, or a partial of one
     return None if run is None else getattr(run, "func", run).__self__
+
+
+def groups_over_cp(model: nn.Module) -> set[dist.ProcessGroup]:
+    """The groups over which styles split the sequence in a model."""
+    return {style.sequence.mesh.get_group() for style in styles_of(model)}
 
 
 def groups_over_tp(module: nn.Module) -> set[dist.ProcessGroup]:
@@ -115,7 +112,6 @@ def claim(
     if not has_axis(mesh, sequence.mesh):
         expected = f"the axis of the ShardedSequence, {written(sequence.mesh)}"
         refuse("mesh", expected, mesh, "apply the style to that axis")
-    setattr(module, RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
 
 
 def has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:

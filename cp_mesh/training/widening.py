@@ -41,7 +41,7 @@ def widened(model: nn.Module) -> Iterator[None]:
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 mode.leave_hooks_of(part, stack)
-        for context in (_without_tf32(), _WidenFunctions(), mode):
+        for context in (without_tf32(), _WidenFunctions(), mode):
             stack.enter_context(context)
         yield
 
@@ -108,7 +108,7 @@ class _WidenFunctions(TorchFunctionMode):
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Of PyTorch's two switches the older one is not readable where only the newer one was set."""
     before = [unit.fp32_precision for unit in _UNITS]
     try:

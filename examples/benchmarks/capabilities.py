@@ -140,6 +140,18 @@ def supported_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def support_table() -> str:
+    """For each feature the methods and kernels that compute it."""
+    answers, usual = cells(), [name for name in KERNELS if name != "flex"]
+    lines = ["| | methods | kernels |", "|---|---|---|"]
+    for words in FEATURES:
+        methods = [name for name in METHODS if any(answers[words, name, kernel] == EXACT for kernel in KERNELS)]
+        kernels = [name for name in KERNELS if answers[words, "ring", name] == EXACT]
+        of_methods = "all" if len(methods) == len(METHODS) else ", ".join(methods)
+        lines.append(f"| {words} | {of_methods} | {'any' if kernels == usual else ', '.join(kernels)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _short(message: str) -> str:
     """What is lacking, without where it is there and what works instead."""
     what = message.partition("; ")[0].partition(" lacks ")
@@ -148,10 +160,7 @@ def _short(message: str) -> str:
 
 def kernel_table() -> str:
     """The capability records of all kernels as a Markdown table, in the order in which "auto" tries them."""
-    columns = (
-        "kernel | devices | dtypes | tiles | scores | head dim | v head dim differs | gradient of lse | deterministic"
-    )
-    header = f"| {columns} |"
+    header = "| kernel | devices | dtypes | tiles | scores | head dim | also |"
     lines = [header, "|---" * header.count(" | ") + "|---|"]
     for kernel in KERNELS.values():
         has = kernel.capability
@@ -165,18 +174,22 @@ def kernel_table() -> str:
         cells = [
             kernel.name,
             devices,
-            ", ".join(str(dtype).removeprefix("torch.") for dtype in has.dtypes),
+            ", ".join(_SHORT[dtype] for dtype in has.dtypes),
             ", ".join(has.covers),
             ", ".join(sorted(has.features)) or "-",
             dims,
-            *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse)),
-            _deterministic(has),
+            ", ".join(_also(has)) or "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _deterministic(has: Capability) -> str:
-    if not has.deterministic or has.deterministic_covers is None:
-        return "yes" if has.deterministic else "no"
-    return ", ".join(cover for cover in has.covers if cover in has.deterministic_covers)
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _also(has: Capability) -> list[str]:
+    """What else it can do."""
+    found = ["v head dim"] * has.v_head_dim + ["gradient of lse"] * has.differentiable_lse
+    if has.deterministic and has.deterministic_covers is not None:
+        return [*found, f"deterministic ({', '.join(x for x in has.covers if x in has.deterministic_covers)})"]
+    return [*found, "deterministic"] if has.deterministic else found

@@ -49,7 +49,13 @@ from cp_mesh.call.spec import NUM_TENSORS, AttentionSpec, Call, Tensors  # noqa:
 from cp_mesh.geometry.mask import Mask  # noqa: E402
 
 PASSES = ("no_grad", "forward", "both")
-FUNCTIONS = {ops.attention_op: passes.forward, ops.attention_backward_op: passes.backward}
+
+
+def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    return passes.forward(*arguments)[0]
+
+
+FUNCTIONS = {ops.attention_op: forward, ops.attention_backward_op: passes.backward}
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,7 @@
 """Write the tables of the documents from the committed figures: `python examples/benchmarks/tables.py`.
 
-For each file of figures in docs/results there is a page of tables beside it. A few small tables stand in README.md and
-in pages of docs/, between a line `<!-- table: NAME -->` and a line `<!-- end -->`; these are written in place.
+A page of tables is made from each of the larger files of figures in docs/results. A few small tables stand in README.md
+and in pages of docs/, between a line `<!-- table: NAME -->` and a line `<!-- end -->`; these are written in place.
 `tests/test_docs.py` makes all of them again and compares, so no figure can be edited by hand.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import many_gpus
 import predicted
 import torch
-from capabilities import supported_table
+from capabilities import support_table, supported_table
 
 from cp_mesh import explain
 
@@ -26,11 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     "README.md",
+    "docs/support.md",
     "docs/performance.md",
-    "docs/numerics.md",
     "docs/decoding.md",
-    "docs/kernels.md",
     "docs/linears.md",
+    *(
+        f"docs/results/{name}.md"
+        for name in ("auto_choice", "exact_or_refused", "four_gpus", "many_gpus", "predicted_times")
+    ),
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -56,10 +59,10 @@ def read(name: str) -> list[Row]:
 
 
 def commit_of(name: str) -> str:
-    """Of a file whose rows do not say it: what docs/results/README.md says."""
-    text = (RESULTS / "README.md").read_text()
-    paragraph = re.search(rf"^\*\*`{re.escape(name)}`\*\*.*?\n\n", text, re.MULTILINE | re.DOTALL)
-    assert paragraph, f"docs/results/README.md does not tell how {name} was made"
+    """Of a file whose rows do not say it: what docs/results/how_made.md says."""
+    text = (RESULTS / "how_made.md").read_text()
+    paragraph = re.search(rf"^\*\*\[`{re.escape(name)}`\].*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert paragraph, f"docs/results/how_made.md does not say how {name} was made"
     commits = re.findall(r"\bat ([0-9a-f]{7})\b", paragraph[0])
     return commits[0] if commits else re.findall(r"at commit ([0-9a-f]{7}) where nothing else is said", text)[0]
 
@@ -67,6 +70,13 @@ def commit_of(name: str) -> str:
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     body = (f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
     return "\n".join(body) + "\n"
+
+
+def turned(table: str) -> str:
+    """A table whose columns are the lines of another one."""
+    head, _, *lines = (line[2:-2].split(" | ") for line in table.splitlines())
+    first, *others = zip(head, *lines, strict=True)
+    return markdown(first, others)
 
 
 def short(length: int) -> str:
@@ -154,7 +164,7 @@ def machine_of(rows: Sequence[Row]) -> str:
 def head_of(name: str, machine: str) -> str:
     return (
         f"# {name.removesuffix('.csv')}\n\nMade by `examples/benchmarks/tables.py` from [{name}]({name}); do not edit."
-        f" How it was measured: [results](README.md).\n\n{machine}.\n"
+        f" [How each file was made](how_made.md).\n\n{machine}.\n"
     )
 
 
@@ -185,16 +195,6 @@ def tiles_page() -> str:
         heads = [KERNELS[kernel] + (", deterministic" if int(fixed) else "") for kernel, fixed in kernels]
         parts.append(f"## commit {commit}\n\n{markdown(['tile', *heads], lines)}")
     return "\n".join(parts)
-
-
-def training_page() -> str:
-    name = "training_4xh200.csv"
-    rows = read(name)
-    row = rows[0]
-    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}, {row['precision']}"
-    what = f"{row['layers']} layers of Llama-3-8B's shape, {int(row['seq_len']):,} tokens, FSDP2"
-    what += f", {row['recompute']} recomputation"
-    return f"{head_of(name, machine)}\n{what}.\n\n{training_table()}"
 
 
 def steps_page(name: str) -> str:
@@ -449,10 +449,11 @@ def linears_table(rows: Sequence[Row], column: str, digits: int) -> str:
     return markdown(["part", "rows", *names], lines)
 
 
-def measured_linears_table(commit: str = "7a01d27") -> str:
-    """Both passes at one commit, of the contestants that people choose between."""
-    chosen = ("floor", "cp_mesh", "cp_mesh again", "cp_mesh compiled", "torch", "torch async")
-    rows = [row for row in read("linears_2xh100.csv") if row["commit"] == commit and row["contestant"] in chosen]
+def measured_linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
+    """Both passes at one commit and length, of the contestants that people choose between."""
+    chosen = ("floor", "cp_mesh", "torch", "torch async")
+    at = {"commit": commit, "rows": str(length)}
+    rows = [row for row in read("linears_2xh100.csv") if at.items() <= row.items() and row["contestant"] in chosen]
     return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
 
 
@@ -537,16 +538,6 @@ def low_precision_page() -> str:
         "The worst RMS error over blocks of 128 rows of a head, over all layouts, masks, heads and lengths of the file."
     )
     return f"{head_of(name, machine)}\n{what}\n\n{low_precision_table()}"
-
-
-def low_precision_4_page() -> str:
-    name = "low_precision_4xh200.csv"
-    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in read(name):
-        groups[row["kernel"], row["dtype"]].append(max(float(row[f"{x}_ratio"]) for x in ("out", "dq", "dk", "dv")))
-    lines = [[*key, str(len(worst)), f"{max(worst):.2f}"] for key, worst in groups.items()]
-    table = markdown(["kernel", "dtype", "cases", "sharded, of one device's (limit 1.5)"], lines)
-    return f"{head_of(name, f'4x NVIDIA H200, commit {commit_of(name)}')}\n{table}"
 
 
 def scores_page() -> str:
@@ -648,7 +639,7 @@ def many_table() -> str:
 
 
 def explained_text() -> str:
-    """What the command of docs/performance.md prints."""
+    """What the command of docs/results/predicted_times.md prints."""
     sizes = {"num_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
     return f"```text\n{explain(131072, 8, machine='h200', kernel='fa4', **sizes)}\n```\n"  # type: ignore[arg-type]
 
@@ -675,16 +666,11 @@ PAGES: dict[str, Callable[[], str]] = {
             "attention_2xh100",
             "attention_2xh200",
             "attention_4xh200",
-            "direct_2xh200",
             "graphs_2xh200",
-            "host_2xh200",
-            "house_2xh200",
-            "host_mend_2xh200",
             "masks_2xh200",
             "masks_4xh200",
             "methods_2xh200",
             "played_h200",
-            "short_2xh200",
             "ulysses_2xh200",
         )
     },
@@ -696,13 +682,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "tiles_h200.md": tiles_page,
     "training_2xh100.md": lambda: steps_page("training_2xh100.csv"),
     "training_2xh200.md": lambda: steps_page("training_2xh200.csv"),
-    "training_4xh200.md": training_page,
     "planning_cpu.md": planning_page,
     "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
     "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
     "long_2xh200.md": long_page,
     "low_precision_2xh200.md": low_precision_page,
-    "low_precision_4xh200.md": low_precision_4_page,
     "scores_2xh200.md": scores_page,
     "scores_speed_h200.md": scores_speed_page,
     "verify_4xh200.md": verify_page,
@@ -727,6 +711,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "532faca", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
+    "support": support_table,
+    "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "memory": memory_table,
     "explained": explained_text,
     "predicted": predicted_table,
@@ -736,14 +722,9 @@ REGIONS: dict[str, Callable[[], str]] = {
     "decoding": decoding_table,
     "supported": supported_table,
     "linears": measured_linears_table,
-    "long": long_table,
     "many": many_table,
-    "projected": projected_table,
     "training": training_table,
-    "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
-    "low precision": low_precision_table,
-    "scores": scores_table,
-    "verify": verify_table,
+    "training on 2 GPUs": lambda: turned(steps_table(read("training_2xh200.csv"))),
 }
 """Tables that stand in `DOCUMENTS`, by the name in their first line."""
 

@@ -384,7 +384,7 @@ def _(output_sum: Any) -> Any:
 plant("no sink in the backward", "sinks:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
 
 
-@plant("the gradient of lse as if lse had the sink", "ring:RING", "scores")
+@plant("the gradient of lse as if lse had the sink", "ring_loop:RING", "scores")
 def _(method: Any) -> Any:
     def with_sink(lse: Any, dlse: Any, plan: Any) -> dict[str, Any]:
         sinks = plan.scores.sinks

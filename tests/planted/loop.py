@@ -52,10 +52,10 @@ def two_stages(plan: Any) -> Any:
     return replace(plan, schedule=replace(plan.schedule, route=route))
 
 
-plant("the forward stops after two stages", "ring:RING", "parity on six ranks")(
+plant("the forward stops after two stages", "ring_loop:RING", "parity on six ranks")(
     lambda method: replace(method, forward=with_arguments(method.forward, plan=two_stages))
 )
-plant("the backward stops after two stages", "ring:RING", "parity on six ranks")(
+plant("the backward stops after two stages", "ring_loop:RING", "parity on six ranks")(
     lambda method: replace(method, backward=with_arguments(method.backward, plan=two_stages))
 )
 
@@ -171,7 +171,7 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a rank's own keys goes to its neighbour", "ring:RING", "gradients come home")
+@plant("the gradient of a rank's own keys goes to its neighbour", "ring_loop:RING", "gradients come home")
 def _(method: Any) -> Any:
     import torch.distributed as dist
 
@@ -209,9 +209,9 @@ def _(deliver: Any) -> Any:
     return lambda self, packing, route: Mixed(self, packing, route)
 
 
-@plant("all-gather takes the stages of the ring", "all_gather:ALL_GATHER", "overlap of all-gather")
+@plant("all-gather takes the stages of the ring", "ring_loop:ALL_GATHER", "overlap of all-gather")
 def _(method: Any) -> Any:
-    RING = inner("ring", "RING")
+    RING = inner("ring_loop", "RING")
 
     return replace(method, make_schedule=RING.make_schedule)
 
@@ -349,7 +349,7 @@ def _(call: Any) -> Any:
     return Mutant
 
 
-@plant("gradients of keys are summed once more for each inner group", "hybrid:HYBRID", "hybrid")
+@plant("gradients of keys are summed once more for each inner group", "ulysses:HYBRID", "hybrid")
 def _(method: Any) -> Any:
     def mutant(*args: Any, **kept: Any) -> Any:
         dq, dk, dv, of_scores = method.backward(*args, **kept)
@@ -358,7 +358,7 @@ def _(method: Any) -> Any:
     return replace(method, backward=mutant)
 
 
-@plant("the degree that was asked for is left aside", "hybrid:HYBRID", "degrees")
+@plant("the degree that was asked for is left aside", "ulysses:HYBRID", "degrees")
 def _(method: Any) -> Any:
     def mutant(options: Any, *args: Any) -> int:
         return method.choose_degree(options._replace(ulysses_degree=0), *args)

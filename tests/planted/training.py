@@ -268,13 +268,13 @@ plant("a copy that the module's class makes has no style", "wrap:_like", "copies
 @plant("compiled cores do not tell the forward of an instance", "wrap:_subclass", "compiled cores")
 def _(subclass: Any) -> Any:
     def mutant(base: Any, key: str) -> Any:
-        made, of_instance = subclass(base, key), f"{key}_forward_of_instance"
+        made, found = subclass(base, key), torch._dynamo.assume_constant_result(lambda self: self._cp_mesh[key])
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            inner = self.__dict__.get(of_instance)  # torch.compile does not guard that a key is missing
+            replacement, inner = found(self)  # which torch.compile does not guard
             if inner is None:
                 inner = functools.partial(base.forward, self)
-            return self.__dict__[key].run(self, inner, *args, **kwargs)
+            return replacement.run(self, inner, *args, **kwargs)
 
         made.forward = forward
         return made

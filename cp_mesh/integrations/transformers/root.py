@@ -155,13 +155,17 @@ class _Adapter:
     over_tp: bool
     steps: int = 0
 
+    @property
+    def sequence(self) -> ShardedSequence:
+        return self.style.sequence
+
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The root's forward on this rank's rows."""
         return self._run(torch.compiler.is_compiling(), module, forward, args, kwargs)
 
     @torch.compiler.disable(reason="compile the layers of a parallel model, not the whole")
     def _run(self, traced: bool, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with announcing(self.style.sequence):
+        with announcing(self.sequence):
             if traced:
                 hint = "for layer in model.model.layers: layer.compile()"
                 refuse(self.facts.name, "layers that are compiled", "the whole", hint, UnsupportedError)
@@ -241,7 +245,7 @@ class _Adapter:
         tokens = next(whole[name] for name in ROWS if name in whole)
         mask, counted = visible(whole)
         balanced = replace(mask, key_padding=None) if self.of_batch and mask.documents is not None else None
-        sequence = self.style.sequence.for_batch(tokens.shape[1], balanced)
+        sequence = self.sequence.for_batch(tokens.shape[1], balanced)
         arguments = {name: whole[name] for name in ("output_hidden_states",) if name in whole}
         if self.facts.text is not None:  # which shards what the model gives it
             arguments |= {name: whole[name] for name in self.facts.names if name in whole}

@@ -3,7 +3,7 @@
 `TERMS` is the table of tensors that change scores: which dims each has, so that its shape is checked, and it is sliced
 and placed on a mesh, by one rule. What a term adds to scores, and its gradient, is in the file of its name here, as the
 reference kernel applies it; a fast kernel has code of its own for those that it names in `Capability.features`. How to
-add one: "Add a score term" in docs/contributing.md.
+add one: "Add a score term" in docs/extending.md.
 """
 
 from __future__ import annotations

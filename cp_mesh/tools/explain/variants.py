@@ -211,7 +211,9 @@ class Setting:
         whole = self.seq_len, self.cp_size
         make_of = partial(chosen.make_schedule, layout, self.mask, *whole, degree=degree)
         make, inner = partial(make_of, 0), chosen.inner_size(degree)
-        first, kernel = self._resolve(make, request)
+        of_kernel = make, request, self.features
+        is_auto = self.kernel == "auto"  # a kernel that is asked for by name counts as installed
+        first, kernel = choose_schedule("auto", *of_kernel) if is_auto else named_kernel(self.kernel, *of_kernel)
         passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
         batch, num_heads, _, dim = self.q.shape
         sizes, chunks = Sizes(batch, num_heads, self.k.shape[1], dim, dim, *[self.q.dtype.itemsize] * 2), 1
@@ -247,14 +249,6 @@ class Setting:
         )  # fmt: skip
         capability = self.compute_capability
         return options, partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
-
-    def _resolve(
-        self, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request]
-    ) -> tuple[Schedule, Kernel]:
-        """As a call does; but a kernel that is asked for by name counts as installed."""
-        if self.kernel == "auto":
-            return choose_schedule("auto", make, request, self.features)
-        return named_kernel(self.kernel, make, request, self.features)
 
     def _passed_over(self, kernel: Kernel, requests: Sequence[Request]) -> dict[str, str]:
         """What those that "auto" prefers lack, the first of it; for the tiles, of two kinds, for which it is least."""

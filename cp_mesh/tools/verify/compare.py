@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cp_mesh._torch import unwrapped
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import written
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.tools.verify.report import Finding
 from cp_mesh.tools.verify.step import Batch, Ranks, Step, inner, whole_gradient
-from cp_mesh.tools.verify.traces import Pair, Place, Rows, clean, gaps, pair
+from cp_mesh.tools.verify.traces import Pair, Place, Rows, gaps, pair
 from cp_mesh.training.context_parallel import ContextParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import style_of
@@ -178,7 +179,7 @@ def compare_gradients(
     everyone = sum(float(grad.double().square().sum()) for grad in want.values())
     elements = sum(grad.numel() for grad in want.values())
     typical = (everyone / elements) ** 0.5
-    got = {clean(name): p for name, p in inner(step.model).named_parameters()}
+    got = {unwrapped(name): p for name, p in inner(step.model).named_parameters()}
     errors, allowed, squares = {}, {}, 0.0
     for name in want:
         mine = whole_gradient(got[name])
@@ -246,7 +247,7 @@ def _plan_of(step: Step) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
 
     None and no modules where the root brings attention itself: of such a model nothing is known.
     """
-    modules = {clean(name): module for name, module in inner(step.model).named_modules()}
+    modules = {unwrapped(name): module for name, module in inner(step.model).named_modules()}
     styles = {name: style for name, module in modules.items() if (style := style_of(module)) is not None}
     if step.ranks.cp_size == 1 or not (styles.get("") is None or isinstance(styles[""], ShardedModel)):
         return None, ()
@@ -268,7 +269,7 @@ def of_styles(step: Step, module: str = "") -> str:
     """Of a mask or scores of a style, at a module or within it, which the reference may not have."""
     for name, part in inner(step.model).named_modules():
         style = style_of(part)
-        if isinstance(style, ContextParallel) and _is_near(module, clean(name)):
+        if isinstance(style, ContextParallel) and _is_near(module, unwrapped(name)):
             if not style.scores and _is_plain(style.mask):
                 continue
             said = f"mask={written(style.mask)}" + " and scores" * bool(style.scores)

@@ -8,8 +8,7 @@ tests have the same rule: at most twice the error of the plain formula (github.c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.scores.dropout import kept_weights
+from cp_mesh.training.widening import without_tf32
 
 MAX_SCORES = 1 << 25  # scores that are held at a time
 
@@ -58,7 +58,7 @@ def dense_attention(
     leaves = [k, v, *of_scores.values()]
     outs, lses, dqs, totals = [], [], [], [torch.zeros_like(x) for x in leaves]
     num_rows = max(1, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * S))
-    with _full_float32():
+    with without_tf32():
         for begin in range(0, S, num_rows):
             rows = slice(begin, min(begin + num_rows, S))
             q_rows = q[:, :, rows].detach().to(wide).requires_grad_()
@@ -113,14 +113,3 @@ def _attend(
         kept = kept_weights(scores, q.shape[0], q.shape[1], q_pos, k_pos)
         weights = weights * (kept.double() / (1 - scores.dropout_p)).to(weights.dtype)
     return weights.to(dtype) @ v, lse.masked_fill(blind, -torch.inf)
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    """float32 products without TF32, whatever the user has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_mesh._torch import unwrapped
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.tools.verify.compare import factor_finding, of_styles
 from cp_mesh.tools.verify.report import Finding
 from cp_mesh.tools.verify.step import Run, Step, inner, local
-from cp_mesh.tools.verify.traces import PART, clean
+from cp_mesh.tools.verify.traces import PART
 
 # By dtype: in steps of the largest logit, what may move as kernels take other tiles: experts that get other tokens.
 STEPS, STEPS_COARSE = {torch.float64: 64, torch.float32: 64}, 2
@@ -169,7 +170,7 @@ def probe_sinks(step: Step) -> Iterator[Finding]:
             parameter.copy_(kept)
         note = "logits move with it" if moved > 0 else "logits do not move with it: sinks are dropped"
         moves = bool(step.ranks.reduce(moved, dist.ReduceOp.MIN) > 0)
-        yield Finding("sinks", moves, where=clean(name), note=note)
+        yield Finding("sinks", moves, where=unwrapped(name), note=note)
         return
 
 
@@ -197,7 +198,7 @@ def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
 
 def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Finding]:
     """Gradients after the trainer's reduction: equal on ranks, and the slope of the ``loss``."""
-    everything = {clean(name): p for name, p in inner(step.model).named_parameters()}
+    everything = {unwrapped(name): p for name, p in inner(step.model).named_parameters()}
     parameters = {name: p for name, p in everything.items() if p.grad is not None}
     worst, first = torch.zeros((), dtype=torch.float64, device=step.device), ""
     for name, parameter in parameters.items():

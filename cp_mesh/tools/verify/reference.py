@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import unwrapped
 from cp_mesh.errors import refuse
+from cp_mesh.flex.function import MESH
 from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.tools.verify.step import Batch, Loss, Ranks, Step, inner, local, logits_of, mean_loss, root_of
-from cp_mesh.tools.verify.traces import Rows, Trace, clean, rows_of
+from cp_mesh.tools.verify.traces import Rows, Trace, rows_of
+from cp_mesh.training.probe import mesh_of_one
 from cp_mesh.training.style_helpers import styles_of
 
 JITTER = 2.0**-40  # how weights are changed in float64: enough to round float32 inside of the model otherwise
@@ -36,7 +40,7 @@ def make_twin(
     if any(styles_of(twin)) or any(isinstance(parameter, DTensor) for parameter in twin.parameters()):
         hint = "make_reference= makes the plain model where make_model spreads it"
         refuse("verify_model: reference", "a model that is not spread", "styles or DTensors in it", hint)
-    spread_out = {clean(name): parameter for name, parameter in inner(model).named_parameters()}
+    spread_out = {unwrapped(name): parameter for name, parameter in inner(model).named_parameters()}
     names = [name for name, _ in twin.named_parameters()]
     if unlike := set(names) ^ set(spread_out):
         hint = "make_reference= makes a model whose parameters have the same names"
@@ -78,15 +82,30 @@ def run_reference(step: Step, twin: nn.Module, loss: Loss | None = None) -> Refe
     twin.zero_grad()
     alone = Step(twin, loss or loss_of_one_rank(step), Ranks(), step.batch, step.tokens, step.labels)
     trace = Trace(step.seq_len, alone.positions)
-    run = alone.run(trace=trace)
-    share = run.loss.nan_to_num() * weight  # the mean over no token at all
-    share.backward()
+    with _flex_without_plan(ranks):
+        run = alone.run(trace=trace)
+        share = run.loss.nan_to_num() * weight  # the mean over no token at all
+        share.backward()
     grads = {
-        clean(name): ranks.reduce(torch.zeros_like(p) if p.grad is None else p.grad, axes=ranks.dp)
+        unwrapped(name): ranks.reduce(torch.zeros_like(p) if p.grad is None else p.grad, axes=ranks.dp)
         for name, p in twin.named_parameters()
     }
     total = float(ranks.reduce(share.detach().double().clone(), axes=ranks.dp))
     return Reference(trace, rows_of(run.logits, step.seq_len, run.positions), total, grads)
+
+
+@contextmanager
+def _flex_without_plan(ranks: Ranks) -> Iterator[None]:
+    """Inside, cores that call `cp_mesh.flex_attention` have a mesh of this rank, where no plan says theirs."""
+    if ranks.mesh is None:
+        yield
+        return
+    with mesh_of_one(ranks.mesh) as alone:
+        token = MESH.set(alone)
+        try:
+            yield
+        finally:
+            MESH.reset(token)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import COMPILED_CALL, WRAPPED, loaded_dynamo, tree_leaves
+from cp_mesh._torch import COMPILED_CALL, WRAPPED, loaded_dynamo, tree_leaves, unwrapped
 
 NUM_VECTORS = 8
 PART = 1 << 24  # elements of a large tensor that are looked at together
@@ -49,11 +49,6 @@ class Rows(NamedTuple):
     shape: tuple[int, ...]
     by_dim: dict[int, Tensor]
     positions: Tensor
-
-
-def clean(name: str) -> str:
-    """The name of a module or parameter without what wrappers add to it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 class Trace:
@@ -150,7 +145,7 @@ def traced_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             compiled.append(f"{name}." if name else "")
             continue
         if not any(child in WRAPPED for child, _ in module.named_children()):
-            yield clean(name), module
+            yield unwrapped(name), module
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +25,34 @@ from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.context_parallel import ContextParallel, cores_of
 from cp_mesh.training.sharded_model import POSITIONS
-from cp_mesh.training.style_helpers import announcing, looked_at
+from cp_mesh.training.style_helpers import announcing
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 
 
 def watch_rootless(module: nn.Module) -> None:
     """Look at the first forward of ``module``, which has cores below it."""
     if replaced(module, STYLE) is None and replaced(module, WATCH) is None:
-        parameters = inspect.signature(module.forward).parameters
-        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
-        replace_forward(module, WATCH, "Watch", functools.partial(_run, names))
+        replace_forward(module, WATCH, "Watch", functools.partial(_run, set()))
         watch_encoders(module)
 
 
-def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(looked_at: set[Any], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if replaced(module, STYLE) is not None:  # a root, applied later
+        return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        if getattr(module, STYLE, None) is not None:  # a root, applied later
-            return forward(*args, **kwargs)
         with Watch():
             return forward(*args, **kwargs)
-    if id(module) in looked_at(module) or replaced(module, STYLE) is not None or ROOT.get() is not None:
+    if ref(module) in looked_at or ROOT.get() is not None:
         return forward(*args, **kwargs)
     styles = cores_of(module)
+    parameters = inspect.signature(forward).parameters
+    names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
     with announcing(styles[0].sequence) if styles else nullcontext():
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a part shards: tokens are whole
         rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
         with watching(module, rows):
             result = forward(*args, **kwargs)
-    looked_at(module).add(id(module))
+    looked_at.add(ref(module))
     return result
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from cp_mesh._torch import tree_leaves
 from cp_mesh.errors import refuse
 from cp_mesh.tools.explain.predict.time import MACHINES, HostTime, KernelRate, Machine
 
@@ -32,8 +33,9 @@ def read_machine(path: str | Path) -> Machine:
         given["kernels"] = {name: _pair(KernelRate, rates) for name, rates in given["kernels"].items()}
         given["host_forward"], given["host_backward"] = _pair(HostTime, (given["host_forward"], given["host_backward"]))
         machine = Machine(**given)
-        if numbers := [x for x in _numbers(asdict(machine)) if not (math.isfinite(x) and x >= 0)]:
-            raise ValueError(f"{numbers[0]} is no time and no rate")
+        numbers = [x for x in tree_leaves(asdict(machine)) if not isinstance(x, str)]
+        if wrong := [x for x in numbers if not (math.isfinite(x) and x >= 0)]:
+            raise ValueError(f"{float(wrong[0])} is no time and no rate")
         return machine
     except (OSError, ValueError, KeyError, TypeError) as error:
         expected = f"one of {', '.join(MACHINES)}, or the file of a table"
@@ -48,10 +50,3 @@ def write_machine(machine: Machine, path: str | Path) -> None:
 def _pair(kind: Any, of_passes: Sequence[Mapping[str, float]]) -> Any:
     forward, backward = of_passes
     return kind(**forward), kind(**backward)
-
-
-def _numbers(x: Any) -> list[float]:
-    """All numbers of a tree, rates and times."""
-    if isinstance(x, Mapping | list | tuple):
-        return [number for part in (x.values() if isinstance(x, Mapping) else x) for number in _numbers(part)]
-    return [] if isinstance(x, str) else [float(x)]
