@@ -39,6 +39,7 @@ FLOORS: dict[str, int] = {
     "flex": 5,
     "hosts": 5,
     "inference": 5,
+    "mixers": 5,
     "tensor_parallel": 5,
     "training": 6,
     "tools": 7,

@@ -1,4 +1,4 @@
-"""Layers that read a few tokens beside each: causal convolutions, token shift, and `roll` for labels of later tokens."""
+"""Layers that read a few tokens beside each: causal convolutions, token shift, and `roll` of labels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_mesh.mixers.exchange import gather_rows
+from cp_mesh.mixers.moving import gather_rows
 from cp_mesh.mixers.pieces import Pieces
 
 

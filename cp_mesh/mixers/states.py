@@ -14,55 +14,51 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.mixers.exchange import after, gather_rows
-from cp_mesh.mixers.kernels import Run
+from cp_mesh.mixers.moving import after, gather_rows
 from cp_mesh.mixers.pieces import Ints, Pieces
+from cp_mesh.mixers.recurrence import Inputs, Run
 
 
 def by_states(
     run: Run,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
+    inputs: Inputs,
     initial: Tensor | None,
     pieces: Pieces,
     group_name: str,
     what: str,
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Shapes as of `reference.recurrence`, over this rank's rows [B * rows, ...].
+    """Compute this rank's rows.
 
     Args:
+        run: what computes sequences.
+        inputs: of this rank's rows, batch row after batch row.
         initial: of the documents that are kept, [num_documents, HV, K, V].
         final: whether the state after each document is returned, on every rank.
     """
-    device, (heads, V), K = v.device, v.shape[1:], k.shape[2]
-    dtype = accumulation_dtype(v.dtype)
+    device, (heads, V), K = inputs.v.device, inputs.v.shape[1:], inputs.k.shape[2]
+    dtype = accumulation_dtype(inputs.v.dtype)
     zero = torch.zeros(1, heads, K, V, dtype=dtype, device=device)
     known = zero if initial is None else torch.cat([zero, initial.to(dtype)])
     summaries = None
     if pieces.sends.any():
         sent, chains = pieces.chains
         rows, of_rows = _rows(pieces, sent.own, device)
-        a, b = _summaries(run, q, k, v, g, beta, rows, of_rows, pieces.lens[sent.own].tolist(), dtype)
-        flat = after(
-            torch.cat([a.flatten(1), b.flatten(1)], 1), *(x if x is None else x[:0] for x in (q, k, v, g, beta))
-        )
+        a, b = _summaries(run, inputs, rows, of_rows, pieces.lens[sent.own].tolist(), dtype)
+        flat = after(torch.cat([a.flatten(1), b.flatten(1)], 1), *inputs.at(slice(0)))
         summaries = gather_rows(flat, sent.lens, pieces.cp_rank, group_name, what)
         a_of, b_of = summaries.split([a.shape[1:].numel(), heads * K * V], 1)
         a_of, b_of = a_of.unflatten(1, a.shape[1:]), b_of.unflatten(1, (heads, K, V))
         begin = chains.documents + 1 if initial is not None else np.zeros_like(chains.documents)
         state, states = known[pieces.on(device, ("begin", initial is None), lambda: begin)], []
         for slots in pieces.on(device, "slots", lambda: chains.slots).unbind(1):
-            state = (a_of[slots] @ state if beta is not None else a_of[slots][..., None] * state) + b_of[slots]
+            state = (a_of[slots] @ state if inputs.beta is not None else a_of[slots][..., None] * state) + b_of[slots]
             states.append(state)
         if states:
             at = pieces.on(device, "at", lambda: (chains.depths - 1) * len(chains.documents) + chains.of)
             known = torch.cat([known, torch.cat(states)[at]])
     due = pieces.on(device, ("due", initial is None), lambda: _due(pieces, initial is not None))
-    out, states_after = run(q, k, v, g, beta, known[due], pieces.lens.tolist())
+    out, states_after = run(inputs, known[due], pieces.lens.tolist())
     out = after(out, summaries)
     if not pieces.kept.all():
         kept = pieces.on(device, "kept", lambda: np.repeat(pieces.kept[pieces.own], pieces.lens))
@@ -95,26 +91,23 @@ def _rows(pieces: Pieces, chosen: Ints, device: torch.device) -> tuple[Tensor, T
 
 def _summaries(
     run: Run,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
+    inputs: Inputs,
     rows: Tensor,
     of_rows: Tensor,
     lens: list[int],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """A and B of the pieces that are sent. A is [n, HV, K, K] of a delta rule, else what decays, [n, HV, 1 or K]."""
-    (heads, V), K, n = v.shape[1:], k.shape[2], len(lens)
-    q, k, v, g, beta = (None if x is None else x[rows] for x in (q, k, v, g, beta))
+    (heads, V), K, n = inputs.v.shape[1:], inputs.k.shape[2], len(lens)
+    inputs = inputs.at(rows)
+    v, g = inputs.v, inputs.g
     initial = torch.zeros(n, heads, K, V, dtype=dtype, device=v.device)
-    if beta is not None:  # columns of the state do not know of each other: those of the identity become A
+    if inputs.beta is not None:  # columns of the state do not know of each other: those of the identity become A
         eye = torch.eye(K, dtype=dtype, device=v.device).expand(n, heads, K, K)
         v = torch.cat([v, v.new_zeros(len(v), heads, K)], -1)
-        _, found = run(q, k, v, g, beta, torch.cat([initial, eye], -1), lens)
+        _, found = run(inputs._replace(v=v), torch.cat([initial, eye], -1), lens)
         return found[..., V:], found[..., :V]
-    _, b = run(q, k, v, g, beta, initial, lens)
+    _, b = run(inputs, initial, lens)
     if g is None:
         return torch.ones(n, heads, 1, dtype=dtype, device=v.device), b
     g = g if g.ndim == 3 else g[..., None]

@@ -1,7 +1,7 @@
 """Hybrids of attention and recurrent layers in Transformers on ranks: logits, loss and every gradient, in float64.
 
-Two oracles: the same model on one rank, and the family's own code, one document at a time, since without its GPU kernels
-it ignores documents. Both cast to float32 in norms and recurrences; here these casts are to float64.
+Two oracles: the same model on one rank, and the family's own code, one document at a time, since without its GPU
+kernels it ignores documents. Both cast to float32 in norms and recurrences; here these casts are to float64.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, masking_utils
 from cp_mesh._torch import Convolution
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Striped
-from cp_mesh.integrations.transformers import mixers
+from cp_mesh.integrations.transformers.mixers import is_mixer, unknown_functions
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
 
@@ -77,7 +77,7 @@ class Facts:
         self.counted = next(counts, None)
         config = model.config.get_text_config()
         self.layers: int | None = getattr(config, "num_hidden_layers", None)
-        self.has_mixers = any(map(mixers.is_mixer, self.attending.modules()))
+        self.has_mixers = any(map(is_mixer, self.attending.modules()))
         if self.layers is not None:
             self.layers -= sum(kind in ALONE for kind in getattr(config, "layer_types", None) or ())
 
@@ -134,16 +134,16 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         yield "a forward without position_ids, which counts this rank's rows from 0", "it is not available"
     for path, module in parts:
         kind = type(module).__name__
-        if mixers.is_mixer(module):
+        if is_mixer(module):
             inside.update(module.modules())
             attending += 1
-            if unknown := mixers.unknown_functions(module):
+            if unknown := unknown_functions(module):
                 yield f"{path}, a {kind} that calls {unknown[0]}", "no function of cp_mesh computes it over ranks"
         if module in inside:
             continue
         named = any(word in kind.lower() for word in _WORDS) and "norm" not in kind.lower()
         named = named and "ALL_ATTENTION_FUNCTIONS" not in _used(module)
-        named = named and not any(map(mixers.is_mixer, module.modules()))
+        named = named and not any(map(is_mixer, module.modules()))
         if isinstance(module, _MIXERS) or named:
             yield f"{path}, a {kind}", "it mixes the rows of a shard"
         if path.rpartition(".")[2] == "pooler":

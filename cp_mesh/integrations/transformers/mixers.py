@@ -1,4 +1,4 @@
-"""Recurrent layers and convolutions of Transformers' hybrids: their modules run with other functions for those of the file.
+"""Recurrent layers and convolutions of Transformers' hybrids: their modules run with other functions.
 
 The modules call functions of their file by name, such as ``torch_chunk_gated_delta_rule``. A planned module runs the
 same code with names of its own, so nothing changes for other models. The batch comes as attention_mask, a `Rows`, which
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from cp_mesh import mixers
 from cp_mesh._torch import untraced
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.masks import Batch, Rows
+from cp_mesh.mixers.rules import causal_conv1d, gated_delta_rule, gla, kda, ssd
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 LIGHTNING = "MiniMaxLightningAttention"
@@ -42,7 +42,7 @@ def _convolution(
     rows: Rows, hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: str | None = None, **_: Any
 ) -> Tensor:
     x = hidden_states.transpose(1, 2).to(weight.dtype)
-    out = mixers.causal_conv1d(x, weight, bias, sequence=rows.sequence, mask=rows.mask)
+    out = causal_conv1d(x, weight, bias, sequence=rows.sequence, mask=rows.mask)
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype).transpose(1, 2)
 
 
@@ -85,13 +85,13 @@ def _scan(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     wide = torch.promote_types(hidden_states.dtype, torch.float32)  # as in Transformers
     x, dt, B, C = (x.to(wide) for x in (hidden_states, dt, B, C))
-    return mixers.ssd(x, dt, A, B, C, D=D, sequence=rows.sequence, mask=rows.mask)[0]
+    return ssd(x, dt, A, B, C, D=D, sequence=rows.sequence, mask=rows.mask)[0]
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": partial(_delta, mixers.gated_delta_rule),
-    "chunk_kimi_delta_attention": partial(_delta, mixers.kda),
+    "torch_chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
+    "chunk_kimi_delta_attention": partial(_delta, kda),
     "mamba2_chunk_scan": _scan,
     "mamba2_split_conv1d_scan_combined": lambda rows, *args, **kwargs: None,  # a kernel of the shard alone
     "apply_mask_to_padding_states": lambda rows, hidden_states, mask: hidden_states,  # padding is in no document
@@ -128,7 +128,7 @@ def apply(model: nn.Module) -> None:
             replace_forward(module, INPUT, "cp_mesh.integrations.transformers.parallelize", _run_with_mask)
 
 
-def masks(model: nn.Module, rows: Rows) -> Any:
+def masks_of_layers(model: nn.Module, rows: Rows) -> Any:
     """The attention_mask of a model with mixers: one for each kind of layer, as most take them, or the mask itself."""
     kinds = ("full_attention", "linear_attention", "conv")
     return dict.fromkeys(kinds, rows) if any(map(_takes_masks, model.modules())) else rows
@@ -142,7 +142,7 @@ def _takes_masks(module: nn.Module) -> bool:
 
 def _own_forward(module: nn.Module) -> FunctionType:
     own: Any = inspect.unwrap(type(module).forward)
-    return own  # type: ignore[no-any-return]
+    return own
 
 
 def _with(own: FunctionType, **others: Any) -> FunctionType:
@@ -180,6 +180,6 @@ def _lightning(module: Any, hidden_states: Tensor, rows: Rows) -> tuple[Tensor, 
     states = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * module.head_dim))
     q, k, v = states.split(module.head_dim, -1)
     g = -module.slope_rate.view(-1).to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:3])
-    out, _ = mixers.gla(q, k, v, g, scale=1.0, sequence=rows.sequence, mask=rows.mask)
+    out, _ = gla(q, k, v, g, scale=1.0, sequence=rows.sequence, mask=rows.mask)
     gated = F.sigmoid(module.output_gate(hidden_states)) * module.norm(out.flatten(2))
     return module.out_proj(gated), None

@@ -18,11 +18,12 @@ from cp_mesh._torch import COMPILED_CALL
 from cp_mesh.call.spec import settle
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout, ZigZag
-from cp_mesh.integrations.transformers import mixers
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
 from cp_mesh.integrations.transformers.losses import Losses
 from cp_mesh.integrations.transformers.masks import NAME, Batch, Said, register
+from cp_mesh.integrations.transformers.mixers import apply as apply_mixers
+from cp_mesh.integrations.transformers.mixers import masks_of_layers
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watch_encoders, watched
 from cp_mesh.training.checks.gradients import watch_first_step
@@ -130,7 +131,7 @@ def parallelize(
     register()
     model.set_attn_implementation(NAME if facts.text is None else {"text_config": NAME})
     model.loss_function = losses.of_labels
-    mixers.apply(facts.attending)
+    apply_mixers(facts.attending)
     if facts.text is not None:
         replace_forward(facts.text, INPUT, "cp_mesh.integrations.transformers.parallelize", adapter.run_text)
     replace_forward(model, STYLE, "cp_mesh.integrations.transformers.parallelize", adapter.run)
@@ -270,7 +271,7 @@ class _Adapter:
         assert sequence.seq_len is not None
         batch = Batch(sequence, sequence.seq_len, mask=mask, counted=counted, options=self.options, seed=seed)
         if self.facts.has_mixers:  # whose masks Transformers does not ask for
-            arguments["attention_mask"] = mixers.masks(module, batch.rows(Said(causal=True)))
+            arguments["attention_mask"] = masks_of_layers(module, batch.rows(Said(causal=True)))
         if whole.get("output_router_logits", getattr(config, "output_router_logits", False)):
             self.losses.check_router(module)
             arguments["output_router_logits"] = True

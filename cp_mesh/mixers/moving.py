@@ -71,14 +71,14 @@ def to_heads(x: Tensor, lens: tuple[int, ...], inverse: Tensor, group_name: str,
     """[B, rows, H, ...] of this rank to [B, S, H / cp, ...], by position, of this rank's heads."""
     size = len(lens)
     parts = x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.ndim + 1))  # [cp, rows, B, heads, ...]
-    moved = _AllToAll.apply(parts.flatten(0, 1), [x.shape[1]] * size, [*lens], group_name, what)
-    return cast(Tensor, moved).index_select(0, inverse).transpose(0, 1)
+    moved: Tensor = _AllToAll.apply(parts.flatten(0, 1), [x.shape[1]] * size, [*lens], group_name, what)
+    return moved.index_select(0, inverse).transpose(0, 1)
 
 
 def to_rows(x: Tensor, lens: tuple[int, ...], order: Tensor, rank: int, group_name: str, what: str) -> Tensor:
     """[B, S, heads, ...] by position to [B, rows, cp * heads, ...]: the way back of `to_heads`."""
     size = len(lens)
     rows = x.transpose(0, 1).index_select(0, order)
-    moved = cast(Tensor, _AllToAll.apply(rows, [*lens], [lens[rank]] * size, group_name, what))
+    moved: Tensor = _AllToAll.apply(rows, [*lens], [lens[rank]] * size, group_name, what)
     parts = moved.unflatten(0, (size, lens[rank])).permute(2, 1, 0, *range(3, x.ndim + 1))
     return parts.flatten(2, 3)

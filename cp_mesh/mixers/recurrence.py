@@ -8,36 +8,72 @@ S is [K, V] for each head; g is a number for each head, or one for each channel 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 
+Kernel = Literal["auto", "reference"]
+KERNELS = "auto", "reference"
 
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor,
-    lens: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+
+class Inputs(NamedTuple):
+    """What a rule reads, of T rows.
+
+    Attributes:
+        q, k: [T, H, K].
+        v: [T, HV, V]; HV is a multiple of H, and heads of v take those of q and k in groups.
+        g: logarithm of the decay, [T, HV] or [T, HV, K]; None: no decay.
+        beta: [T, HV] of a delta rule; None: of another.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+
+    def at(self, rows: Tensor | slice) -> Inputs:
+        """These rows of each tensor."""
+        return Inputs(*(x if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+
+Run = Callable[[Inputs, Tensor, list[int]], tuple[Tensor, Tensor]]
+"""What computes sequences, as `recurrence` with a scale."""
+
+
+def choose_kernel(what: str, kernel: str, x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes a call: today the reference alone.
+
+    Raises:
+        ArgumentError: on another name than those of `KERNELS`.
+        UnsupportedError: on "auto" with tensors of a GPU.
+    """
+    if kernel not in KERNELS:
+        refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"reference" computes token by token')
+    if kernel == "auto" and x.device.type != "cpu":
+        hint = 'kernel="reference" computes token by token on any device, slowly'
+        refuse(f"{what}: kernel", "tensors on the CPU for auto", str(x.device), hint, UnsupportedError)
+    return recurrence
+
+
+def recurrence(inputs: Inputs, initial: Tensor, lens: list[int], scale: float) -> tuple[Tensor, Tensor]:
     """Compute sequences that lie one after another.
 
     Args:
-        q, k: [T, H, K].
-        v: [T, HV, V]; HV is a multiple of H, and heads of v take those of q and k in groups.
-        g: logarithm of the decay, [T, HV] or [T, HV, K]; None: none.
-        beta: [T, HV], of a delta rule; None: of another.
-        initial: state before each sequence, [N, HV, K, V].
+        inputs: of all of them.
+        initial: the state before each sequence, [N, HV, K, V].
         lens: tokens of each sequence.
         scale: of q.
 
     Returns:
         [T, HV, V] in v's dtype, and the state after each sequence, [N, HV, K, V] in float32, or float64 as v.
     """
+    q, k, v, g, beta = inputs
     dtype = accumulation_dtype(v.dtype)
     steps, device = max(lens, default=0), v.device
     at = torch.arange(steps, device=device)

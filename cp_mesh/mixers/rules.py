@@ -1,4 +1,4 @@
-"""Recurrent layers over a sharded sequence: functions in the signatures of flash-linear-attention, with ``sequence``."""
+"""Recurrent layers over a sharded sequence, in the signatures of flash-linear-attention, with ``sequence``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.mixers.exchange import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.halo import convolution, with_halo
-from cp_mesh.mixers.kernels import Kernel, choose_kernel
+from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces, pieces_of
+from cp_mesh.mixers.recurrence import Inputs, Kernel, choose_kernel
 from cp_mesh.mixers.states import by_states
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -60,8 +60,7 @@ def gated_delta_rule(
         use_qk_l2norm_in_kernel: normalize q and k first.
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto" takes the one that sends less.
-        kernel: "fla" is flash-linear-attention's (fla-core 0.6) on GPUs in 16 bits, "reference" computes token by token;
-            "auto" takes fla on GPUs and the reference on CPUs.
+        kernel: "reference" computes token by token; "auto" takes it on CPUs and refuses GPUs.
 
     Returns:
         [B, T, HV, V] in v's dtype, and the final state or None.
@@ -234,7 +233,7 @@ def mix(
     options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Any of the rules; shapes as of `gated_delta_rule`."""
-    what, sequence, mask, scale, initial, final, method, kernel = options
+    what, sequence, mask, scale, initial, final, _, kernel = options
     group = sequence.mesh.get_group()
     with refusing(group.group_name):
         _check(options, q, k, v, g, beta)
@@ -242,7 +241,7 @@ def mix(
         pieces = pieces_of(sequence, mask, batch, rows)
         if initial is not None and initial.shape != (expected := (pieces.num_documents, *_state(q, v))):
             refuse(f"{what}: initial_state", expected, tuple(initial.shape), "one state for each document")
-        compute = choose_kernel(what, kernel, v, g)
+        compute = choose_kernel(what, kernel, v)
         chosen = _choose(options, pieces, q, v, g, beta)
     kind = what, batch, q.shape[2:], v.shape[2:], v.dtype, chosen, sequence.layout.spec(), pieces.seq_len, final
     agree_once(group, kind, lambda: {"call": what, "arguments": repr(kind), "documents": pieces.digest})
@@ -254,9 +253,9 @@ def mix(
         given = [None if x is None else to_heads(x, pieces.shard_lens, inverse, name, what) for x in given]
         if initial is not None:
             initial = initial.chunk(sequence.cp_size, 1)[sequence.cp_rank]
-    here = pieces.whole if heads else pieces
-    flat = [None if x is None else x.flatten(0, 1) for x in given]
-    out, states = by_states(run, *flat, initial, here, name, what, final)
+    here = pieces.whole if heads and pieces.whole is not None else pieces
+    flat = Inputs(*(None if x is None else x.flatten(0, 1) for x in given))  # type: ignore[arg-type]
+    out, states = by_states(run, flat, initial, here, name, what, final)
     out = out.unflatten(0, (batch, -1))
     if heads:
         order = pieces.on(v.device, "order", lambda: pieces.order)
@@ -284,9 +283,12 @@ def _check(options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, 
             what, "q, k [B, T, H, K] and v [B, T, HV, V]", f"{tuple(q.shape)} and {tuple(v.shape)}", "add a batch dim"
         )
     (B, T, H, K), HV = q.shape, v.shape[2]
-    shapes = {"k": (k, [(B, T, H, K)]), "v": (v, [(B, T, HV, v.shape[3])])}
-    shapes["g"] = g, [(B, T, HV), (B, T, HV, K)]
-    shapes["beta"] = beta, [(B, T, HV)]
+    shapes: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
+        "k": (k, [(B, T, H, K)]),
+        "v": (v, [(B, T, HV, v.shape[3])]),
+        "g": (g, [(B, T, HV), (B, T, HV, K)]),
+        "beta": (beta, [(B, T, HV)]),
+    }
     for name, (x, expected) in shapes.items():
         if x is not None and tuple(x.shape) not in expected:
             refuse(f"{what}: {name}", " or ".join(map(str, expected)), tuple(x.shape), "heads are dim 2, as in FLA")
