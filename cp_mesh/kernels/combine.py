@@ -21,7 +21,7 @@ MAX_PIECES = 8
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64 inputs, else fp32."""
+    """The dtype of sums: fp64 for fp64 inputs, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -193,7 +193,7 @@ def copy_together(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
+    """Compute delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
     dtype = accumulation_dtype(out.dtype)
     if out.numel() and fused(dtype, out.device):
         from cp_mesh.kernels.combine_triton import row_dots

@@ -68,7 +68,7 @@ class Pairs:
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
-        """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices."""
+        """The allowed pairs, bool [B or 1, len(q_rows), len(k_rows)], from int64 local indices."""
         return self.mask.allowed(self.q_pos[q_rows], self.k_pos[k_rows])
 
 

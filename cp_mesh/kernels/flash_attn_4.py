@@ -111,7 +111,7 @@ class Call(NamedTuple):
         return {"q": self.q, "k": self.k, "v": self.v} | given
 
     def kind(self, name: str, *more: Any) -> tuple[Any, ...]:
-        """Equal for calls that launch the same compiled kernels."""
+        """A key that is equal for calls that launch the same compiled kernels."""
         tensors = (self.q, self.k, self.v)
         return (
             name, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1], self.q.shape[-2] // self.k.shape[-2],

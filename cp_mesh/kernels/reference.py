@@ -88,7 +88,7 @@ def _dropout_factors(scores: Scores, cover: Band | Pairs | Segments, first_row: 
 
 
 def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, H, S, D] -> [B, K, G, S, D] in the accumulation dtype."""
+    """Reshape [B, H, S, D] to [B, K, G, S, D] and convert it to the accumulation dtype."""
     return rearrange(x.to(dtype), "b (k g) s d -> b k g s d", k=num_kv_heads)
 
 

@@ -220,7 +220,7 @@ class ScoreGradients(dict[str, Tensor]):
         return cls({name: torch.zeros_like(given[name], dtype=dtype if name in TERMS else None) for name in wanted})
 
     def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
-        """Views of a range of heads, or of a range of rows."""
+        """Gradients of a range of heads, or of a range of rows, as views."""
         part = self if heads is None else ScoreGradients(self | _narrowed(self, "heads", *heads))
         return part if rows is None else ScoreGradients(part | _narrowed(part, "rows", *rows))
 
