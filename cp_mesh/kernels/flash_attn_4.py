@@ -13,7 +13,7 @@ of a host compiles at a time. A variant must be compiled before a CUDA graph cap
 **Host time.** The package's Python checks arguments and looks up compiled kernels: 73 us per forward call, 95 per
 backward (Dao-AILab/flash-attention, issue 2426). So the first call of a kind runs this Python, and its launches are
 recorded; if they equal `_forward_launches` or `_backward_launches`, later calls of the kind launch directly. Other
-releases, short tiles and deterministic calls always run the package's Python.
+releases, short tiles, strides of 0 and deterministic calls always run the package's Python.
 """
 
 from __future__ import annotations
