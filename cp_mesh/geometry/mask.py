@@ -116,7 +116,8 @@ class Documents:
 @dataclass(frozen=True, eq=False)
 class Mask:
     """A conjunction of conditions on (query position p, key position t).
-     A mask copies its tensors to the host when it is made. Later writes to the caller's tensors do not change it, so a
+
+    A mask copies its tensors to the host when it is made. Later writes to the caller's tensors do not change it, so a
     data loader may fill its buffer with the next batch while the backward of this one runs. Copying a device tensor
     waits for the device, once. Make one mask per batch: its documents are read once, not in every layer.
 
@@ -403,8 +404,8 @@ class Mask:
     @cached_property
     def starts(self) -> Tensor:
         """The first position whose query sees the key of each position by its block: int32 [B or 1, S].
-         It is the begin of the key's block, or as near to it as a window allows. Without a block it is the key's own
-        position.
+
+        This is the begin of its block, or as near to it as a window allows; without a block the position itself.
 
         Raises:
             UnsupportedError: if a block returns after other tokens in its document.
