@@ -191,7 +191,7 @@ def compare_step(group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]
 
 
 def leave_word(text: str) -> None:
-    """Write an error for ranks that learn of a refusal by a collective, and then call `read_word`."""
+    """Write an error to the store, for ranks that learn of a refusal by a collective and then call `read_word`."""
     if (store := store_of(dist.group.WORLD)) is not None:
         store.set("cp_mesh/word", text)
 
@@ -218,7 +218,7 @@ def _exchange(
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
         said = (
             f"expected every {axis} rank in the first call of a kind, or in each batch of a model, got none from ranks "
-            f"{absent} in {patience}; they have ended, are late, run other code, or repeat a call with an earlier shape"
+            f"{absent} in {patience}; they have ended, are late, run other code, or call with a shape they had before"
         )
         _raise_mismatch(group, fields, said)
     return [answers[rank] for rank in range(group.size())]

@@ -201,7 +201,7 @@ def own_causal(pieces: Pieces) -> Array:
     """Return one causal block per document and rank: for masks that compare order alone, in shards of rising positions.
 
     Args:
-        pieces: of these shards, sorted by document and rank.
+        pieces: pieces of these shards, sorted by document and rank.
     """
     if not pieces.num:
         return np.empty((0, 8), dtype=np.int64)

@@ -155,7 +155,7 @@ def num_rows(ranges: Iterable[Rows]) -> int:
 
 
 class Around:
-    """The order in which ranks visit each other: in step i rank r works on the keys of rank ``(r - i) mod cp_size``."""
+    """The order in which ranks visit each other: in step i rank r uses the keys of rank ``(r - i) mod cp_size``."""
 
     def active(self, needed: Array) -> tuple[int, ...]:
         """Return the steps in which some rank fetches rows of another rank."""

@@ -200,7 +200,7 @@ def _check_ungraded(name: str, x: Tensor) -> None:
 def _prepare(
     query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any], tensors: Tensors, where: Where, num_rows: int
 ) -> tuple[Where, Kernel | None, Scores, AttentionSpec]:
-    """Return the allowed pairs and the kernel for so many queries, None for `attend_few`; refuse what it lacks."""
+    """Return the allowed pairs and the kernel for so many queries (None: `attend_few`), or refuse the call."""
     options = settle(**given)
     check_tensors(query, key, value, decoding=True)
     for name in _TERMS:

@@ -180,7 +180,7 @@ def append_kernel(
 ):
     """Copy the new rows of one batch row and head to their places; the last program updates the counts.
 
-    One warp, whose loads of ``taken`` come before its ticket.
+    A program is one warp, so it loads ``taken`` before its atomic add to ``ticket``.
     """
     batch, head = (tl.program_id(0) // num_heads).to(tl.int64), (tl.program_id(0) % num_heads).to(tl.int64)
     begin = tl.load(taken)

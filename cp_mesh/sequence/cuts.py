@@ -107,7 +107,7 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
         group: the cp group.
         rows: of this rank; None for a DTensor, which knows its rows.
         layout: of the call.
-        what: calls, for messages.
+        what: the calls, for messages.
 
     Raises:
         ArgumentError: on this rank.
