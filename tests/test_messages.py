@@ -132,7 +132,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "the layout of a sequence by name": (
         lambda axes: ShardedSequence(axes["cp"], "striped"),
-        "ShardedSequence.layout: expected a Layout, got 'striped'; ZigZag(), with parentheses",
+        "ShardedSequence.layout: expected a Layout, got 'striped'; pass an instance: ZigZag(), with parentheses",
     ),
     "a whole mesh for a sequence": (lambda axes: ShardedSequence(axes), "got DeviceMesh(cp=2, tp=2); pass the cp axis"),
     "a whole mesh for a plan": (

@@ -382,7 +382,7 @@ CASES: dict[str, Case] = {
     "blocks of a shard": refused(ARGUMENT, "Mask.blocks", "[2, 24]", "(2, 6)", "never sharded")(
         lambda: attend(mask=Mask(blocks=torch.zeros(B, ROWS, dtype=torch.int64)))
     ),
-    "a block that comes back": refused(UNSUPPORTED, "Mask.blocks", "block 0 comes back", "an id of its own")(
+    "a block that comes back": refused(UNSUPPORTED, "Mask.blocks", "block 0 comes back", "its own id")(
         lambda: attend(mask=Mask(blocks=torch.arange(S) // 5 % 2))
     ),
     "blocks and a causal window": refused(ARGUMENT, "window=(5, 0)", "window=(5, None)")(
@@ -410,10 +410,10 @@ CASES: dict[str, Case] = {
         lambda: attend(mask=Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))
     ),
     "cu_seqlens of another length in a layout": refused(
-        ARGUMENT, "mask.documents", "24 tokens", "got 23", "cu_seqlens end there"
+        ARGUMENT, "mask.documents", "24 tokens", "got 23", "the last entry of cu_seqlens"
     )(lambda: sequence(length=24).balanced(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
     "cu_seqlens of another length than a padded sequence": refused(
-        ARGUMENT, "Mask.documents", "21, or 24 with padding", "got 23", "cu_seqlens end there"
+        ARGUMENT, "Mask.documents", "21, or 24 with padding", "got 23", "the last entry of cu_seqlens"
     )(lambda: sequence(length=21).mask(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
     "a tensor for a mask": refused(ARGUMENT, "mask", "Mask", "Tensor", "batch_mask reads", "bias= of 0 and -inf")(
         lambda: attend(mask=torch.ones(S, S, dtype=torch.bool))
