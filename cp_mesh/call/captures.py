@@ -82,8 +82,8 @@ def _cuts(x: DTensor, query: Tensor, axis: CPAxis, seq_len: int) -> tuple[Cuts, 
     else:
         cp_axes, apart = tuple(cp_axes_of(x, axis.group, None)), [True] * mesh.ndim
         if len(cp_axes) != mesh.ndim:
-            hint = 'beside local q, k and v wrap its local part: DTensor.from_local(part, mesh["cp"], [Shard(dim)])'
-            refuse(f"{what}'s mesh", "that of the cp axis", mesh, hint)
+            hint = 'with local q, k and v wrap its local part: DTensor.from_local(part, mesh["cp"], [Shard(dim)])'
+            refuse(f"{what}'s mesh", "the mesh of the cp axis", mesh, hint)
     dims = [p.dim if isinstance(p, Shard) and type(p) is Shard else None for p in x.placements]
     allowed = all(p == Replicate() or dim is not None for p, dim in zip(x.placements, dims, strict=True))
     allowed &= len({x.placements[i] for i in cp_axes}) == 1

@@ -88,7 +88,7 @@ def attention(
     Args:
         query: [B, H, S, D], [B, S, H, D] or packed [T, H, D]; for local tensors S (T) counts this rank's rows. float64,
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
-        key: like ``query`` with K heads, H a multiple of K. Fewer kv heads need no ``enable_gqa`` as in SDPA.
+        key: like ``query`` with K heads, H a multiple of K. SDPA's ``enable_gqa`` is not needed.
         value: like ``key``; its head dim may differ where the kernel allows.
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup. Or a 2-D mesh of two axes that together are the cp axis
             and whose names begin with "cp", ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
@@ -98,8 +98,9 @@ def attention(
             the other formats, because neither shapes nor placements distinguish heads from rows.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
             unequal length need it: a rank cannot infer it.
-        layout: which positions each rank holds.
-        mask: which keys each query may see, by position. Its tensors hold the whole sequence, equal on every cp rank.
+        layout: which positions each rank holds; zigzag by default. Shard q, k and v in this layout.
+        mask: which keys each query may see, by position; causal by default, unlike SDPA. Its tensors hold the whole
+            sequence, equal on every cp rank.
         scale: factor on q·k; None: 1 / sqrt(D).
         softcap: bound of the scores: cap · tanh(scale · q·k / cap). None: no bound.
         sinks: [H], a logit per head that joins the denominator of the softmax and has no value; for local tensors H
@@ -258,7 +259,7 @@ def _make_call(
         check_keywords({"seq_len": seq_len, "dropout_seed": dropout_seed})
     if spec.dropout_p and dropout_seed is None:
         hint = "pass a number that is equal on all cp ranks and differs in every layer and step"
-        refuse("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint)
+        refuse("dropout_seed", "an int or an int64 tensor with dropout_p", None, hint)
     if spec.dropout_p or spec.score_mod or spec.mask_mod:  # they depend on head and batch indices
         heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
         spec = spec._replace(first_head=spec.first_head + heads, first_batch=spec.first_batch + rows)

@@ -10,8 +10,8 @@ the unsharded mask and one contiguous shard. Who owns what, with U ranks in an i
 
 If U does not divide the kv heads, each is sent several times, so that every rank has equal groups of query heads per kv
 head; the owner of the rows then sums the gradients in fp32. Score terms by head are narrowed to the rank's heads, and
-rows of a bias are exchanged like those of q. Sinks and delta are applied before the exchange, on the rank's own rows,
-unless the forward kept tensors: then on the rank's heads.
+rows of a bias are exchanged like those of q. The backward applies sinks and delta before the exchange, to the rank's
+own rows, or after it, to the rank's heads, if the forward kept tensors.
 
 The hybrid, Fang and Zhao 2024 (arXiv:2405.07719), has smaller groups: rank r of the cp axis has number r mod U in inner
 group r // U, and fetches keys of the other groups, for its heads, in the stages of the ring. Heads limit U, not the

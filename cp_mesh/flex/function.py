@@ -68,7 +68,7 @@ def flex_attention(
 
     A captured DTensor lies on query's mesh, or with local q, k and v on the cp axis alone. It may be sharded over cp
     by its sequence dim in layout order, and over axes that shard query's heads or batch. The functions still read it by
-    global indices, and its gradient has the same shards. Over an axis that shards query alone its gradient is Partial.
+    global indices, and its gradient has the same shards. On an axis that shards only query, its gradient is Partial.
 
     On GPUs the functions are compiled (kernel="flex"), and blocks that mask_mod hides are skipped. The reference kernel
     computes every pair that ``mask`` keeps. torch.compile breaks the graph at this call; fullgraph=True raises.
@@ -84,7 +84,7 @@ def flex_attention(
             numbers. None: the score is unchanged.
         block_mask: from `cp_mesh.create_block_mask`, or a `BlockMask` from torch's function of the same name, built for
             the whole sequence. Its mask_mod decides; blocks that contradict mask_mod are refused. None: every query
-            sees all keys. Built with ``sequence=``, it also saves sending a rank the shards that it hides from it.
+            sees all keys. With ``sequence=`` given there, ranks are not sent shards that it hides from them.
         scale: factor on q·k; None: 1 / sqrt(D).
         enable_gqa: must be True if there are fewer kv heads than query heads, as in torch.
         return_lse: as in `cp_mesh.attention`.

@@ -143,12 +143,12 @@ class _Reading(TorchFunctionMode):
             hint = "x.detach() has no gradient"
             refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
         if func in _VALUES:
-            got = f"what depends on values, Tensor.{func.__name__}"
+            got = f"an operation that depends on values, Tensor.{func.__name__}"
             refuse(self._what, TRACEABLE, got, BY_VALUE, UnsupportedError)
         if func in _OF_NUMBERS:
             lists = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, list | tuple)]
             if any(isinstance(x, Tensor) for x in tree_leaves(lists)):
-                got = f"what depends on values, {func.__name__} of tensors in a list"
+                got = f"an operation that depends on values, {func.__name__} of tensors in a list"
                 refuse(self._what, TRACEABLE, got, "torch.stack joins tensors", UnsupportedError)
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -205,7 +205,7 @@ class _Recorder(DispatchMode):
         elif torch.Tag.data_dependent_output in tags or (
             torch.Tag.dynamic_output_shape in tags and func is not torch.ops.aten.index.Tensor
         ):
-            got, hint = f"what depends on values, {func}", BY_VALUE
+            got, hint = f"an operation that depends on values, {func}", BY_VALUE
         elif "c10d" in func.namespace:
             got, hint = f"communication, {func}", "read the DTensor itself, or call x.full_tensor() before"
         if got:
