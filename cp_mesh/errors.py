@@ -1,4 +1,4 @@
-"""Errors for users. Messages say what, what was expected, what was given, and the nearest setting that works."""
+"""Errors for users. A message has four parts: what, expected, got, and the nearest setting that works."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.distributed.tensor import Placement, Shard
 
 
 class ArgumentError(ValueError):
-    """An argument is wrong in itself, or disagrees with another one."""
+    """An argument is wrong, or disagrees with another one."""
 
 
 class UnsupportedError(NotImplementedError):
-    """The combination is meaningful but not available: cp_mesh refuses it rather than compute something else."""
+    """The combination is meaningful but not supported: cp_mesh refuses it rather than compute something else."""
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks were called with different arguments; found in check mode, on every rank."""
+    """Ranks passed different arguments. Raised on every rank, at first calls and in check mode."""
 
 
 def describe(what: str, expected: object, got: object, hint: str) -> str:
-    """One sentence in the house form."""
+    """The message of an error, from its four parts."""
     return f"{what}: expected {written(expected)}, got {written(got)}; {hint}"
 
 
 def written(x: object) -> str:
-    """As users write it, or as they know it: a mesh by its axes, a class by its name; words as they are."""
+    """A value as users write it: a mesh by its axes, a class by its name, a string unchanged."""
     if isinstance(x, DeviceMesh):
         names = x.mesh_dim_names or [f"axis {i}" for i in range(x.ndim)]
         return f"DeviceMesh({', '.join(f'{name}={size}' for name, size in zip(names, x.shape, strict=True))})"
@@ -46,15 +46,15 @@ def written(x: object) -> str:
 
 
 def refuse(what: str, expected: object, got: object, hint: str, error: type[Exception] = ArgumentError) -> NoReturn:
-    """Raise with that sentence."""
+    """Raise ``error`` with the message that `describe` makes."""
     raise error(describe(what, expected, got, hint))
 
 
 def as_int(x: Any) -> Any:
-    """An int for another kind of integer, such as NumPy's or a tensor of one on the CPU; other things as they are."""
+    """Convert an integer of another type, such as NumPy's or a one-element CPU tensor, to int; others unchanged."""
     if x is None or isinstance(x, int | torch.SymInt):
         return x
-    if isinstance(x, torch.Tensor) and (x.device.type != "cpu" or x.dtype == torch.bool):  # of a GPU it would wait
+    if isinstance(x, torch.Tensor) and (x.device.type != "cpu" or x.dtype == torch.bool):  # a GPU would wait
         return x
     with suppress(TypeError):
         return operator.index(x)

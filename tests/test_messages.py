@@ -165,11 +165,11 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "whole tokens": (
         lambda axes: attention(rows(1, 2, 8, 8), rows(1, 2, 8, 8), rows(1, 2, 8, 8), mesh=axes["cp"], seq_len=8),
-        "got 8 rows; these look like whole tokens: shard them, sequence.shard({...}), or let a ShardedModel do it",
+        "got 8 rows; these look like whole sequences: shard them, sequence.shard({...}), or let a ShardedModel do it",
     ),
     "whole tokens of a padded sequence": (
         lambda axes: call_of_core(axes, length=7)(rows(1, 2, 7, 8)),
-        "got 7 rows; these look like whole tokens: shard them",
+        "got 7 rows; these look like whole sequences: shard them",
     ),
     "a layer outside of the plan, without a root": (
         lambda axes: call_of_core(axes, "blocks.*.first")(rows(1, 2, 4, 8)),
@@ -187,7 +187,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "placements": (
         lambda axes: attention(*dtensors([Shard(2), Replicate()], [Shard(2), Partial()], [Shard(2), Partial()])),
-        "key's placements: expected those of query, (Shard(2), Replicate()) on DeviceMesh(cp=2, tp=2), "
+        "key's placements: expected query's, (Shard(2), Replicate()) on DeviceMesh(cp=2, tp=2), "
         "got (Shard(2), Partial(sum)) on DeviceMesh(cp=2, tp=2); ",
     ),
     "the group of all ranks": (

@@ -332,7 +332,7 @@ CASES: dict[str, Case] = {
     "three dims for seq_dim 2": refused(ARGUMENT, "query", "[B, H, S, D] for seq_dim=2", "(8, 6, 16)")(
         lambda: attend(query=random(H, ROWS, D))
     ),
-    "four dims for packed": refused(ARGUMENT, "query", "[T, H, D] for seq_dim=0", "seq_dim tells the format")(
+    "four dims for packed": refused(ARGUMENT, "query", "[T, H, D] for seq_dim=0", "seq_dim selects the format")(
         lambda: attend(seq_dim=0)
     ),
     "seq_dim 3": refused(ARGUMENT, "seq_dim", "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]", "got 3")(
@@ -674,7 +674,7 @@ CASES: dict[str, Case] = {
     "head dim sharded on cp": refused(ARGUMENT, "placement on the cp axis", "Shard(3)", "Shard(2)")(
         lambda: attend_placed(cp_tp(), (Shard(3), Shard(1)))
     ),
-    "kv replicated, q by head": refused(ARGUMENT, "key's placements", "those of query", "shard q, k and v alike")(
+    "kv replicated, q by head": refused(ARGUMENT, "key's placements", "expected query's", "shard q, k and v alike")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), kv=(SHARD_SEQ, REPLICATE))
     ),
     "kv heads that tp cannot divide": refused(
@@ -850,7 +850,7 @@ CASES: dict[str, Case] = {
     "a degree inside": refused(ARGUMENT, "ulysses_degree", "of the 8 query heads, got 3")(
         lambda: run_core(Core(), method="hybrid", ulysses_degree=3)
     ),
-    "heads placed unlike": refused(ARGUMENT, "those of query", "shard q, k and v alike")(run_mixed_placements),
+    "heads placed unlike": refused(ARGUMENT, "expected query's", "shard q, k and v alike")(run_mixed_placements),
     "keys of another length inside": refused(UNSUPPORTED, "self-attention", "out of the plan")(
         lambda: run_core(Core(), tensors=(random(B, H, ROWS, D), random(B, K, 5, D), random(B, K, 5, D)))
     ),
@@ -871,7 +871,7 @@ CASES: dict[str, Case] = {
     "PyTorch's function on a core of torch.jit": refused(UNSUPPORTED, "ContextParallel", "one of torch.jit")(
         lambda: parallelize_module(torch.jit.script(Scripted()), cp(), ContextParallel(sequence()))
     ),
-    "a compiled linear of several": refused(ARGUMENT, "OverlappedColwise", "compile what holds them all")(
+    "a compiled linear of several": refused(ARGUMENT, "OverlappedColwise", "compile the module that holds all")(
         lambda: run_plan(
             nn.ModuleDict({"both": nn.ModuleList([torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4)])}),
             both=OverlappedColwise("0", "1"),

@@ -180,7 +180,7 @@ def test_old_names_of_modules_warn(old: str, new: str) -> None:
     for ask in (importlib.import_module, lambda name: getattr(cp_mesh, name.partition(".")[2])):
         sys.modules.pop(f"cp_mesh.{old}", None)
         vars(cp_mesh).pop(old, None)
-        with pytest.warns(FutureWarning, match=f"cp_mesh.{old} is cp_mesh.{new} now") as warned:
+        with pytest.warns(FutureWarning, match=f"cp_mesh.{old} is now cp_mesh.{new}:") as warned:
             assert ask(f"cp_mesh.{old}") is importlib.import_module(f"cp_mesh.{new}")
     assert warned[0].filename == __file__
 
@@ -190,7 +190,7 @@ def test_old_names_of_modules_warn(old: str, new: str) -> None:
 )
 def test_packages_that_were_modules_warn(name: str) -> None:
     package, _, name = name.partition(".")
-    with pytest.warns(FutureWarning, match=f"cp_mesh.{package}.{name} is cp_mesh.{package}"):
+    with pytest.warns(FutureWarning, match=f"cp_mesh.{package}.{name} is now cp_mesh.{package}"):
         assert getattr(importlib.import_module(f"cp_mesh.{package}"), name) is getattr(cp_mesh, name)
 
 
