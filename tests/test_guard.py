@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -602,7 +603,10 @@ def warned(fn: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fn()
-    return [str(warning.message) for warning in caught if str(warning.message).startswith("cp_mesh:")]
+    ours = [warning for warning in caught if str(warning.message).startswith("cp_mesh:")]
+    folders = {Path(warning.filename).parent for warning in ours}
+    assert folders <= {Path(__file__).parent}  # the user's line, through modules, hooks and modes
+    return [str(warning.message) for warning in ours]
 
 
 def counted_inside(rank: int) -> list[list[str]]:

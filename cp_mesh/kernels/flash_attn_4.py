@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import FakeTensorMode
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, warn
 from cp_mesh.geometry.mask import Band
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -165,10 +165,9 @@ def _run(
 
 @lru_cache
 def _warn_of_release() -> None:
-    warnings.warn(
-        "cp_mesh: this release of flash-attn-4 launches its kernels in another way than 4.0.0b36, so its own Python is "
-        "called: exact, with more host time. pip install flash-attn-4==4.0.0b36 has less",
-        stacklevel=2,
+    warn(
+        "this release of flash-attn-4 launches its kernels in another way than 4.0.0b36, so its own Python is "
+        "called: exact, with more host time. pip install flash-attn-4==4.0.0b36 has less"
     )
 
 
@@ -198,10 +197,9 @@ def _compile(name: str, given: dict[str, Any]) -> None:
             warnings.simplefilter("ignore")  # the package's, of fake tensors: nothing that a user could change
             getattr(_package(), name)(**fakes)
     except Exception as error:
-        warnings.warn(
+        warn(
             f"FlashAttention-4 does not compile with fake tensors, so every rank compiles for itself:"
-            f" {type(error).__name__}: {error}",
-            stacklevel=2,
+            f" {type(error).__name__}: {error}"
         )
 
 

@@ -29,7 +29,7 @@ from torch.random import fork_rng
 from cp_mesh._torch import active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
 from cp_mesh.comm.agreement import check_mode, compare_first, keep_to_itself, turned_off
 from cp_mesh.comm.group_state import states_of_all
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.cuts import Cuts
@@ -122,8 +122,8 @@ def _root_of(owner: Any) -> Any:
 
 
 def _skip(reason: str) -> str:
-    told = f"cp_mesh: the probe did not compare anything: {reason}. cp_mesh.verify_model compares a whole step"
-    warnings.warn(told, stacklevel=4)
+    told = f"the probe did not compare anything: {reason}. cp_mesh.verify_model compares a whole step"
+    warn(told)
     return reason
 
 
@@ -175,7 +175,7 @@ class _Probe:
         if changed := [name for name, state in _states(self.module).items() if before.get(name) != state]:
             told = f"{', '.join(changed[:8])}{', ...' * (len(changed) > 8)}; set them back if they count"
             words = "times, by which these attributes of its modules have changed"
-            warnings.warn(f"cp_mesh: the probe ran the model {self.runs} {words}: {told}", stacklevel=3)
+            warn(f"the probe ran the model {self.runs} {words}: {told}")
         kind, _, words = said.partition(": ")
         if kind in ("", "skipped"):
             return _skip(words) if kind else ""

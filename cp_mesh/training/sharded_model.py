@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.comm.first_calls import agree_on_shapes
-from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.losses import LOSSES
@@ -201,11 +200,10 @@ class ShardedModel(ParallelStyle):
         labelled = [name for name in self.inputs if PADDING.get(name) == -100 and arguments.get(name) is not None]
         loss = output if isinstance(output, Tensor) else _loss_of(output)
         if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and not LOSSES.ran:
-            warnings.warn(
-                f"cp_mesh: the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
+            warn(
+                f"the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
                 "mean over these rows, of labels that it may shift within the shard. Expected this rank's share of the "
-                "loss: leave labels out of inputs, and call cp_mesh.cross_entropy on the logits with shifted labels",
-                stacklevel=2,
+                "loss: leave labels out of inputs, and call cp_mesh.cross_entropy on the logits with shifted labels"
             )
 
     def compare(self, arguments: dict[str, Any]) -> None:

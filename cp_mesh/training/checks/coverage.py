@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from cp_mesh._torch import COMPILED, COMPILED_CALL, function_mode, loaded_dynamo
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, warn
 from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, ROWS, call_function, keep_uncompiled
 from cp_mesh.wrap import STYLE, WATCH, check_class, replace_forward, replaced
 
@@ -78,12 +77,11 @@ class Watch(TorchFunctionMode):
             found = "cuts a table to" if is_table and _is_cut(name, rows, *args, **kwargs) else ""
         if found:
             self.local_rows = None
-            warnings.warn(
-                f"cp_mesh: the model {found} {rows} positions from 0, as many as this rank holds rows: on most ranks "
+            warn(
+                f"the model {found} {rows} positions from 0, as many as this rank holds rows: on most ranks "
                 "they are others'. Give its forward an argument for positions, and name it in ShardedModel(sequence, "
                 "positions=...), or among the inputs of ShardInput; without these, pass sequence.positions(seq_len). "
-                "cp_mesh.probe(model, batch) tells whether the model is right",
-                stacklevel=3,
+                "cp_mesh.probe(model, batch) tells whether the model is right"
             )
 
 

@@ -9,7 +9,6 @@ does not shard, where rows are sharded over tp. The hook is PyTorch's, for all o
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from cp_mesh._torch import backward_number, comm_hooks, ranks_of_fsdp
 from cp_mesh.comm.agreement import capturing, compare_step, turned_off
 from cp_mesh.comm.first_calls import look_again
 from cp_mesh.comm.group_state import state_of
-from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.losses import LOSSES, WAITING, Planned, forget_losses
@@ -107,11 +106,10 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
     if cp is None or not graded or turned_off(cp):
         return
     if not LOSSES.ran and not gathers(module) and not planned.staged:
-        warnings.warn(
-            "cp_mesh: an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
+        warn(
+            "an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
             "be its share of a sum over all ranks, not the mean of its own rows: cross_entropy(logits, labels, data), "
-            "or its sum / the valid tokens of all ranks",
-            stacklevel=4,
+            "or its sum / the valid tokens of all ranks"
         )
     meshes = {tuple(ranks_of(mesh)): mesh for mesh in LOSSES.meshes}
     # of gathered logits the ranks of cp compute one loss, which compiled code does not note
@@ -134,10 +132,9 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
 
 
 def _warn_of_averages(by: str, num_ranks: int, call: str) -> None:
-    warnings.warn(
-        f"cp_mesh: {by} averages gradients over its ranks, while losses of cp_mesh.cross_entropy are shares of a sum: "
-        f"call cp_mesh.sum_gradients({call}, or multiply the loss by {num_ranks}",
-        stacklevel=5,
+    warn(
+        f"{by} averages gradients over its ranks, while losses of cp_mesh.cross_entropy are shares of a sum: "
+        f"call cp_mesh.sum_gradients({call}, or multiply the loss by {num_ranks}"
     )
 
 
@@ -174,7 +171,7 @@ def _check_ranks(
     expected, got = f"a mean over the ranks that {by} reduces over, {ranks}", f"one over ranks {sorted(wanted)}"
     hint = "give cross_entropy the mesh of all ranks with other tokens"
     if any(x.item() != 1 for x in LOSSES.factors):  # which may make it right
-        warnings.warn(f"cp_mesh: {describe('cross_entropy', expected, got, hint)}", stacklevel=5)
+        warn(describe("cross_entropy", expected, got, hint))
         return
     refuse("cross_entropy", expected, got, hint)
 
@@ -251,7 +248,7 @@ def _decide(own: list[str], answers: Norms) -> None:
         text = describe(what, "equal on all ranks before the optimizer steps", "another one on each rank", hint)
         if len(differ) == len(names):
             raise ArgumentError(text)
-        warnings.warn(f"cp_mesh: {text}", stacklevel=6)
+        warn(text)
     graded = _nonzero("gradients", answers)  # those that are 0 yet, as before a weight that begins at 0, tell nothing
     # parameters of experts differ in both
     if other := [name for name in _other_weights(names, answers) if name in graded and name not in differ]:
@@ -273,4 +270,4 @@ def _decide_over_tp(own: list[str], answers: Norms) -> None:
         text = describe(what, "equal on the ranks of a tp group", "another one on each rank", hint)
         if _nonzero("weights", answers).intersection(differ):  # zeros may be parts of their own
             raise ArgumentError(text)
-        warnings.warn(f"cp_mesh: {text}", stacklevel=6)
+        warn(text)

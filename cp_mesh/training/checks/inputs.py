@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from cp_mesh.comm.agreement import compare_first
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, warn
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
@@ -78,11 +77,10 @@ def _check(styles: list[ContextParallel], names: list[str], given: dict[str, Any
     if not found:
         return int(tokens.shape[1])
     if all(x is None for x in found.values()):
-        warnings.warn(
-            f"cp_mesh: the model's forward takes {' and '.join(found)}, and the call leaves them out: where each rank "
+        warn(
+            f"the model's forward takes {' and '.join(found)}, and the call leaves them out: where each rank "
             "counts from 0, they are others'. Pass sequence.positions(seq_len), or give the plan a root, "
-            "ShardedModel(sequence, positions=...)",
-            stacklevel=4,
+            "ShardedModel(sequence, positions=...)"
         )
     if not any(callable(style.mask) or style.mask.documents is not None or style.layout for style in styles):
         for name, x in found.items():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from cp_mesh._torch import without_function_modes, world
 from cp_mesh.comm.group_state import groups_with
-from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.errors import ArgumentError, describe, warn
 from cp_mesh.geometry.layouts import Contiguous, Striped, ZigZag
 from cp_mesh.sequence.cuts import Cuts, Tokens
 
@@ -91,10 +89,7 @@ def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens) -> tuple[str, 
         mends = "shift the whole labels by one, and then shard them"
         if (labels != ignore_index).double().mean() > _MOST:
             return "the tokens themselves, not the next ones", mends
-        warnings.warn(
-            f"cp_mesh: labels are the tokens of their rows, as of masked tokens; those of next tokens are not: {mends}",
-            stacklevel=5,
-        )
+        warn(f"labels are the tokens of their rows, as of masked tokens; those of next tokens are not: {mends}")
         return None
     for rank in range(len(tokens.ranks)):
         if rank != tokens.rank and are(tokens.rows(1, rank=rank, fill=ignore_index)):
