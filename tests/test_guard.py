@@ -1028,7 +1028,7 @@ def test_what_is_refused_without_a_root(pool: Any, how: str, compiled: bool) -> 
     says = {
         "two cores": "every self-attention in a ContextParallel module",
         "whole": "expected this rank's rows of the tokens, got the same (2, 16) on every cp rank; shard them",
-        "counted positions": "those of this rank's 8 rows, got 0, 1, 2, ...; pass sequence.positions(seq_len)",
+        "counted positions": "the positions of this rank's 8 rows, got 0, 1, 2, ...; pass sequence.positions(seq_len)",
     }
     for error in raised(pool, 2, rootless, how, compiled):
         assert says[how] in error.message, error.message

@@ -212,7 +212,7 @@ class GatherOutput(_Boundary):
         for name in self.outputs:
             if not isinstance(entries.get(name), Tensor):
                 got = [x for x, entry in entries.items() if isinstance(entry, Tensor)]
-                refuse(f"GatherOutput({where}).outputs", f"a tensor at {name!r}", f"tensors at {got}", "name those")
+                refuse(f"GatherOutput({where}).outputs", f"a tensor at {name!r}", f"tensors at {got}", "name one")
             entries[name] = gather(entries[name])
         if isinstance(output, Mapping):
             return type(output)(entries)  # type: ignore[call-arg]

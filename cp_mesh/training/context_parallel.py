@@ -108,7 +108,7 @@ class ContextParallel(ParallelStyle):
             inside an object, because FSDP2 moves tensors to the device. None: the layout of the sequence. Data, labels
             and `ShardedModel` need the same layout (`ShardedSequence.balanced`).
         kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
-            `cp_mesh.attention`. A degree or a two-axis mesh of the sequence sets ulysses_degree or inner_ring_size.
+            `cp_mesh.attention`. None for a degree or ring size: the sequence's ulysses_degree, or its inner mesh axis.
 
     Raises:
         ArgumentError, UnsupportedError: at application, if the mesh is wrong, the style is applied twice, or the module
@@ -270,10 +270,10 @@ class ContextParallel(ParallelStyle):
         form, mask, over_tp = FORMATS[2], call.given["mask"], _over_others(query, self.sequence.mesh)
         check_format(query, key, value, form)
         if call.scores:
-            refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "write them in score_mod")
+            refuse("ContextParallel.scores", "none with flex_attention", [*call.scores], "write them in score_mod")
         if mask.causal or mask.window or mask.elementwise:
             hint = "mask=Mask(causal=False) leaves masking to mask_mod"
-            refuse("ContextParallel.mask", "one that hides nothing beside flex_attention", mask, hint)
+            refuse("ContextParallel.mask", "a mask that hides nothing, with flex_attention", mask, hint)
         _check_heads(query, key, enable_gqa)
         if over_tp is not None:
             check_placements(over_tp, key, value, (), form)

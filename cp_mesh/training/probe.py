@@ -133,7 +133,8 @@ class _Skip(Exception):
 
 
 class _Probe:
-    """One run of `probe` on the root ``module``, whose style is of ``owner``; ``forward`` is called with the piece.
+    """One run of `probe` on the root ``module``. ``owner``, a `ShardedModel` or an adapter with one, runs its forward;
+    ``forward`` is called with the piece.
 
     The result of a rank begins with its kind and a colon: "skipped", "found" or "differ"; "" if the rows agree.
     """

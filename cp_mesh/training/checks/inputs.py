@@ -99,4 +99,4 @@ def _check_counted(name: str, positions: Tensor, sequence: ShardedSequence) -> N
     counted = torch.arange(rows, device=positions.device)
     own = sequence.positions(rows * sequence.cp_size if sequence.length is None else None, positions.device)
     if (positions == counted).all() and (len(own) != rows or not torch.equal(own, counted)):
-        refuse(name, f"those of this rank's {rows} rows", "0, 1, 2, ...", "pass sequence.positions(seq_len)")
+        refuse(name, f"the positions of this rank's {rows} rows", "0, 1, 2, ...", "pass sequence.positions(seq_len)")
