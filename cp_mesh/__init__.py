@@ -158,7 +158,7 @@ def __getattr__(name: str) -> typing.Any:
     if name in _FOLDERS:
         return _load(name)
     if name in _aliases.ALIASES:
-        return _aliases.find(name, 2)
+        return _aliases.find(name)
     raise AttributeError(f"module 'cp_mesh' has no attribute {name!r}")
 
 

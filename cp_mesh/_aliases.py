@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -11,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from cp_mesh.errors import warn
 
 ALIASES = {
     "agreement": "comm.agreement",
@@ -38,11 +39,11 @@ ALIASES = {
 """New module name by old name, both below `cp_mesh`, for the modules that the docs of 0.1 named."""
 
 
-def find(old: str, stacklevel: int) -> ModuleType:
+def find(old: str) -> ModuleType:
     """Import the module that had this name, with a warning."""
     new = f"cp_mesh.{ALIASES[old]}"
     text = f"cp_mesh.{old} is now {new}: import that; the next release removes the old name"
-    warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
+    warn(text, FutureWarning)
     return import_module(new)
 
 
@@ -54,7 +55,7 @@ def moved_from(package: str, module: str) -> Callable[[str], Any]:
         if is_file or not hasattr(found := import_module(f"{package}.{module}"), name):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         text = f"{package}.{name} is now {package}.{module}.{name}; the next release removes the old name"
-        warnings.warn(text, FutureWarning, stacklevel=2)
+        warn(text, FutureWarning)
         return getattr(found, name)
 
     return get
@@ -69,7 +70,7 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = find(module.__name__.partition(".")[2], 2)  # `import` returns this module
+        sys.modules[module.__name__] = find(module.__name__.partition(".")[2])  # `import` returns this module
 
 
 def register() -> None:

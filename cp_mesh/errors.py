@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import operator
-from contextlib import suppress
-from types import FunctionType
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
+
+_SKIPPED_FILES = (
+    *(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)),  # the separator keeps torchvision's files
+    *(contextlib.__file__[:-1], dataclasses.__file__[:-1], "<string"),  # "<string>" is the __init__ of a dataclass
+)
+"""Prefixes of file names: users did not write these files, so no warning names a line of them.
+
+CPython 3.12 and 3.13 do not match a prefix that is the whole file name, so the last character is left out.
+"""
+
+_IMPORT_FILES = "<frozen importlib._bootstrap"
+"""Prefix of the frames of an import statement, which `warnings` skips and does not count in stacklevel."""
 
 
 class ArgumentError(ValueError):
@@ -50,12 +67,26 @@ def refuse(what: str, expected: object, got: object, hint: str, error: type[Exce
     raise error(describe(what, expected, got, hint))
 
 
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that names the user's line: the innermost frame outside of cp_mesh and PyTorch."""
+    text = f"cp_mesh: {text}"
+    if sys.version_info >= (3, 12):
+        warnings.warn(text, category, skip_file_prefixes=_SKIPPED_FILES)
+        return
+    frame: FrameType | None = sys._getframe(1)
+    stacklevel = 2
+    while frame is not None and frame.f_code.co_filename.startswith((*_SKIPPED_FILES, _IMPORT_FILES)):
+        stacklevel += not frame.f_code.co_filename.startswith(_IMPORT_FILES)
+        frame = frame.f_back
+    warnings.warn(text, category, stacklevel=stacklevel)
+
+
 def as_int(x: Any) -> Any:
     """Convert an integer of another type, such as NumPy's or a one-element CPU tensor, to int; others unchanged."""
     if x is None or isinstance(x, int | torch.SymInt):
         return x
     if isinstance(x, torch.Tensor) and (x.device.type != "cpu" or x.dtype == torch.bool):  # a GPU would wait
         return x
-    with suppress(TypeError):
+    with contextlib.suppress(TypeError):
         return operator.index(x)
     return x

@@ -198,7 +198,7 @@ def of_torch_inside(rank: int) -> list[str]:
 
 REFUSED = (
     *("PyTorch's flex_attention is not available in a core", "Import cp_mesh.flex_attention under its name"),
-    *("one that hides nothing beside flex_attention", "got kernel; leave it out"),
+    *("a mask that hides nothing, with flex_attention", "got kernel; leave it out"),
 )
 
 

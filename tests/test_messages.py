@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from cp_mesh import (
     attention,
 )
 
-written = inner("errors", "written")
+warn, written = inner("errors", "warn", "written")
 
 DOCUMENTS = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
 
@@ -217,3 +219,31 @@ def test_an_error_prints_what_users_write(printed: list[dict[str, str]], name: s
     for found in printed:
         assert ERRORS[name][1] in found[name], found[name]
         assert not re.search(r"<|object at|tensor\(|stride=|Shard\(dim=|\bS\(|torch\.Size", found[name]), found[name]
+
+
+class Warns(nn.Module):
+    forward = staticmethod(warn)
+
+
+def with_hook() -> Tensor:
+    x = torch.ones((), requires_grad=True)
+    x.register_hook(warn)
+    return x
+
+
+WARNINGS: dict[str, Callable[[], Any]] = {
+    "function": lambda: warn("text"),
+    "module": lambda: Warns()("text"),
+    "backward": lambda: torch.autograd.backward(with_hook()),
+    "context manager": lambda: contextmanager(warn)("text"),
+    "dataclass": lambda: Mask(documents=torch.arange(8)),
+    "dataclasses.replace": lambda: replace(Mask(), documents=torch.arange(8)),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_warning_names_the_line_of_the_user(name: str) -> None:
+    call = WARNINGS[name]
+    with pytest.warns(UserWarning, match="^cp_mesh: ") as warned:
+        call()
+    assert [(x.filename, x.lineno) for x in warned] == [(__file__, call.__code__.co_firstlineno)]

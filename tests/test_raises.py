@@ -808,13 +808,13 @@ CASES: dict[str, Case] = {
         lambda: run_core(Flex(kernel="reference"), mask=Mask(causal=False))
     ),
     "a wrapper in place of SDPA": refused(
-        UNSUPPORTED, "PyTorch's own F.scaled_dot_product_attention", f"{__file__}, line", "put PyTorch's back"
+        UNSUPPORTED, "PyTorch's own F.scaled_dot_product_attention", f"{__file__}, line", "restore PyTorch's function"
     )(lambda: run_replaced(wraps(SDPA)(lambda *args, **keywords: SDPA(*args, **keywords)))),
     "another function in place of SDPA": refused(
         ARGUMENT,
         "none, and the function of",
         f"{__file__}, line",
-        "put PyTorch's back, F.scaled",
+        "restore PyTorch's function, F.scaled",
     )(lambda: run_replaced(lambda q, k, v, **_: q)),
     "a slice of a BlockMask": refused(ARGUMENT, "block_mask", "a whole mask", "a slice of one, block_mask[...]")(
         lambda: cp_mesh.flex_attention(**local(), block_mask=of_torch()[:, 0:1], enable_gqa=True)

@@ -27,8 +27,8 @@ PACKAGE = Path(cp_mesh.__file__).parent
 
 FLOORS: dict[str, int] = {
     "errors": 0,
-    "_aliases": 0,
     "_torch": 0,
+    "_aliases": 1,
     "tape": 1,
     "geometry": 1,
     "kernels": 2,

@@ -576,7 +576,7 @@ USERS: dict[str, Bug] = {
         r"forward: layers\.0, argument rope, position 6; it differs: other positions", without_positions
     ),
     "3 positions counted from 0 on every rank": Bug(
-        r"forward: layers\.0\.core, argument q, position 6|positions: expected those of this rank",
+        r"forward: layers\.0\.core, argument q, position 6|positions: expected the positions of this rank",
         local_arange,
     ),
     "3 positions that a model makes wrong": Bug(

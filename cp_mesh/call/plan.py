@@ -8,7 +8,6 @@ shards are unequal. First calls and check mode compare both.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,7 +23,7 @@ from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import check_layout, parse_layout
 from cp_mesh.geometry.mask import NONE, parse_mask
@@ -210,10 +209,9 @@ def warn_if_slow(kernel: Kernel, asked: str, request: Request) -> None:
         return
     fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
     lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in fast)
-    warnings.warn(
-        f"cp_mesh: no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
-        "kernel='reference' selects it without this warning",
-        stacklevel=3,
+    warn(
+        f"no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
+        "kernel='reference' selects it without this warning"
     )
 
 

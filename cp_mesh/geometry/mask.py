@@ -9,7 +9,6 @@ stock kernels take directly (`cp_mesh.geometry.block_table`).
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse, warn
 from cp_mesh.geometry.host_tensors import is_owned, owned, read_once
 
 
@@ -444,10 +443,9 @@ def _warn_of_positions(ids: Tensor) -> None:
     if not bool((rows[:, :3] == torch.arange(3, device=ids.device)).all()):
         return
     if bool(((rows.diff(dim=1) == 1) | (rows[:, 1:] == 0)).all()):
-        warnings.warn(
-            "cp_mesh: Mask(documents=) has ids 0, 1, 2, ... for consecutive tokens, which look like position_ids: each "
-            "token would see only tokens with its own position. Use batch_mask(position_ids=) to make documents",
-            stacklevel=4,
+        warn(
+            "Mask(documents=) has ids 0, 1, 2, ... for consecutive tokens, which look like position_ids: each "
+            "token would see only tokens with its own position. Use batch_mask(position_ids=) to make documents"
         )
 
 

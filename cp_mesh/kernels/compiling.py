@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from cp_mesh.errors import warn
 
 PATIENCE = 60.0
 """Seconds to wait for another rank to compile, which takes 1 to 10; after that a rank compiles too."""
@@ -33,7 +34,7 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
     try:
         file = _open("compiling.lock" if number is None else f"compiling_{number}.lock")
     except OSError as error:
-        warnings.warn(f"cp_mesh: ranks compile without waiting for each other: {error}", stacklevel=2)
+        warn(f"ranks compile without waiting for each other: {error}")
         yield
         return
     deadline = time.monotonic() + PATIENCE

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import FakeTensorMode
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, warn
 from cp_mesh.geometry.mask import Band
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -165,10 +165,9 @@ def _run(
 
 @lru_cache
 def _warn_of_release() -> None:
-    warnings.warn(
-        "cp_mesh: this release of flash-attn-4 launches its kernels differently from 4.0.0b36, so every call runs the "
-        "package's own Python: exact, with more host time. To avoid it: pip install flash-attn-4==4.0.0b36",
-        stacklevel=2,
+    warn(
+        "this release of flash-attn-4 launches its kernels differently from 4.0.0b36, so every call runs the "
+        "package's own Python: exact, with more host time. To avoid it: pip install flash-attn-4==4.0.0b36"
     )
 
 
@@ -198,10 +197,9 @@ def _compile(name: str, given: dict[str, Any]) -> None:
             warnings.simplefilter("ignore")  # the package warns of fake tensors, which no user can change
             getattr(_package(), name)(**fakes)
     except Exception as error:
-        warnings.warn(
-            f"cp_mesh: FlashAttention-4 does not compile with fake tensors, so every rank compiles for itself:"
-            f" {type(error).__name__}: {error}",
-            stacklevel=2,
+        warn(
+            f"FlashAttention-4 does not compile with fake tensors, so every rank compiles for itself:"
+            f" {type(error).__name__}: {error}"
         )
 
 
