@@ -71,7 +71,7 @@ def test_an_explanation_fits_and_ends_with_what_runs(words: str, capsys: Any, mo
     printed = capsys.readouterr()
     assert widest(printed.out) <= 100 and not printed.err
     assert printed.out.splitlines()[-1].startswith("RUNS: ") and len(re.findall(VERDICT, printed.out)) == 1
-    assert ("of memory" in printed.out.splitlines()[-1]) == ("--heads" in words)
+    assert ("of extra memory" in printed.out.splitlines()[-1]) == ("--heads" in words)
 
 
 @pytest.mark.parametrize("name", ["", "explain", "verify"])
@@ -107,7 +107,7 @@ REFUSED = {
     ),
     "a degree of another method": (
         ["explain", "--seq-len", "64", "--cp", "4", "--method", "ring", "--inner-ring-size", "2"],
-        "inner_ring_size: expected None, but with method='double_ring', got 2; method='double_ring' takes it",
+        "inner_ring_size: expected None, except with method='double_ring', got 2; method='double_ring' takes it",
     ),
     "chunks": (
         ["explain", "--seq-len", "64", "--cp", "4", "--heads", "4", "--method", "ulysses", "--head-chunks", "3"],
@@ -120,7 +120,7 @@ REFUSED = {
     ),
     "no heads for shards": (
         ["explain", "--seq-len", "64", "--cp", "2", "--captured-shards", "5"],
-        "captured_shards: expected num_heads, without which no bytes are told, got None; num_heads=32 works",
+        "captured_shards: expected num_heads, to count bytes, got None; num_heads=32 works",
     ),
     "no heads": (
         ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"],
