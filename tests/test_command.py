@@ -159,7 +159,7 @@ AT_ONCE = {  # options and variables of a launch, whatever the command would do
     f"{EXPLAIN} --prefix -1": "argument --prefix: expected at least 0, got -1",
     f"{EXPLAIN} --columns 95": "argument --columns: expected at most 94, got 95",
     f"{EXPLAIN} --documents 3 0": "argument --documents: expected at least 1, got 0",
-    f"{EXPLAIN} --machine none.json": "machine: expected one of h200, or the file of a table, got none.json",
+    f"{EXPLAIN} --machine none.json": "machine: expected one of h200, or the file of a machine table, got none.json",
     f"{EXPLAIN} --plot nowhere/x.png": "argument --plot: expected a file in an existing folder, got no folder nowhere",
     f"{EXPLAIN} --plot there": "argument --plot: expected a file in an existing folder, got the folder there",
     "verify a:b --json nowhere/x": "argument --json: expected a file in an existing folder, got no folder nowhere",

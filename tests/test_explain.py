@@ -338,7 +338,11 @@ def test_a_machine_is_given_by_name_or_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     (
-        ({"machine": "h100"}, ArgumentError, "expected one of h200, or the file of a table, got h100 .*calibrate"),
+        (
+            {"machine": "h100"},
+            ArgumentError,
+            "expected one of h200, or the file of a machine table, got h100 .*calibrate",
+        ),
         ({"transport": "nccl"}, ArgumentError, "transport='functional' works"),
         ({"transport": "symmetric_memory"}, UnsupportedError, "of one host, got device='cpu'.*'functional' works"),
         (ON_GPU | {"transport": "symmetric_memory", "gpus_per_host": 2}, UnsupportedError, "got 2 hosts"),
