@@ -1,8 +1,8 @@
-"""Write the tables of the documents from the committed figures: `python examples/benchmarks/tables.py`.
+"""Write the tables of the documents from the committed CSV files: `python examples/benchmarks/tables.py`.
 
-For each file of figures in docs/results there is a page of tables beside it. A few small tables stand in README.md and
-in pages of docs/, between a line `<!-- table: NAME -->` and a line `<!-- end -->`; these are written in place.
-`tests/test_docs.py` makes all of them again and compares, so no figure can be edited by hand.
+Each CSV file in docs/results has a page of tables beside it. A few small tables are in README.md and in pages of docs/,
+between a line `<!-- table: NAME -->` and a line `<!-- end -->`; these are written in place. `tests/test_docs.py` makes
+all tables again and compares, so figures cannot be edited by hand.
 """
 
 from __future__ import annotations
