@@ -123,9 +123,9 @@ class Mask:
     Args:
         causal: t <= p, relaxed by ``prefix`` and ``blocks``.
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
-        documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank: id[p]
-            == id[t]. Ids compare by equality only. The schedule skips masked tiles, and fast kernels compute documents
-            as sequences, unless an id returns after another one. A token with a negative id, such as `Mask.EXCLUDED`,
+        documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
+            id[p] == id[t]. Ids compare by equality only. The schedule skips masked tiles, and fast kernels compute
+            documents as sequences, unless an id returns after another. A token with a negative id (`Mask.EXCLUDED`)
             is excluded: its query sees nothing, and no query sees its key. Excluded rows have output 0, lse -inf and
             gradients 0, and cost nothing.
         key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.

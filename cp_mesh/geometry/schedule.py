@@ -30,7 +30,7 @@ Rows = tuple[int, int]  # begin, end of local rows
 Ranges = tuple[Rows, ...]
 Fetch = tuple[tuple[int, Ranges], ...]  # source, its rows
 Grouping = Callable[[tuple[int, ...]], list[tuple[int, ...]]]  # groups the active steps in stages
-MAX_STAGE = 4  # most steps in a stage of the ring: two stage buffers exist at a time, one received and one read
+MAX_STAGE = 4  # most steps in a stage of the ring: one stage's buffer is received while another is read
 
 
 @dataclass(frozen=True)
