@@ -194,6 +194,11 @@ def test_packages_that_were_modules_warn(name: str) -> None:
         assert getattr(importlib.import_module(f"cp_mesh.{package}"), name) is getattr(cp_mesh, name)
 
 
+def test_warnings_go_through_one_function() -> None:
+    """`errors.warn`, which finds the user's line."""
+    assert [path.name for path in PACKAGE.rglob("*.py") if "warnings.warn(" in path.read_text()] == ["errors.py"]
+
+
 COLD_IMPORT = """
 import json, sys
 for name in ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3"):

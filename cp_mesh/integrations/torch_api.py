@@ -69,8 +69,7 @@ class _Context(TorchFunctionMode):
     def run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of autograd with this mode active, so that the mode sees recomputation by checkpoints.
 
-        A mode is inactive inside a function that it intercepts. With graph edges as arguments instead of tensors, the
-        function is not intercepted again.
+        A mode is inactive inside a function that it intercepts. It does not intercept calls with edges of the graph.
         """
         if func is Tensor.backward:
             func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient", None)

@@ -80,8 +80,7 @@ class MeshVarlenInnerAttention(CPAttention, VarlenInnerAttention):
             permutation: [1, T], applied to the tokens before they were split into equal parts; None: no permutation.
 
         Raises:
-            ArgumentError, UnsupportedError: if queries and keys have different documents, or each batch row has its own
-                permutation.
+            ArgumentError, UnsupportedError: if queries and keys differ in documents, or ``permutation`` is not [1, T].
         """
         ends = attention_metadata.cu_seq_q
         if attention_metadata.cu_seq_k is not ends and not torch.equal(attention_metadata.cu_seq_k, ends):

@@ -40,8 +40,7 @@ from cp_mesh.training.widening import widened
 LIMIT, SHARE = 3e-4, 0.9
 """Largest relative difference of this share of the rows. Float32 rounding is a tenth of it at most, mistakes more."""
 MOST_UNITS, LEAST_UNITS = 4, 2
-"""Multiples of the layout's unit in a piece. A longer piece has a smaller share of rows at shard edges, where some
-mistakes appear."""
+"""Multiples of the layout's unit in a piece. In a longer one, fewer rows are at shard edges, where mistakes appear."""
 _ALONE = dict.fromkeys(("kernel", "method", "transport"), "auto") | dict.fromkeys(
     ("ulysses_degree", "inner_ring_size", "head_chunks")
 )
@@ -133,8 +132,7 @@ class _Skip(Exception):
 
 
 class _Probe:
-    """One run of `probe` on the root ``module``. ``owner``, a `ShardedModel` or an adapter with one, runs its forward;
-    ``forward`` is called with the piece.
+    """One run of `probe` on the root ``module``, which ``owner`` runs; ``forward`` is called with the piece.
 
     The result of a rank begins with its kind and a colon: "skipped", "found" or "differ"; "" if the rows agree.
     """
