@@ -119,7 +119,7 @@ def test_explain_says_the_same() -> None:
         (1024, heads, "ulysses", "as many kv heads as query heads"),
         (1024, heads | {"layout": Striped()}, "all_gather", "up to 2048 rows"),
         (1024, {"num_heads": 32, "num_kv_heads": 8}, "all_gather", "up to 2048 rows"),
-        (1024, {}, "all_gather", "up to 2048 rows a rank; with num_heads= it may be another"),
+        (1024, {}, "all_gather", "up to 2048 rows a rank; num_heads= may change it"),
         (1024, heads | {"scores": ["sinks"]}, "ring", "without score terms"),
         (4096, {"num_heads": 32, "num_kv_heads": 8}, "ring", "more than 2048 rows"),
         (1024, heads | {"mask": Mask(window=(1023, 0))}, "ring", "with a window"),

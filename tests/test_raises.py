@@ -796,7 +796,7 @@ CASES: dict[str, Case] = {
         lambda: run_core(Silent())
     ),
     "flex_attention inside, of a causal style": refused(
-        ARGUMENT, "ContextParallel.mask", "hides nothing beside flex", "Mask(causal=True)", "Mask(causal=False)"
+        ARGUMENT, "ContextParallel.mask", "hides nothing, with flex", "Mask(causal=True)", "Mask(causal=False)"
     )(lambda: run_core(Flex())),
     "PyTorch's flex_attention inside": refused(
         UNSUPPORTED, "PyTorch's flex_attention", "Import cp_mesh.flex_attention under its name"
