@@ -1,8 +1,8 @@
 """Exact context-parallel attention on DTensor and DeviceMesh.
 
-Importing it registers every op but that of `cp_mesh.integrations.torch_api`: saved graphs name them. Functions, styles
-and tools are loaded when they are asked for; plans, methods and kernels by the first call. docs/design.md, "Rooms and
-floors", lists the folders.
+The import registers every op but that of `cp_mesh.integrations.torch_api`, because saved graphs refer to ops by name.
+Functions, styles and tools are loaded on first access; plans, methods and kernels by the first call. docs/design.md,
+"Rooms and floors", lists the folders.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from cp_mesh.geometry.layouts import (
 )
 from cp_mesh.geometry.mask import Mask
 
-if typing.TYPE_CHECKING:  # as `_HOMES` says
+if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
     from cp_mesh.call.function import attention
     from cp_mesh.flex.block_mask import create_block_mask
     from cp_mesh.flex.function import flex_attention
@@ -108,7 +108,7 @@ _OPS = (
     "training.compare_inputs",
     "training.token_losses",
 )
-"""Files that register ops."""
+"""Modules that register ops."""
 _HOMES = {
     "ContextParallel": "training.context_parallel",
     "GatherOutput": "training.boundaries",
@@ -141,9 +141,9 @@ _HOMES = {
     "verify_model": "tools.verify.verify_model",
     "warm_up": "tools.warm_up",
 }
-"""Files of the names that are loaded when they are asked for."""
+"""Public name -> module that defines it; loaded on first access."""
 _FOLDERS = ("flex", "hosts", "inference", "integrations", "tools", "wrap")
-"""Folders and files that the import does not load."""
+"""Subpackages and modules that `import cp_mesh` does not load."""
 
 _aliases.register()
 for _file in _OPS:
@@ -158,14 +158,14 @@ def __getattr__(name: str) -> typing.Any:
     if name in _FOLDERS:
         return _load(name)
     if name in _aliases.ALIASES:
-        return _aliases.find(name, 2)
+        return _aliases.find(name)
     raise AttributeError(f"module 'cp_mesh' has no attribute {name!r}")
 
 
 def _load(file: str) -> typing.Any:
     try:
         return importlib.import_module(f"cp_mesh.{file}")
-    except AttributeError as error:  # which would say that cp_mesh has no such name
+    except AttributeError as error:  # would read as "cp_mesh has no such name"
         raise ImportError(f"cp_mesh.{file} cannot be loaded: {error}") from error
 
 

@@ -1,11 +1,11 @@
 """Verify every layout, causal and full, on the ranks of this launch: ``torchrun --nproc-per-node 8 -m cp_mesh``.
 
 ``torchrun --nproc-per-node 8 -m cp_mesh verify module:factory`` verifies a training set-up, see `verify_model`.
-``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, with no ranks.
+``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, in one process.
 ``python -m cp_mesh --version`` prints the version.
 
-Each ends with one line that says it all. A rank's exit status is 0 if all is right, 1 if something is wrong, and 2 if
-something could not run; torchrun makes 1 of both.
+The last line of each is the verdict. A rank's exit status is 0 if all is right, 1 if something is wrong, and 2 if
+something could not run; torchrun returns 1 for both.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from cp_mesh.tools.verify.verify_model import verify_model
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OWNER_COLUMNS = WIDTH - len("owner ")
-MOST_PLANNED = 1 << 27  # tokens that explain plans, in 6 GB
-MOST_RANKS = 1 << 13  # of explain, which has tables of pairs of ranks
+MOST_PLANNED = 1 << 27  # most tokens of explain, which takes 6 GB for them
+MOST_RANKS = 1 << 13  # most ranks of explain, whose tables have an entry for each pair of ranks
 
 _KERNEL, _METHOD = one_of("auto", *KERNELS, default="auto"), one_of("auto", *METHODS, default="auto")
 _DEGREES = {
-    "--ulysses-degree": option(number_of(), text="of the hybrid: ranks that exchange heads"),
-    "--inner-ring-size": option(number_of(), text="of the double ring: ranks of a host"),
+    "--ulysses-degree": option(number_of(), text="method hybrid: ranks that exchange heads by all-to-all"),
+    "--inner-ring-size": option(number_of(), text="method double_ring: ranks in the ring within a host"),
 }
 _TOKENS = number_of(most=MOST_PLANNED)
 
@@ -72,49 +72,49 @@ _TOKENS = number_of(most=MOST_PLANNED)
 # python -m cp_mesh explain
 
 _EXPLAIN = {
-    "--seq-len": option(_TOKENS, text="tokens of the whole sequence, as 131072, 128K, 1e6", required=True),
-    "--cp": option(number_of(most=MOST_RANKS), text="ranks", required=True),
+    "--seq-len": option(_TOKENS, text="tokens of the whole sequence: 131072, 128K, 1e6", required=True),
+    "--cp": option(number_of(most=MOST_RANKS), text="number of cp ranks", required=True),
     "--heads": option(
-        heads_of, "H/K", "num_heads/num_kv_heads of a rank: memory and times are told", default=(None, None)
+        heads_of, "H/K", "query heads/kv heads per rank; adds bytes, memory and predicted times", default=(None, None)
     ),
-    "--head-dim": option(number_of(), default=128),
-    "--batch": option(number_of(), default=1),
+    "--head-dim": option(number_of(), text="head dim of q, k and v; default: 128", default=128),
+    "--batch": option(number_of(), text="batch size per rank; default: 1", default=1),
     "--layout": {
         "choices": (*(layout.spec() for layout in LAYOUTS), "zigzag_documents", "balanced"),
         "default": "zigzag",
     },
-    "--full": {"action": "store_true", "help": "not causal"},
-    "--window": option(_TOKENS, text="a query sees N tokens back, itself included"),
+    "--full": {"action": "store_true", "help": "full attention instead of causal"},
+    "--window": option(_TOKENS, text="a query sees the last N tokens, itself included"),
     "--prefix": option(number_of(0, MOST_PLANNED), text="all queries see the first N tokens", default=0),
-    "--documents": option(_TOKENS, text="lengths of packed documents, again and again", nargs="+"),
-    "--scores": option(str, "NAME", "names of options of the scores, as alibi_slopes", nargs="+", default=()),
+    "--documents": option(_TOKENS, text="lengths of packed documents, repeated up to --seq-len", nargs="+"),
+    "--scores": option(str, "NAME", "score options of the call, such as alibi_slopes", nargs="+", default=()),
     "--device": {"choices": ("cpu", "cuda"), "default": "cuda"},
     "--dtype": {"choices": DTYPES, "default": "bfloat16"},
     "--kernel": _KERNEL,
     "--method": _METHOD,
     **_DEGREES,
     "--transport": {"choices": TRANSPORTS, "default": "auto"},
-    "--head-chunks": option(number_of()),
-    "--machine": option(str, "NAME", f"{', '.join(MACHINES)}, or a file that calibrate.py wrote"),
-    "--gpus-per-host": option(number_of()),
-    "--captured-shards": option(number_of(most=1 << 40), text="elements of DTensors over cp that a score_mod reads"),
+    "--head-chunks": option(number_of(), text="chunks in which heads are computed; default: automatic"),
+    "--machine": option(str, "NAME", f"{', '.join(MACHINES)}, or a file written by examples/benchmarks/calibrate.py"),
+    "--gpus-per-host": option(number_of(), text="GPUs per host; default: that of the machine"),
+    "--captured-shards": option(number_of(most=1 << 40), text="elements of cp-sharded DTensors that a score_mod reads"),
     "--columns": option(
-        number_of(most=OWNER_COLUMNS), text=f"of the strip of owners, up to {OWNER_COLUMNS}", default=64
+        number_of(most=OWNER_COLUMNS), text=f"width of the owner line, up to {OWNER_COLUMNS}", default=64
     ),
-    "--plot": option(output_file, "FILE", "also draw a picture, as a .png or .svg; matplotlib"),
+    "--plot": option(output_file, "FILE", "also draw a picture, .png or .svg; needs matplotlib"),
 }
 
 
 def explain_command(argv: Sequence[str]) -> None:
-    """Print what `cp_mesh.explain` says."""
-    text = "What a call will run and why, with predicted times; see cp_mesh.explain. No ranks, no GPU."
+    """Print the text of `cp_mesh.explain`."""
+    text = "Show what an attention call will run and why, with predicted times; see cp_mesh.explain. Needs no GPU."
     parser = Parser("explain", text, _EXPLAIN)
     args = parser.parse_args(argv)
     if os.environ.get("RANK"):
         parser.of_launch("RANK", 0, MOST - 1)
     documents, layouts = None, {layout.spec(): layout for layout in LAYOUTS}
     if args.layout == "zigzag_documents" and not args.documents:
-        parser.error("argument --layout: expected --documents beside zigzag_documents, got none")
+        parser.error("argument --layout: expected --documents with zigzag_documents, got none")
     if args.documents:
         rounds = -(-args.seq_len // sum(args.documents))
         if (number := rounds * len(args.documents)) > MOST:
@@ -142,11 +142,11 @@ def explain_command(argv: Sequence[str]) -> None:
             found.plot(args.plot)
 
 
-# On the ranks of a launch.
+# python -m cp_mesh verify, and python -m cp_mesh without a command
 
 
 def _check_launch(parser: Parser, device: str) -> bool:
-    """Refuse a device that is not there, and what torchrun would set otherwise; whether this is a rank of a launch."""
+    """Refuse a missing device and wrong launch variables; return whether a launcher started this process."""
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: expected a GPU that PyTorch sees, got none; --device cpu works")
     if not os.environ.get("RANK"):
@@ -170,7 +170,7 @@ def _init(device: str, **alone: Any) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
+    dist.barrier()  # gloo may still hold tensors of the last collective, which Python cannot release at exit
     dist.destroy_process_group()
     raise SystemExit(int(status))
 
@@ -178,15 +178,15 @@ def _leave(status: int) -> NoReturn:
 def verify_model_command(argv: Sequence[str]) -> None:
     """Print the report of `verify_model`; exit with 1 if anything is wrong."""
     text = (
-        "Compare a training step of your model on the ranks of this launch with one rank; see cp_mesh.verify_model. "
-        "Start it with torchrun; without, it runs on one rank."
+        "Compare a training step of your model on all ranks with the same step on one rank; see cp_mesh.verify_model. "
+        "Start it with torchrun; without torchrun it runs on one rank."
     )
     options = {
-        "factory": {"help": "module:function or file.py:function; returns verify_model's arguments, a dict"},
+        "factory": {"help": "module:function or file.py:function; returns a dict of verify_model's arguments"},
         "--device": {"choices": ("cpu", "cuda"), "default": "cuda" if torch.cuda.is_available() else "cpu"},
-        "--dtype": {"choices": (*DTYPES, "own"), "help": "default: float64"},
-        "--probes": {"action": "store_true", "help": "probes alone, without the reference"},
-        "--json": option(output_file, "FILE", "write the report there too"),
+        "--dtype": {"choices": (*DTYPES, "own"), "help": "default: float64; own: as the factory's model has it"},
+        "--probes": {"action": "store_true", "help": "run only the probes, without the reference"},
+        "--json": option(output_file, "FILE", "also write the report as JSON"),
     }
     parser = Parser("verify", text, options)
     args = parser.parse_args(argv)
@@ -219,12 +219,12 @@ def verify_model_command(argv: Sequence[str]) -> None:
 
 
 def verify_command(argv: Sequence[str]) -> None:
-    """Print one line a configuration, and a verdict; exit with 1 if any is wrong, with 2 if any was refused."""
+    """Print a line for each configuration, and a verdict; exit with 1 if any is wrong, with 2 if any is refused."""
     cuda = torch.cuda.is_available()
     text = (
-        "Prove cp_mesh on the ranks of this launch: three layouts, causal and full. cp_mesh.verify proves "
-        "other masks and settings. Start it with torchrun. Other commands, each with --help: verify (your trainer), "
-        "explain (what will run, without ranks)."
+        "Compare cp_mesh with one device on the ranks of this launch: three layouts, causal and full. cp_mesh.verify "
+        "takes other masks and settings. Start it with torchrun. Other commands, each with --help: verify (tests your "
+        "trainer), explain (shows what a call will run)."
     )
     options = {
         "--device": {"choices": ("cpu", "cuda"), "default": "cuda" if cuda else "cpu"},
@@ -232,13 +232,13 @@ def verify_command(argv: Sequence[str]) -> None:
         "--kernel": _KERNEL | {"nargs": "+", "default": ["auto"]},
         "--method": _METHOD | {"nargs": "+", "default": ["auto"]},
         **_DEGREES,
-        "--seq-len": option(number_of(), text="tokens; default 256 a rank", nargs="+", default=[None]),
-        "--csv": option(output_file, "FILE", "append the figures, one row a configuration"),
+        "--seq-len": option(number_of(), text="sequence length; default: 256 per rank", nargs="+", default=[None]),
+        "--csv": option(output_file, "FILE", "append the errors, a row for each configuration"),
     }
     parser = Parser("", text, options)
     args = parser.parse_args(argv)
     if not _check_launch(parser, args.device):
-        parser.error("no ranks: start it with torchrun --nproc-per-node 2 -m cp_mesh")
+        parser.error("no launcher: start it with torchrun --nproc-per-node 2 -m cp_mesh")
     _init(args.device)
     mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
@@ -286,7 +286,7 @@ def verify_command(argv: Sequence[str]) -> None:
 
 
 def _lines_of(where: tuple[str, str], report: Report) -> Iterator[str]:
-    """RMS errors against one device in float64, and the largest share of what is allowed."""
+    """Lines of a configuration: RMS errors against one device in float64, and the largest error over its limit."""
     errors = [f"{report.errors[name]:.1e}" for name in NAMES]
     verdict = "exact" if report.passed else "WRONG"
     most = max(report.ratios.values(), key=lambda ratio: (ratio != ratio, ratio))  # nan is the worst
@@ -311,7 +311,7 @@ def _append(path: Path, row: list[object]) -> None:
 
 
 def main() -> None:
-    """One of the commands."""
+    """Run the command that the arguments name."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first == "--version":
         print(f"cp_mesh {sys.modules['cp_mesh'].__version__}")
@@ -320,8 +320,8 @@ def main() -> None:
     elif first == "verify":
         verify_model_command(sys.argv[2:])
     elif first and not first.startswith("-"):
-        moved = "; the repository has it as examples/benchmarks/calibrate.py" * (first == "calibrate")
-        Parser("", "", {}).error(f"expected explain, verify, or options alone, got {first!r}{moved}")
+        moved = "; it is examples/benchmarks/calibrate.py in the repository" * (first == "calibrate")
+        Parser("", "", {}).error(f"expected explain, verify, or only options, got {first!r}{moved}")
     else:
         verify_command(sys.argv[1:])
 

@@ -1,9 +1,8 @@
-"""Modules that had another name in 0.1: each can still be imported by it for one release, with a warning."""
+"""Old names of modules renamed since 0.1: they can be imported for one more release, with a warning."""
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -11,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from cp_mesh.errors import warn
 
 ALIASES = {
     "agreement": "comm.agreement",
@@ -35,26 +36,26 @@ ALIASES = {
     "transport": "comm.exchange",
     "warming": "tools.warm_up",
 }
-"""New names by old ones, below `cp_mesh`: what the documents of 0.1 named."""
+"""New module name by old name, both below `cp_mesh`, for the modules that the docs of 0.1 named."""
 
 
-def find(old: str, stacklevel: int) -> ModuleType:
-    """The module that had this name, with a warning."""
+def find(old: str) -> ModuleType:
+    """Import the module that had this name, with a warning."""
     new = f"cp_mesh.{ALIASES[old]}"
-    text = f"cp_mesh.{old} is {new} now: import that, as the old name goes with the next release"
-    warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
+    text = f"cp_mesh.{old} is now {new}: import that; the next release removes the old name"
+    warn(text, FutureWarning)
     return import_module(new)
 
 
 def moved_from(package: str, module: str) -> Callable[[str], Any]:
-    """``__getattr__`` of a package that was a module: names of the file that it became."""
+    """``__getattr__`` of a package that was a module in 0.1: looks names up in the file ``module``, with a warning."""
 
     def get(name: str) -> Any:
         is_file = name.startswith("_") or find_spec(f"{package}.{name}") is not None
         if is_file or not hasattr(found := import_module(f"{package}.{module}"), name):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        text = f"{package}.{name} is {package}.{module}.{name} now; the old name goes with the next release"
-        warnings.warn(text, FutureWarning, stacklevel=2)
+        text = f"{package}.{name} is now {package}.{module}.{name}; the next release removes the old name"
+        warn(text, FutureWarning)
         return getattr(found, name)
 
     return get
@@ -69,8 +70,8 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = find(module.__name__.partition(".")[2], 2)  # what import then returns
+        sys.modules[module.__name__] = find(module.__name__.partition(".")[2])  # `import` returns this module
 
 
 def register() -> None:
-    sys.meta_path.insert(0, _Finder())  # before those of editable installations, which may know an older tree
+    sys.meta_path.insert(0, _Finder())  # before finders of editable installs, which may find modules of an older tree

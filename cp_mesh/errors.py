@@ -1,10 +1,15 @@
-"""Errors for users. Messages say what, what was expected, what was given, and the nearest setting that works."""
+"""Errors for users. A message has four parts: what, expected, got, and the nearest setting that works."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import operator
-from contextlib import suppress
-from types import FunctionType
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -12,26 +17,38 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+_SKIPPED_FILES = (
+    *(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)),  # the separator keeps torchvision's files
+    *(contextlib.__file__[:-1], dataclasses.__file__[:-1], "<string"),  # "<string>" is the __init__ of a dataclass
+)
+"""Prefixes of file names: users did not write these files, so no warning names a line of them.
+
+CPython 3.12 and 3.13 do not match a prefix that is the whole file name, so the last character is left out.
+"""
+
+_IMPORT_FILES = "<frozen importlib._bootstrap"
+"""Prefix of the frames of an import statement, which `warnings` skips and does not count in stacklevel."""
+
 
 class ArgumentError(ValueError):
-    """An argument is wrong in itself, or disagrees with another one."""
+    """An argument is wrong, or disagrees with another one."""
 
 
 class UnsupportedError(NotImplementedError):
-    """The combination is meaningful but not available: cp_mesh refuses it rather than compute something else."""
+    """The combination is meaningful but not supported: cp_mesh refuses it rather than compute something else."""
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks were called with different arguments; found in check mode, on every rank."""
+    """Ranks passed different arguments. Raised on every rank, at first calls and in check mode."""
 
 
 def describe(what: str, expected: object, got: object, hint: str) -> str:
-    """One sentence in the house form."""
+    """The message of an error, from its four parts."""
     return f"{what}: expected {written(expected)}, got {written(got)}; {hint}"
 
 
 def written(x: object) -> str:
-    """As users write it, or as they know it: a mesh by its axes, a class by its name; words as they are."""
+    """A value as users write it: a mesh by its axes, a class by its name, a string unchanged."""
     if isinstance(x, DeviceMesh):
         names = x.mesh_dim_names or [f"axis {i}" for i in range(x.ndim)]
         return f"DeviceMesh({', '.join(f'{name}={size}' for name, size in zip(names, x.shape, strict=True))})"
@@ -46,16 +63,30 @@ def written(x: object) -> str:
 
 
 def refuse(what: str, expected: object, got: object, hint: str, error: type[Exception] = ArgumentError) -> NoReturn:
-    """Raise with that sentence."""
+    """Raise ``error`` with the message that `describe` makes."""
     raise error(describe(what, expected, got, hint))
 
 
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that names the user's line: the innermost frame outside of cp_mesh and PyTorch."""
+    text = f"cp_mesh: {text}"
+    if sys.version_info >= (3, 12):
+        warnings.warn(text, category, skip_file_prefixes=_SKIPPED_FILES)
+        return
+    frame: FrameType | None = sys._getframe(1)
+    stacklevel = 2
+    while frame is not None and frame.f_code.co_filename.startswith((*_SKIPPED_FILES, _IMPORT_FILES)):
+        stacklevel += not frame.f_code.co_filename.startswith(_IMPORT_FILES)
+        frame = frame.f_back
+    warnings.warn(text, category, stacklevel=stacklevel)
+
+
 def as_int(x: Any) -> Any:
-    """An int for another kind of integer, such as NumPy's or a tensor of one on the CPU; other things as they are."""
+    """Convert an integer of another type, such as NumPy's or a one-element CPU tensor, to int; others unchanged."""
     if x is None or isinstance(x, int | torch.SymInt):
         return x
-    if isinstance(x, torch.Tensor) and (x.device.type != "cpu" or x.dtype == torch.bool):  # of a GPU it would wait
+    if isinstance(x, torch.Tensor) and (x.device.type != "cpu" or x.dtype == torch.bool):  # a GPU would wait
         return x
-    with suppress(TypeError):
+    with contextlib.suppress(TypeError):
         return operator.index(x)
     return x

@@ -1,17 +1,17 @@
-"""A pass of a plan, recorded and then replayed without the Python around its tensor operations.
+"""Record a pass of a plan, and replay it without the Python around its tensor operations.
 
-A pass does the same in each call: it cuts the same rows, allocates as much, launches the same kernels with the same
-numbers, in the same order on the same streams. Only the tensors that it is given are others. So two of its calls are
-recorded, as lines of Python with those tensors as arguments; if both say the same, later calls run the lines. What
-would be another thing in the next call, such as a number that was read from a tensor, differs between the two.
+Every call of a pass slices the same rows, allocates the same sizes and launches the same kernels with the same numbers,
+in the same order on the same streams. Only its input tensors change. So two calls are recorded as lines of Python, with
+the inputs as arguments; if both recordings are equal, later calls run the lines. A value that changes between calls,
+such as a number read from a tensor, makes the recordings differ.
 
-What is recorded: operators of PyTorch, functional collectives among these, which a dispatch mode sees; and what the
-mode cannot see, launches of Triton and FlashAttention-4, events, streams, barriers, which are made by `call`. A tensor
-dies in the lines where it died in the recorded call, so that memory is used again at the same points: the waits between
-streams count on it. A tensor that is neither given nor made in the pass is a constant, and must be the same object in
-both recordings: the plan has it, or the memory of a group, which ends its tapes when it goes (`Memory`).
+A dispatch mode records PyTorch operators, functional collectives included. `call` records what the mode cannot see:
+launches of Triton and FlashAttention-4, events, streams, barriers. A replay frees each tensor where the recorded call
+freed it, so memory is reused at the same points: the waits between streams rely on this. A tensor that is neither an
+input nor made in the pass is a constant and must be the same object in both recordings: it belongs to the plan, or to
+the memory of a process group, which disables its tapes when it is released (`Memory`).
 
-A call with steps that cannot be recorded (`give_up`), or inside the capture of a CUDA graph, is computed.
+A call with a step that cannot be recorded (`give_up`), or inside a CUDA graph capture, runs without a tape.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from torch import Tensor
 
 from cp_mesh._torch import DispatchMode, schema_of
 
-BEFORE = (
-    16  # calls that are computed first: to record takes 2 to 6 ms, which a shape that does not come again must not pay
-)
-MOST_TAPES = 32  # of one plan: layers may differ in strides
+BEFORE = 16  # calls without a tape first: recording takes 2 to 6 ms, too much for a shape that never comes again
+MOST_TAPES = 32  # per plan: layers may differ in strides
 MOST_LINES = 20_000
-TRIES = 4  # recordings, after which a pass is computed in each call
-_UNTOLD = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the next call's may be others
+TRIES = 4  # failed recordings, after which a pass is never recorded again
+_UNTOLD = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # results may differ in the next call
 _aten = torch.ops.aten
-# The same without the look at a schema, which takes the host as long again.
+# The same operations without the schema lookup, which would double their host time.
 _FASTER: dict[Any, Callable[..., Any]] = {
     _aten.transpose.int: torch.transpose,
     _aten.as_strided.default: torch.as_strided,
@@ -50,25 +48,25 @@ _PLAIN = (int, bool, str, type(None))
 
 
 class Tape:
-    """``play`` takes the tensors of a pass and returns its results; None once the memory that it names is gone."""
+    """``play`` takes the inputs of a pass and returns its results; None once memory that it uses is released."""
 
     def __init__(self, play: Callable[..., Any]) -> None:
         self.play: Callable[..., Any] | None = play
 
 
 class Memory:
-    """What tapes may name that does not live as long as their plan."""
+    """Memory that tapes use and that may be released before their plan."""
 
     def __init__(self) -> None:
         self._tapes: WeakSet[Tape] = WeakSet()
 
     def hold(self) -> None:
-        """The tape that is being recorded names this memory."""
+        """Note that the tape being recorded uses this memory."""
         if (recorder := _recorder.get()) is not None:
             recorder.memories.add(self)
 
     def give_back(self) -> None:
-        """It is used no more: no tape runs again that names it."""
+        """Release the memory: no tape that uses it runs again."""
         for tape in self._tapes:
             tape.play = None
 
@@ -80,28 +78,28 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
 def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """``function(*args, **named)``, and a line of the tape; for what no dispatch mode sees. Returns tensors or None.
+    """Return ``function(*args, **named)``, tensors or None, and record the call, which no dispatch mode sees.
 
-    The function, and arguments that are no tensors, must be equal in each call.
+    The function, and its arguments that are not tensors, must be equal in every call.
     """
     recorder = _recorder.get()
     return function(*args, **named) if recorder is None else recorder.call(function, args, named)
 
 
 def told(function: Callable[..., Any], *args: Any, **named: Any) -> None:
-    """Add a line of the tape without executing it: its work was done in another way."""
+    """Record ``function(*args, **named)`` without calling it: the caller has done its work already."""
     if (recorder := _recorder.get()) is not None:
         recorder.note(function, None, args, named)
 
 
 def give_up(why: str) -> None:
-    """What follows cannot be recorded."""
+    """Give up this recording: the next step cannot be recorded."""
     if (recorder := _recorder.get()) is not None:
         recorder.obstacle = why
 
 
 def on_error(recover: Callable[[], None]) -> None:
-    """To be called where a replayed pass ends with an exception."""
+    """Have a replay call ``recover`` if it raises."""
     if (recorder := _recorder.get()) is not None:
         recorder.recover.append(recover)
 
@@ -112,13 +110,13 @@ def repeat(
     compute: Callable[..., Any],
     inputs: Sequence[Tensor | None],
 ) -> Any:
-    """``compute(*inputs)``, by a tape if there is one.
+    """Return ``compute(*inputs)``, from a tape if there is one.
 
     Args:
-        tapes: of one plan; written here.
-        what: tells passes of the plan apart, and streams.
-        compute: depends on nothing but the inputs, the plan and the memory of its group; returns tensors, in tuples
-            and dicts. It reads no values of the inputs on the host.
+        tapes: the tapes of one plan by key, updated here.
+        what: distinguishes the passes of the plan, and streams.
+        compute: depends only on the inputs, the plan and the memory of its process group, and reads no values of the
+            inputs on the host; returns tensors, in tuples and dicts.
         inputs: tensors, which are not written.
     """
     key = *what, *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in inputs]
@@ -129,7 +127,7 @@ def repeat(
         found = None
     if not _are_unlike(inputs) or found is _GIVEN_UP:
         return compute(*inputs)
-    if found is None or found.calls < BEFORE:  # what is compiled, allocated or agreed upon is so after them
+    if found is None or found.calls < BEFORE:  # these calls compile, allocate and agree with other ranks
         results = compute(*inputs)
         if key not in tapes and len(tapes) >= MOST_TAPES:
             del tapes[next(iter(tapes))]
@@ -154,14 +152,14 @@ def repeat(
 
 
 def _are_unlike(inputs: Sequence[Tensor | None]) -> bool:
-    """Whether no tensor is given twice: the lines would not tell which of the two they read."""
+    """Whether no tensor is given twice: a line could not tell which of two arguments it reads."""
     given = [id(x) for x in inputs if x is not None]
     return len({*given}) == len(given)
 
 
 @dataclass(eq=False)
 class _Lines:
-    """One recording; none without a source."""
+    """One recording; its source is empty if it failed."""
 
     source: str = ""
     constants: dict[str, Any] = field(default_factory=dict)
@@ -171,20 +169,20 @@ class _Lines:
     tries: int = 0
 
     def say(self, other: _Lines) -> bool:
-        """Whether another recording says the same, with the same tensors as constants."""
+        """Whether another recording has equal lines, and the same tensors as constants."""
         if self._steps() != other._steps() or self.constants.keys() != other.constants.keys():
             return False
         pairs = ((x, other.constants[name]) for name, x in self.constants.items())
         return all(x is y or (type(x) is type(y) and not isinstance(x, Tensor) and x == y) for x, y in pairs)
 
     def _steps(self) -> list[str]:
-        """All but when tensors die: of one that a collective sends, its thread may be the last that holds it."""
+        """All lines but ``del``: the thread of a collective may hold its tensors last, so their ends vary."""
         return [line for line in self.source.splitlines() if not line.lstrip().startswith("del ")]
 
     def tape(self) -> Tape:
         namespace = self.constants | {"recover": partial(_recover, self.recover)}
         exec(compile(self.source, __file__.replace("tape.py", "<a recorded pass>"), "exec"), namespace)
-        tape = Tape(namespace.pop("play"))  # else it would hold itself
+        tape = Tape(namespace.pop("play"))  # pop: no reference cycle
         for memory in self.memories:
             memory.named_by(tape)
         return tape
@@ -195,16 +193,16 @@ _GIVEN_UP = _Lines()
 
 def _recover(functions: Sequence[Callable[[], None]]) -> None:
     for function in functions:
-        with suppress(Exception):  # the error that it follows says more
+        with suppress(Exception):  # the error of the pass says more
             function()
 
 
 class _Code(str):
-    """An argument as it stands in a line."""
+    """Source text that becomes an argument as it is."""
 
 
 class _Recorder(DispatchMode):
-    """Writes down one call. Tensors are known by their names; a name ends with its tensor."""
+    """Records one call as lines. Each tensor has a variable, deleted in the line where the tensor was freed."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -215,9 +213,9 @@ class _Recorder(DispatchMode):
         self._names = {id(x): name for x, name in zip(inputs, self._arguments, strict=True) if x is not None}
         self._lines: list[str] = []
         self._constants: dict[str, Any] = {}
-        self._known: dict[int, str] = {}  # names of constants
-        self._views: dict[str, str] = {}  # of what was given, which are made once in a call
-        self._before: dict[str, str] = {}  # of constants, by name
+        self._known: dict[int, str] = {}  # id of a constant -> its name
+        self._views: dict[str, str] = {}  # line -> name: views of inputs, made once per call
+        self._before: dict[str, str] = {}  # name -> line: views of constants, made with the tape
         self._made: list[ref[Tensor]] = []
         self._paused = False
 
@@ -232,7 +230,7 @@ class _Recorder(DispatchMode):
             like = {"dtype": result.dtype, "device": result.device}
             self.note(torch.empty_strided, result, (tuple(result.shape), result.stride()), like)
         else:
-            if function is _aten.as_strided.default and len(args) > 3:  # the next call's tensor may begin elsewhere
+            if function is _aten.as_strided.default and len(args) > 3:  # the next call's tensor may have another offset
                 offset = args[3] - args[0].storage_offset()
                 args = *args[:3], _Code(f"{self._said(args[0])}.storage_offset() + {offset}")
             writes = function.namespace != "aten" or schema_of(function).is_mutable or not _tensors(result)
@@ -247,7 +245,7 @@ class _Recorder(DispatchMode):
         return result
 
     def _within(self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
-        """What happens inside of a line is no line of its own."""
+        """Run a step without recording the operators inside it."""
         self._paused = True
         try:
             return function(*args, **named)
@@ -258,12 +256,12 @@ class _Recorder(DispatchMode):
         given = _tensors((args, named))
         new = [x for x in _tensors(result) if all(x is not y for y in given)]
         if not new and not writes:
-            return  # of a tensor that is already as it is asked to be
+            return  # it returned its argument, as ``contiguous`` may
         is_view = len(new) == 1 and isinstance(result, Tensor) and _same_memory(result, given)
         names = {self._names.get(id(x)) for x in given}
         said = [*map(self._said, args), *(f"{key}={self._said(x)}" for key, x in named.items())]
         line = f"{self._constant(function)}({', '.join(said)})"
-        if is_view and names <= {None, *self._before}:  # a view of constants is one, made with the tape
+        if is_view and names <= {None, *self._before}:  # a view of constants is a constant
             self._before[name := f"k{len(self._made)}"] = line
             self._name(result, name, dies=False)
             return
@@ -287,7 +285,7 @@ class _Recorder(DispatchMode):
             self._lines.append(f"del {name}")
 
     def _said_result(self, result: Any, new: Sequence[Tensor]) -> str:
-        """The left side of a line; nothing if the line makes no tensor."""
+        """The left side of a line; empty if the line makes no tensor."""
         if not new:
             return ""
         if isinstance(result, tuple | list):
@@ -316,15 +314,15 @@ class _Recorder(DispatchMode):
 
     def _constant(self, x: Any) -> str:
         name = self._known.setdefault(id(x), f"c{len(self._known)}")
-        self._constants[name] = x  # which keeps it, so that its id stays its own
+        self._constants[name] = x  # holds x, so that no other object gets its id
         return name
 
     def end(self) -> None:
-        """What dies from now on is no part of the call."""
+        """Stop following tensors: the call is over."""
         self._made.clear()
 
     def lines(self, results: Any) -> _Lines:
-        """The lines of a function, if the call could be recorded."""
+        """The recording; without a source if the call could not be recorded."""
         said = self._said(results)
         if self.obstacle is not None or len(self._lines) > MOST_LINES:
             return _Lines()
@@ -340,7 +338,7 @@ def _same_memory(x: Tensor, given: Sequence[Tensor]) -> bool:
 
 
 def _by_numbers(indices: Sequence[Tensor | None]) -> bool:
-    """Whether the shape of what is indexed follows from shapes."""
+    """Whether no index is a mask: then the shape of the result follows from the shapes of its arguments."""
     return all(x is None or x.dtype not in (torch.bool, torch.uint8) for x in indices)
 
 

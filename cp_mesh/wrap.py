@@ -1,8 +1,8 @@
-"""Replacing the forward of one module so that copies of the module have the replacement too.
+"""Replace the forward of one module so that copies of the module have the replacement too.
 
-A function set as ``module.forward`` is bound to the module, so a shallow copy of the module would run the original's
-attributes, and a module read back from a pickle would run without it. Here the module's class is replaced, as FSDP2
-does, by a subclass of the same name whose forward looks up the replacement in the instance that it is called on.
+A function set as ``module.forward`` is bound to the module: a shallow copy would run on the original's attributes, and
+an unpickled module would run without the function. So the module's class is replaced, as FSDP2 does, by a subclass of
+the same name. Its forward looks up the replacement in the instance on which it is called.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from cp_mesh._torch import COMPILED
 from cp_mesh.errors import UnsupportedError, describe, refuse
 
 FILE = __file__
-NEW: Any = vars(copyreg)["__newobj__"]  # what makes an object that has no way of its own
-STYLE = "style"  # keys of `replace_forward`: a style's forward
-INPUT, OUTPUT = "input", "output"  # which a module may have beside a style
-LINEAR = "linear"  # of the styles over tp, which a module may have beside one over cp
-WATCH = "watch"  # the forward of a compiled part, which is looked at while it is traced
-_ALL = "_cp_mesh"  # by key the replacements of a module and the forwards of the instance that they found, or None
+NEW: Any = vars(copyreg)["__newobj__"]  # pickle's default way to make an object
+STYLE = "style"  # keys of `replace_forward`; this one: a style over cp
+INPUT, OUTPUT = "input", "output"  # a module may have these beside a style
+LINEAR = "linear"  # a style over tp; a module may have it beside one over cp
+WATCH = "watch"  # checks the forward of a compiled part while it is traced
+_ALL = "_cp_mesh"  # by key: the replacement, and the ``forward`` that was set on the instance before, or None
 
 
 class Replacement:
-    """What a module runs instead of its forward. Copies of the module share it, as a style holds process groups.
+    """The function that replaces a module's forward. Copies of the module share it, as a style holds process groups.
 
     ``where``: the name of the module in the model that `parallelize` was given.
     """
@@ -45,17 +45,17 @@ class Replacement:
         return self
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # what is read back of a module that is only watched
+        return type(None), ()  # None after unpickling; only watched modules can be pickled
 
 
 def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., Any]) -> None:
     """Make ``module(*args, **kwargs)`` run ``run(module, forward, *args, **kwargs)``.
 
     Args:
-        module: changed in place: its class, and a ``forward`` that was set on the instance, which is still called.
+        module: gets another class, in place. A ``forward`` set on the instance is removed and passed to ``run``.
         key: `STYLE`, `INPUT`, `OUTPUT`, `LINEAR` or `WATCH`; a module has at most one replacement of each.
         name: of the replacement, for messages.
-        run: is given the module, its own forward, and the arguments of the call.
+        run: takes the module, its own forward, and the arguments of the call.
     """
     check_plain(name, module)
     of_class: dict[str, Any] = getattr(type(module), _ALL, {})
@@ -66,28 +66,28 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
 
 
 def replaced(module: nn.Module, key: str) -> Replacement | None:
-    """The replacement of this key, if there is one."""
+    """The module's replacement of this key, or None."""
     found: Replacement | None = module.__dict__.get(_ALL, {}).get(key, (None,))[0]
     return found
 
 
 def check_plain(what: str, module: nn.Module) -> None:
-    """Refuse a module that runs another one, or no forward in Python: there is none to replace."""
+    """Refuse a module whose forward cannot be replaced: one of torch.jit, or one that torch.compile returned."""
     if isinstance(module, torch.jit.ScriptModule):
-        hint = "apply the plan to the plain module, which torch.jit cannot compile then; torch.compile can"
+        hint = "apply the plan to the plain module; compile that with torch.compile, as torch.jit cannot"
         raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))
     if COMPILED in dict(module.named_children()):
-        hint = "cp_mesh.parallelize applies it to the module inside; of several linears compile what holds them all"
-        refuse(what, "a module", "what torch.compile made of one", hint)
+        hint = "cp_mesh.parallelize applies it to the module inside; compile the module that holds all of the linears"
+        refuse(what, "a plain module", "one that torch.compile made", hint)
 
 
 def plain_name(path: str) -> str:
-    """A compiled module goes by the name of the one that it calls."""
+    """The path without the names that torch.compile adds."""
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 def check_class(module: nn.Module) -> None:
-    """Refuse a module that was given a style and then another class, which runs without the style."""
+    """Refuse a module whose class was changed after it got a style: it would run without the style."""
     style = replaced(module, STYLE)
     if style is not None and STYLE not in getattr(type(module), _ALL, ()):
         what, hint = f"{type(module).__name__} with {style.name}", "change module.__class__ before parallelize"
@@ -95,7 +95,7 @@ def check_class(module: nn.Module) -> None:
 
 
 def _subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
-    """One for all modules of a class; its class knows it weakly, so that both go with them."""
+    """The subclass for a class and a key, made once. ``base`` holds it weakly, so both can be collected."""
     made = (each for each in base.__subclasses__() if key in vars(each).get(_ALL, ()))
     return next(made, None) or _make_subclass(base, key)
 
@@ -109,11 +109,11 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
         if replacement is not None:
             return replacement.run(self, inner, *args, **kwargs)
         if key != WATCH:
-            got, hint = "an object of its class alone", "build the plain module and call parallelize on it"
-            refuse(type(self).__name__, "a module that has its style", got, hint)
+            got, hint = "one that was made from its class", "build the plain module and call parallelize on it"
+            refuse(type(self).__name__, "a module to which a style was applied", got, hint)
         return inner(*args, **kwargs)
 
-    # Code of its own: torch.compile counts recompilations, and keeps what varied between calls, by code.
+    # A code object of its own: torch.compile counts recompilations, and tracks what varied between calls, by code.
     code: Any = forward
     code.__code__ = code.__code__.replace(co_name=f"forward of {base.__module__}.{base.__qualname__}")
 
@@ -124,21 +124,21 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
                 "groups; save model.state_dict(), then build the model and call parallelize where it is loaded"
             )
         make, *rest = _in_class(base, self, base.__reduce_ex__, protocol)
-        return base.__new__ if make is NEW else make, *rest  # of a new object pickle would ask for the class of self
+        return base.__new__ if make is NEW else make, *rest  # for `NEW`, pickle would require the class of self
 
     def copied(how: Callable[..., Any], self: nn.Module, *memo: Any) -> Any:
         return _like(self, _in_class(base, self, how, *memo))
 
     members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": base.__doc__}
     members |= {f"__{name}__": partialmethod(partial(copied, getattr(copy, name))) for name in ("copy", "deepcopy")}
-    members[_ALL] = getattr(base, _ALL, {}) | {key: (None, None)}  # of a module that was made by its class alone
+    members[_ALL] = getattr(base, _ALL, {}) | {key: (None, None)}  # for a module made from its class
     made = type(base.__name__, (base,), members)
     made.__module__, made.__qualname__ = base.__module__, base.__qualname__
     return made
 
 
 def _in_class(base: type[nn.Module], module: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
-    """``run(module, *args)`` while the module is one of ``base``, whose own way to copy or to pickle it that takes."""
+    """``run(module, *args)`` with the module's class set to ``base``, so that its own copying or pickling is used."""
     made, module.__class__ = type(module), base
     try:
         return run(module, *args)
@@ -147,7 +147,7 @@ def _in_class(base: type[nn.Module], module: nn.Module, run: Callable[..., Any],
 
 
 def _like(module: nn.Module, twin: nn.Module) -> nn.Module:
-    """``twin`` with the class and the replacements of ``module``, of which the way of its class knows nothing."""
+    """The copy ``twin``, with the class and replacements of ``module``, which the copying of ``base`` drops."""
     twin.__class__ = type(module)
     twin.__dict__.setdefault(_ALL, {key: (found, None) for key, (found, _) in getattr(module, _ALL).items()})
     return twin

@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence against `F.scaled_dot_product_attention` on the whole one.
+"""Compare attention over a sharded sequence with `F.scaled_dot_product_attention` over the whole sequence.
 
 torchrun --nproc-per-node 2 examples/attention.py
 """
@@ -30,7 +30,7 @@ def main() -> None:
     difference = (sequence.unshard(out, dim=2) - whole).abs().max().item()
     print(f"rank {dist.get_rank()}: {local[0].shape[2]} rows, largest difference {difference:.1e}", flush=True)
     assert difference < 1e-10
-    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
+    dist.barrier()  # gloo may still hold tensors of the last collective, which Python cannot release at exit
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""PyTorch's own context_parallel, with one import changed: attention over ranks against attention on one.
+"""Use PyTorch's context_parallel with one import changed, and compare with attention on one rank.
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
-With PyTorch's import, which is in the comment, it needs GPUs and a causal mask. `docs/migrating.md` has the options.
+With PyTorch's own import, shown in the comment, it needs GPUs and a causal mask. `docs/migrating.md` has the options.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
             out = F.scaled_dot_product_attention(*qkv, is_causal=causal)
             out.square().sum().backward()
 
-            # Within the context each of the buffers holds this rank's rows, and attention is over all rows.
+            # Inside the context each buffer holds this rank's rows, and attention sees all rows.
             with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
                 for x in parts:
                     x.requires_grad_()
@@ -50,7 +50,7 @@ def main() -> None:
                 for x in parts:
                     x.requires_grad_(False)
 
-            # Results are this rank's rows, too.
+            # Results hold this rank's rows, too.
             cp_out, *grads = context_parallel_unshard(mesh, [cp_out, *grads], [2] * 4)
             wanted = [out, *(x.grad for x in qkv)]
             pairs = zip([cp_out, *grads], wanted, strict=True)

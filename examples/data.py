@@ -1,4 +1,4 @@
-"""Real text as batches of bytes: a function of seed and step alone, so every mesh and every resume reads one order."""
+"""Batches of bytes from real text. They depend only on seed and step, so every mesh and resume reads the same order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_text(path: str | None) -> str:
 
 
 def tokenize(text: str) -> Tensor:
-    """Bytes of the text's paragraphs, each closed by END_OF_DOCUMENT; int64 [T]."""
+    """Bytes of the text's paragraphs, each followed by END_OF_DOCUMENT; int64 [T]."""
     tokens: list[int] = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         tokens += paragraph.encode("utf-8")
@@ -35,15 +35,15 @@ def tokenize(text: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows of `seq_len` tokens and their labels, shuffled anew in every epoch.
+    """Rows of `seq_len` tokens and their labels, in a new random order in every epoch.
 
     Args:
         tokens: The whole text, int64 [T].
-        seq_len: Tokens in a row.
+        seq_len: Tokens per row.
         batch_size: Rows in a *global* batch.
-        documents: Also give document ids, and forget labels that would cross into another document.
-        restart_positions: With documents, also give positions that start from 0 in each of them.
-        seed: Of the order.
+        documents: Also return document ids, and ignore labels that belong to another document than their token.
+        restart_positions: With documents, also return positions that restart from 0 in each document.
+        seed: Seed of the order.
     """
 
     tokens: Tensor
@@ -71,7 +71,7 @@ class Corpus:
             rows: Which rows of the global batch; a data-parallel rank takes its own.
 
         Returns:
-            tokens and labels int64 [B, S], and as asked for documents and positions, int64 [B, S].
+            tokens and labels, and if requested documents and positions, all int64 [B, S].
         """
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
         places = (divmod(number, self.num_rows) for number in numbers)
@@ -94,7 +94,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
 
 
 def restarting_positions(documents: Tensor) -> Tensor:
-    """Positions within each document, for ids [B, S] whose equal neighbours are one document."""
+    """Positions within each document, for ids [B, S]; equal neighbours belong to one document."""
     index = torch.arange(documents.shape[1]).expand_as(documents)
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -102,6 +102,6 @@ def restarting_positions(documents: Tensor) -> Tensor:
 
 
 def split(tokens: Tensor, held_out: float = 0.05) -> tuple[Tensor, Tensor]:
-    """Training text and, from its end, the held-out share."""
+    """Split off the end of the text as held-out text."""
     cut = int(len(tokens) * (1 - held_out))
     return tokens[:cut], tokens[cut:]

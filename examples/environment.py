@@ -1,12 +1,11 @@
-"""Make `.venv` beside this repository hold cp_mesh and its tools, then go on inside it. Standard library only.
+"""Create `.venv` in this repository with cp_mesh and its tools, then continue inside it. Standard library only.
 
-`.venv-integrations` is another one, with the packages of the extra `integrations` in the versions that are tested, and
-`.venv-integrations-NAME` one with those of the extra `integrations-NAME`: "4" of Transformers 4, "titan-0.2" and
-"titan-0.3" of torchtitan.
+`.venv-integrations` has the packages of the extra `integrations`, in the tested versions. `.venv-integrations-NAME` has
+those of the extra `integrations-NAME`: "4" for Transformers 4, "titan-0.2" and "titan-0.3" for torchtitan.
 
-A PyTorch that the running interpreter already has (2.11 or later) is used as it is; otherwise the version in
-`constraints.txt` is installed. On Linux that one may carry gigabytes of CUDA; to spare them without a GPU, install
-PyTorch's CPU build first, or point pip at its index (PIP_EXTRA_INDEX_URL). A second call finds a stamp and is quick.
+If the running interpreter has PyTorch 2.11 or later, that PyTorch is used; otherwise the version in `constraints.txt`
+is installed. On Linux it may include gigabytes of CUDA. To avoid them without a GPU, install PyTorch's CPU build first,
+or point pip at its index (PIP_EXTRA_INDEX_URL). A second call finds a stamp and returns quickly.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ OLDEST_TORCH = (2, 11)
 
 
 class Environment(NamedTuple):
-    """A virtual environment: its folder, and the extras of cp_mesh that it holds."""
+    """A virtual environment: its folder, and the extras of cp_mesh to install in it."""
 
     folder: Path
     extras: str
@@ -48,11 +47,11 @@ INTEGRATIONS = {
     f"--{name}": Environment(ROOT / f".venv-{name}", f"dev,{name.replace('.', '-')}")
     for name in ("integrations", "integrations-4", "integrations-titan-0.2", "integrations-titan-0.3")
 }
-"""By the option of tests/run.py."""
+"""Environments by the option of tests/run.py."""
 
 
 def enter(chosen: Environment = TOOLS) -> None:
-    """Return inside the environment, made where it is missing or stale; outside it, start the script again in it."""
+    """Return inside the environment; outside, create it if it is missing or stale, and restart the script in it."""
     if sys.version_info < (3, 11):  # noqa: UP036 - older interpreters read this file too
         sys.exit(f"cp_mesh needs Python 3.11 or later; this is {sys.version.split()[0]} ({sys.executable})")
     if Path(sys.prefix).resolve() == chosen.folder:
@@ -61,13 +60,13 @@ def enter(chosen: Environment = TOOLS) -> None:
     stamp = fingerprint(host_torch)
     if not chosen.stamp.exists() or chosen.stamp.read_text() != stamp:
         install(chosen, host_torch)
-        chosen.stamp.write_text(stamp)  # last: an installation that was cut short is made anew
+        chosen.stamp.write_text(stamp)  # last, so that an interrupted installation starts again
     command = [str(chosen.python), *sys.argv]
     sys.exit(subprocess.call(command)) if os.name == "nt" else os.execv(chosen.python, command)
 
 
 def find_torch() -> str | None:
-    """The version of PyTorch in the running interpreter, None if there is none that will do."""
+    """The version of PyTorch in the running interpreter; None if it is missing or too old."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -77,7 +76,7 @@ def find_torch() -> str | None:
 
 
 def fingerprint(host_torch: str | None) -> str:
-    """What an environment depends on: when this changes it is made anew."""
+    """The inputs of an environment, as text: if they change, the environment is created again."""
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes())
     for fact in (sys.version, sys.prefix, str(host_torch), str(ROOT)):
         digest.update(fact.encode())
@@ -97,7 +96,7 @@ def install(chosen: Environment, host_torch: str | None) -> None:
     pip = create(chosen)
     command = [*pip, "install", "--quiet", "--disable-pip-version-check", "--editable", f"{ROOT}[{chosen.extras}]"]
     if host_torch:
-        # A plain path entry reaches the packages of an interpreter that is itself a virtual environment, too.
+        # A plain path entry also works if the running interpreter is itself a virtual environment.
         purelib = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
         sites = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(torch_home())}
         (purelib / "host_packages.pth").write_text("\n".join(sorted(sites)) + "\n")

@@ -15,7 +15,7 @@ arguments = SFTConfig(
     parallelism_config=ParallelismConfig(cp_size=int(os.environ["WORLD_SIZE"])),
     fsdp=True,
     use_cpu=not torch.cuda.is_available(),
-    packing=True,  # to sequences of max_length=1024 tokens, which all ranks share
+    packing=True,  # into sequences of max_length=1024 tokens, sharded over all ranks
     per_device_train_batch_size=1,
     max_steps=20,
     logging_steps=4,

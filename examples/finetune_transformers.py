@@ -14,7 +14,7 @@ arguments = TrainingArguments(
     parallelism_config=ParallelismConfig(cp_size=int(os.environ["WORLD_SIZE"])),
     fsdp=True,
     use_cpu=not torch.cuda.is_available(),
-    per_device_train_batch_size=8,  # documents, which the collator packs to one sequence that all ranks share
+    per_device_train_batch_size=8,  # documents; the collator packs them into one sequence, sharded over all ranks
     max_steps=20,
     logging_steps=4,
     learning_rate=1e-2,

@@ -1,6 +1,6 @@
-"""Greedy text of a Llama whose prompt and cache are sharded over ranks, and the same on one device.
+"""Generate greedily from a Llama with its prompt and KV cache sharded over ranks, and compare with one device.
 
-Steps are replays of a CUDA graph where there are GPUs.
+On GPUs the steps are replays of a CUDA graph.
 
 torchrun --nproc-per-node 2 examples/generate.py
 """
@@ -27,7 +27,7 @@ ZIGZAG = ZigZag()
 
 
 class CachedAttention(nn.Module):
-    """The core of a Llama that generates: the first call is the prompt, in shards; every later one is a token."""
+    """Attention core for generation: the first call gets this rank's shard of the prompt, later calls get one token."""
 
     cache: ShardedCache
 
@@ -52,16 +52,16 @@ def generate(
 ) -> Tensor:
     """Generate the most likely tokens.
 
-    The last token of the prompt is not prefilled: it is the first one to be decoded, and gives all ranks its logits.
+    The last token of the prompt is not prefilled. It is decoded first, so that all ranks get its logits.
 
     Args:
-        model: With `CachedAttention` as its core; the same weights on every rank.
+        model: A Llama with `CachedAttention` as its core; the same weights on every rank.
         prompt: [B, S] int64, the same on every rank.
-        num_tokens: How many to generate.
+        num_tokens: Number of tokens to generate.
         mesh: 1-D, the cp axis.
-        layout: Of all tokens of the prompt but the last one.
+        layout: Layout of the prompt without its last token.
         fixed: Whether caches have a fixed capacity.
-        graph: Whether steps from the second one on are replays of a CUDA graph; only with a fixed capacity.
+        graph: Whether steps after the first one are replays of a CUDA graph; needs a fixed capacity.
 
     Returns:
         [B, num_tokens] int64, the same on every rank.
@@ -88,17 +88,17 @@ def generate(
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """Replays of a step, which is not run by the capture."""
+    """Capture a step as a CUDA graph and return its replay; the capture itself does not run the step."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads of NCCL ask for events meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL threads query events during capture
         step()
     return graph.replay
 
 
 @torch.no_grad()
 def generate_alone(model: Llama, prompt: Tensor, num_tokens: int) -> Tensor:
-    """The same on one device and without a cache, by a Llama with an ordinary core."""
+    """Generate on one device without a cache, by a Llama with an ordinary core."""
     tokens = prompt
     for _ in range(num_tokens):
         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
@@ -123,7 +123,7 @@ def main() -> None:
     held = sharded.layers[0].attention.core.cache.key.shape[2]
     print(f"rank {dist.get_rank()}: {held} of 1015 tokens cached, as one device: {same}, {tokens.tolist()}", flush=True)
     assert same
-    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
+    dist.barrier()  # gloo may still hold tensors of the last collective, which Python cannot release at exit
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A plain Llama: nothing in this file knows of devices, meshes or parallelism.
+"""A plain Llama, without any code for devices, meshes or parallelism.
 
 Shapes: B batch, S sequence, H query heads, K key/value heads, D head dim, C model dim, V vocabulary.
 """
@@ -38,9 +38,9 @@ class LlamaConfig:
 
 
 class CoreAttention(nn.Module):
-    """softmax(q kᵀ) v, causal, and nothing else: the module that a context-parallel plan names.
+    """Causal softmax(q kᵀ) v and nothing else: the module that a context-parallel plan names.
 
-    `documents` goes unread here: whoever takes over the attention call turns it into a mask over global positions.
+    `documents` is not read here: a plan that takes over the attention call makes a mask over global positions from it.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -48,7 +48,7 @@ class CoreAttention(nn.Module):
 
 
 class DenseDocumentAttention(nn.Module):
-    """The core of a model that nobody parallelises: it builds the [B, 1, S, S] document mask itself."""
+    """The core of a model without parallelism: it builds the [B, 1, S, S] document mask itself."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if documents is None:
@@ -90,7 +90,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, norms first.
+    """One pre-norm transformer layer.
 
     `checkpoint` may be set to a function like `torch.utils.checkpoint.checkpoint`, which then calls `compute`.
     """
@@ -115,12 +115,12 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [B, S] to logits [B, S, V]; everything but `core` is local to a token.
+    """Tokens [B, S] to logits [B, S, V]; only `core` mixes tokens.
 
     Args:
         config: The sizes.
-        core: The attention core. The default is exact for documents on one device; a plan that brings its own mask
-            takes `CoreAttention`.
+        core: The attention core. The default applies documents on one device. A plan that sets the mask needs
+            `CoreAttention`.
     """
 
     def __init__(self, config: LlamaConfig, core: type[nn.Module] = DenseDocumentAttention):
@@ -136,7 +136,7 @@ class Llama(nn.Module):
 
         Args:
             tokens: [B, S] int64.
-            positions: [S] or [B, S] int64, what the rotary embedding reads; default 0 .. S-1.
+            positions: [S] or [B, S] int64, for the rotary embedding; default 0 .. S-1.
             documents: [B, S] int64 ids; a token sees only tokens of its own document.
 
         Returns:
@@ -152,9 +152,9 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill the weights from a seed: the same whole model on every rank, whatever the mesh will be.
+        """Fill the weights from a seed: the same whole model on every rank, for any mesh.
 
-        They are drawn where they lie: weights on CUDA are others than those on the CPU.
+        Weights are drawn on their device: those on CUDA differ from those on the CPU.
         """
         generator = torch.Generator(self.output.weight.device).manual_seed(seed)
         residual_writers = 2 * len(self.layers)
@@ -169,11 +169,11 @@ class Llama(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers of a Llama, for a pipeline; its parameters have the model's names.
+    """Some layers of a Llama as a pipeline stage; parameters keep the model's names.
 
     Args:
-        model: The whole model, whose modules it shares.
-        layers: Which layers. With the first one comes the embedding, with the last one the logits.
+        model: The whole model; the stage shares its modules.
+        layers: Which layers. The stage with the first layer has the embedding, the one with the last has the head.
     """
 
     def __init__(self, model: Llama, layers: range):
@@ -185,7 +185,7 @@ class Stage(nn.Module):
         self.norm, self.output = (model.norm, model.output) if is_last else (nn.Identity(), nn.Identity())
 
     def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Tokens [B, S], or what the stage before returned [B, S, C], to logits or to what the next one takes."""
+        """Tokens [B, S], or the output [B, S, C] of the previous stage, to logits or to the input of the next stage."""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
@@ -204,7 +204,7 @@ def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of every head of x [B, H, S, D]."""
+    """Rotate the pairs (i, i + D/2) of each head of x [B, H, S, D]."""
     cos, sin = rope.unsqueeze(-3)  # [1 or B, 1, S, D/2], the same for every head
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)

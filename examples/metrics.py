@@ -1,4 +1,4 @@
-"""What a run reports: the work of a token, the share of the chips' peak, a table of steps and a picture of the loss."""
+"""Metrics of a run: FLOPs per token, share of the peak FLOP/s, a table of steps and a picture of the loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from llama import LlamaConfig
 
-# Dense bf16 peak in FLOP/s, by a part of the device's name; the first that matches counts.
+# Dense bf16 peak in FLOP/s, by a part of the device's name; the first match counts.
 PEAK_BF16 = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 COLUMNS = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu")
 
@@ -16,7 +16,7 @@ COLUMNS = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu"
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     """Floating-point operations to train on one token, without recomputation.
 
-    A multiply-add counts 2, backward twice the forward, and causal attention only its lower half.
+    A multiply-add counts as 2, the backward as twice the forward, and causal attention as half of full attention.
     """
     heads = config.num_heads * config.head_dim
     attention = config.dim * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
@@ -25,7 +25,7 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The bf16 peak of one device in FLOP/s, None where it is not known."""
+    """The bf16 peak of one device in FLOP/s; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -33,7 +33,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Table:
-    """A CSV of one row per step; a resumed run continues the file, from its own step on."""
+    """A CSV with one row per step; a resumed run continues the file from its first step on."""
 
     def __init__(self, path: Path, first_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class Table:
         self.writer.writeheader()
         self.writer.writerows(self.rows)
         self.file.flush()
-        partial.replace(path)  # a run that is killed before this leaves the old one
+        partial.replace(path)  # a run that is killed before this line keeps the old file
 
     @staticmethod
     def read(path: Path) -> list[dict[str, str]]:
@@ -52,7 +52,7 @@ class Table:
             return list(csv.DictReader(file))
 
     def append(self, *values: float | None) -> None:
-        """Write one row, its values in the order of COLUMNS."""
+        """Write one row, with values in the order of COLUMNS."""
         text = dict(zip(COLUMNS, ("" if value is None else f"{value:.8g}" for value in values), strict=True))
         self.rows.append(text)
         self.writer.writerow(text)

@@ -1,4 +1,4 @@
-"""What fine-tuning scripts would take from a hub: texts, a tokenizer of them, and a small Llama with random weights."""
+"""Stand-ins for downloads from a hub: texts, a tokenizer for them, and a small Llama with random weights."""
 
 from data import read_text
 from tokenizers import ByteLevelBPETokenizer

@@ -1,4 +1,4 @@
-"""The plans that spread a plain Llama over a mesh; read top to bottom, in the order in which they are applied."""
+"""The plans that parallelize a plain Llama over a mesh, in the order in which they are applied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import cp_mesh
 
-# "balanced" is made anew for every batch; Contiguous pads the sequence as it does.
+# "balanced" is a new layout for every batch; Contiguous pads the sequence in the same way.
 LAYOUTS = {
     "balanced": cp_mesh.Contiguous(),
     "contiguous": cp_mesh.Contiguous(),
@@ -34,9 +34,9 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Packed:
-    """What goes through the model in the place of documents.
+    """Wraps documents on their way through the model.
 
-    FSDP2 moves tensors among a model's arguments to the device, where the host does not read them; this it leaves.
+    FSDP2 moves tensor arguments of a model to the device, where the host cannot read them; it leaves this object alone.
     """
 
     mask: cp_mesh.Mask
@@ -56,10 +56,10 @@ def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool)
     Args:
         model: The plain model; changed in place.
         tp: 1-D mesh.
-        sequence_parallel: Also split the sequence over tp between the matrices, which spares the norms' memory.
+        sequence_parallel: Also split the sequence over tp between the matmuls, which saves memory of the norms.
     """
     check_sizes(model, tp, "num_heads", "num_kv_heads", "vocab_size")
-    stream = Shard(1) if sequence_parallel else Replicate()  # how the residual stream lies on tp
+    stream = Shard(1) if sequence_parallel else Replicate()  # placement of the residual stream on tp
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "layers.*.attention": PrepareModuleInput(
@@ -76,23 +76,23 @@ def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool)
         plan |= {f"layers.*.{name}_norm": SequenceParallel() for name in ("attention", "feed_forward")}
         plan["norm"] = SequenceParallel()
     parallelize_module(model, tp, plan)
-    # FSDP warns that the logits are a view of what was gathered; nobody writes into them.
+    # FSDP warns that the logits are a view of a gathered tensor; nothing writes into them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    # A collective still in flight must not enter a compiled block: the block would drop its gradient without a word.
+    # An asynchronous collective must not enter a compiled block: the block would silently drop its gradient.
     model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
 
 
 def apply_overlapped(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> None:
-    """As `apply_tensor_parallel`, by cp_mesh: communication beside products, and logits in chunks, in the loss.
+    """Like `apply_tensor_parallel`, by the linears of cp_mesh, which overlap communication with matmuls.
 
-    The model then returns logits that `cp_mesh.cross_entropy` computes.
+    The model returns deferred logits, which `cp_mesh.cross_entropy` computes in chunks.
     """
     mode = "reduce_scatter" if sequence_parallel else "all_reduce"
     cp_mesh.parallelize(model, tp, cp_mesh.tensor_parallel_plan(model, tp, mode=mode))
 
 
 def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
-    """Split the sequence over the cp axis: the root takes whole batches, the attention cores meet again inside.
+    """Shard the sequence over the cp axis: the root takes whole batches, and attention cores see all tokens.
 
     Args:
         model: The model, tensor parallel or not; changed in place.
@@ -100,13 +100,13 @@ def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.Shard
         sequence: Which rank holds which tokens.
     """
 
-    def mask(q, k, v, packed):  # called with what the core is called with
+    def mask(q, k, v, packed):  # called with the arguments of the core
         return packed.mask
 
     def layout(q, k, v, packed):
         return packed.layout
 
-    def layout_of_inputs(documents, **others):  # called with what the model is called with, by name
+    def layout_of_inputs(documents, **others):  # called with the arguments of the model, by name
         return documents.layout
 
     plan = {
@@ -117,7 +117,7 @@ def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.Shard
 
 
 def stage_of(model: Llama, pp: DeviceMesh) -> Stage:
-    """The layers of this rank in a pipeline, as many as those of other ranks or one more.
+    """The pipeline stage of this rank; stages differ by at most one layer.
 
     Args:
         model: The model, tensor parallel or not.
@@ -128,7 +128,7 @@ def stage_of(model: Llama, pp: DeviceMesh) -> Stage:
 
 
 def apply_context_parallel_to_stage(stage: Stage, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
-    """The same for a stage, of which documents are a tensor, cut into microbatches; later stages are given rows.
+    """Like `apply_context_parallel`, for a stage. Documents are a tensor, cut into microbatches; later stages get rows.
 
     Args:
         stage: What `stage_of` returned; changed in place.
@@ -155,18 +155,18 @@ def pipeline(
     device: torch.device,
     microbatches: int,
 ) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A function of a batch that runs all stages, backwards too where there are gradients.
+    """Return a function of a batch that runs all stages, with the backward if gradients are enabled.
 
     Args:
-        stage: This rank's, after every other plan.
+        stage: This rank's stage, after every other plan.
         pp: 1-D mesh.
         sequence: Which rank holds which tokens.
         data: 1-D mesh, dp x cp flattened.
-        device: Of the stage.
-        microbatches: In how many parts a batch is cut.
+        device: Device of the stage.
+        microbatches: Number of microbatches per batch.
 
     Returns:
-        A function that returns this rank's share of the loss: 0 in all stages but the last.
+        A function that returns this rank's part of the loss; it is 0 in all stages but the last.
     """
     number, counts = pp.get_local_rank(), []
 
@@ -199,11 +199,11 @@ def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str) -> None:
     """
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
-        # Inputs are left as they are: the rotary cosines and sines stay fp32.
+        # Inputs are not cast: the rotary cosines and sines stay fp32.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
     module: nn.Module
     for module in (*model.layers.children(), model):
         fully_shard(module, mesh=data, mp_policy=policy)
-    cp_mesh.sum_gradients(model)  # the loss already divides by the tokens of all ranks
+    cp_mesh.sum_gradients(model)  # a sum, since the loss already divides by the tokens of all ranks

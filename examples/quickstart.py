@@ -1,8 +1,8 @@
-"""Prove it on this machine: `python3 examples/quickstart.py`, in a few minutes on two CPU cores.
+"""Test cp_mesh on this machine: `python3 examples/quickstart.py`, a few minutes on two CPU cores.
 
-Sets up `.venv`, trains a small Llama on text over four ranks (context parallel 2 x tensor parallel 2; GPUs if there are
-four), repeats the run on one rank where cp_mesh is never imported, and compares the losses of all steps and the first
-gradients of all parameters. The exit status says whether they agree.
+Creates `.venv`, trains a small Llama on text over four ranks (context parallel 2 x tensor parallel 2; on GPUs if there
+are four), repeats the run on one rank without importing cp_mesh, and compares the losses of all steps and the first
+gradients of all parameters. The exit status is 0 if they agree.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train(title: str, command: list[str], device: str, out: Path) -> dict:
     dump.unlink(missing_ok=True)
     command = [sys.executable, *command, *RUN, "--device", device, "--out", str(out), "--dump", str(dump)]
     print(f"\n{title}:\n  {shlex.join(command)}", flush=True)
-    # Ranks that share the cores of one machine each take one thread.
+    # Ranks share the cores of one machine: one thread each.
     code = subprocess.call(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if code:
         sys.exit(f"{title}: the trainer failed with exit status {code}")

@@ -1,10 +1,10 @@
-"""Train a Llama on text over any mix of data, context, tensor and pipeline parallel ranks.
+"""Train a Llama on text with any mix of data, context, tensor and pipeline parallelism.
 
     torchrun --nproc-per-node 4 examples/train_llama.py --cp 2 --tp 2
-    python examples/train_llama.py --plain     # the same run on one device; cp_mesh is never imported
+    python examples/train_llama.py --plain     # the same run on one device, without importing cp_mesh
 
-Batches, initial weights and therefore losses and gradients do not depend on the mesh. A run that is killed goes on
-from the last checkpoint, if the command has --save and --resume of one folder:
+Batches and initial weights do not depend on the mesh, so losses and gradients do not either. A killed run continues
+from the last checkpoint if the command has --save and --resume with the same folder:
 
     torchrun --nproc-per-node 4 --max-restarts 3 \
         examples/train_llama.py --save-every 50 --save DIR --resume DIR
@@ -45,13 +45,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--plain", action="store_true", help="one device, no mesh, no cp_mesh")
-    add("--dp", type=int, help="data parallel ranks; default: what the others leave")
+    add("--dp", type=int, help="data parallel ranks; default: all ranks / (pp x cp x tp)")
     add("--cp", type=int, default=1, help="context parallel ranks")
     add("--tp", type=int, default=1, help="tensor parallel ranks")
-    add("--pp", type=int, default=1, help="stages of a pipeline, 1F1B")
-    add("--microbatches", type=int, metavar="N", help="with --pp: parts of a batch; default: its rows")
-    add("--sequence-parallel", action="store_true", help="with --tp: norms on sequence shards too")
-    add("--overlapped", action="store_true", help="with --tp: by the linears of cp_mesh")
+    add("--pp", type=int, default=1, help="pipeline stages, with the 1F1B schedule")
+    add("--microbatches", type=int, metavar="N", help="with --pp: microbatches per batch; default: one per row")
+    add("--sequence-parallel", action="store_true", help="with --tp: also shard the sequence over tp for the norms")
+    add("--overlapped", action="store_true", help="with --tp: use the linears of cp_mesh")
     add("--layout", choices=("balanced", "contiguous", "striped", "zigzag"), default="zigzag")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dim", type=int, default=256)
@@ -59,52 +59,52 @@ def parse_arguments() -> argparse.Namespace:
     add("--heads", type=int, default=8)
     add("--kv-heads", type=int, default=4)
     add("--vocab", type=int, default=VOCAB_SIZE, help=f"at least {VOCAB_SIZE}")
-    add("--text", metavar="FILE", help="default: the manual of Python inside CPython")
+    add("--text", metavar="FILE", help="text file; default: the manual of Python inside CPython")
     add("--seq-len", type=int, default=512)
-    add("--batch-size", type=int, default=8, help="rows of all ranks together")
-    add("--documents", action="store_true", help="paragraphs do not see each other")
-    add("--restart-positions", action="store_true", help="with --documents: positions start anew in each")
+    add("--batch-size", type=int, default=8, help="rows per batch, of all ranks together")
+    add("--documents", action="store_true", help="each paragraph is a document that attends only to itself")
+    add("--restart-positions", action="store_true", help="with --documents: positions restart in each document")
     add("--steps", type=int, default=200)
     add("--lr", type=float, default=1e-3)
-    add("--warmup", type=int, default=20, help="steps of linear warm-up; then a cosine to a tenth")
+    add("--warmup", type=int, default=20, help="steps of linear warm-up; then cosine decay to a tenth")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--seed", type=int, default=0)
     add("--precision", choices=("fp32", "bf16"), default="fp32")
     add("--checkpoint-activations", choices=("none", "full", "selective"), default="none")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile each block")
     add("--save", type=Path, metavar="DIR", help="write DIR/step_N")
-    add("--save-every", type=int, metavar="N", help="default: at the end only")
-    resume = "a step_N, or the last one inside; any mesh, --plain too; nothing is needed yet in the DIR of --save"
+    add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: only one at the end")
+    resume = "a step_N, or a folder of them (takes the last), from any mesh or --plain; may be empty if equal to --save"
     add("--resume", type=Path, metavar="DIR", help=resume)
-    add("--eval-every", type=int, metavar="N", help="loss on held-out text")
+    add("--eval-every", type=int, metavar="N", help="steps between evaluations on held-out text")
     add("--eval-batches", type=int, default=4)
-    add("--out", type=Path, default=Path("runs/llama"), help="metrics.csv and loss.png")
-    add("--dump", type=Path, metavar="FILE", help="the first step's whole gradients and every loss, for a comparison")
+    add("--out", type=Path, default=Path("runs/llama"), help="folder of metrics.csv and loss.png")
+    add("--dump", type=Path, metavar="FILE", help="file for the first step's whole gradients and all losses")
     args = parser.parse_args()
     if args.restart_positions and not args.documents:
         parser.error("--restart-positions needs --documents")
     if args.pp > 1 and (args.save or args.resume or args.dump or args.sequence_parallel or args.layout == "balanced"):
-        parser.error("--pp: leave --save, --resume, --dump, --sequence-parallel and --layout balanced out")
+        parser.error("--pp does not work with --save, --resume, --dump, --sequence-parallel and --layout balanced")
     if args.plain and (args.dp or 1) * args.cp * args.tp * args.pp > 1:
         parser.error("--plain runs on one rank")
     if args.overlapped and (args.tp == 1 or args.pp > 1):
         parser.error("--overlapped needs --tp, and no --pp")
     if args.plain and args.checkpoint_activations == "selective":
-        parser.error("--plain has no ring to save: use --checkpoint-activations full")
+        parser.error("--plain has no ring whose results could be kept: use --checkpoint-activations full")
     return args
 
 
 @dataclass
 class Setup:
-    """What the loop needs from `plain_setup` or `mesh_setup`, which differ in nothing else."""
+    """All that differs between `plain_setup` and `mesh_setup`."""
 
     device: torch.device
     model: Llama | Stage
     rows: slice  # of the global batch, for this rank
-    # Of these rows, on the CPU: this rank's share of the mean over all tokens. Stages have done its backward.
+    # Loss of these rows, on the CPU: this rank's part of the mean over all tokens. Pipelines have run its backward.
     share_of_loss: Callable[[dict[str, Tensor]], Tensor]
-    total: Callable[[Tensor], Tensor]  # sum of the shares of all ranks
-    clip: Callable[..., Tensor] = clip_grad_norm_  # gradients, to a largest norm; returns the norm before
+    total: Callable[[Tensor], Tensor]  # sum of these parts over all ranks
+    clip: Callable[..., Tensor] = clip_grad_norm_  # clips gradients to a norm; returns the norm before
     world_size: int = 1
     is_first: bool = True
 
@@ -116,8 +116,8 @@ def new_model(args: argparse.Namespace, device: torch.device, **core: type[nn.Mo
 
 
 def checkpoint_and_compile(model: Llama | Stage, args: argparse.Namespace, **context_fn: Callable) -> None:
-    """Both change the blocks in place: parameters keep their names."""
-    # ContextParallel enters and leaves a function mode inside each block: no side effect that recompute must repeat.
+    """Set checkpoints and compile the blocks in place, so that parameters keep their names."""
+    # ContextParallel enters and leaves a function mode inside each block: recomputation need not repeat this.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for block in model.layers.children():
         if args.checkpoint_activations != "none":
@@ -127,7 +127,7 @@ def checkpoint_and_compile(model: Llama | Stage, args: argparse.Namespace, **con
 
 
 def plain_setup(args: argparse.Namespace) -> Setup:
-    """One device and PyTorch alone: what every mesh has to reproduce."""
+    """Set up one device with PyTorch only: every mesh has to reproduce this run."""
     device = torch.device(args.device)
     model = new_model(args, device)
     checkpoint_and_compile(model, args)
@@ -144,7 +144,7 @@ def plain_setup(args: argparse.Namespace) -> Setup:
 
 
 def mesh_setup(args: argparse.Namespace) -> Setup:
-    """Ranks on a pp x dp x cp x tp mesh: tensor parallelism first, then context parallelism, FSDP around both."""
+    """Set up a pp x dp x cp x tp mesh: tensor parallelism first, then context parallelism, then FSDP."""
     import parallel_llama as parallel
 
     import cp_mesh
@@ -213,7 +213,7 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The value that all ranks' shards make up; a collective."""
+    """The whole tensor of a DTensor, by a collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -224,37 +224,37 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-# What the order of the data follows from, with the step. Nothing else is random after the first step: no generator's
-# state is saved.
+# These options and the step determine the order of the data. Nothing else is random after the first step, so no state
+# of a random generator is saved.
 DATA = ("text", "seq_len", "batch_size", "documents", "restart_positions", "seed")
 
 
 def state_of(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """What a checkpoint has."""
+    """The contents of a checkpoint."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     data = {name: getattr(args, name) for name in DATA}
     return {"model": model_state, "optimizer": optimizer_state, "step": step, "data": data}
 
 
 def save(directory: Path, state: dict[str, Any], is_first: bool) -> None:
-    """Write directory/step_N, which any other mesh, and a plain run, can read. It has that name when it is complete."""
+    """Write directory/step_N, which any mesh and a plain run can read. It gets this name when it is complete."""
     complete = directory / f"step_{state['step']}"
     partial = directory / f"partial_{complete.name}"
     if is_first:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    dcp.save(state, checkpoint_id=partial)  # no rank writes before the first one is here
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
+    dcp.save(state, checkpoint_id=partial)  # no rank writes before rank 0 has removed the old folder
     if is_first:
         shutil.rmtree(complete, ignore_errors=True)
         partial.rename(complete)
 
 
 def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Read a step_N, or the last one in the directory; return N, from which the order of the data follows."""
+    """Read a step_N, or the last one in the directory; return N, which sets the position in the data."""
     steps = sorted(args.resume.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     found = steps[-1] if steps else args.resume
     if not (found / ".metadata").exists():
         if args.resume == args.save:
-            return 0  # the first start of a command that also says how to go on
+            return 0  # the first start of a command with --save and --resume
         raise ValueError(f"--resume: expected a step_N, or a folder of them, got {args.resume}")
     state = state_of(args, model, optimizer, 0)
     wanted = dict(state["data"])
@@ -294,7 +294,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     steps = trange(first_step, args.steps, mininterval=1, disable=not setup.is_first)
-    gc.disable()  # a rank that collects garbage lets all others wait: they do it together, between steps
+    gc.disable()  # all ranks wait for one that collects garbage: collect on all at once, between steps
     for step in steps:
         if step % 50 == 0:
             gc.collect()
@@ -311,7 +311,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         norm = setup.clip(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(setup.total(loss.detach()).item())  # waits for the device, so the time below is all of the step
+        losses.append(setup.total(loss.detach()).item())  # waits for the device, so the time below is of the whole step
         tokens_per_s = tokens_per_step / (time.perf_counter() - start)
 
         is_last = step + 1 == args.steps
@@ -331,13 +331,13 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    if args.dump:  # PyTorch warns that it gathers whole gradients by one collective after another: once, here
+    if args.dump:  # PyTorch warns about a collective for each gradient; it happens only once, here
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     train(args, plain_setup(args) if args.plain else mesh_setup(args))
     if args.plain:
-        assert "cp_mesh" not in sys.modules, "the plain run is the baseline: it must not import what it checks"
+        assert "cp_mesh" not in sys.modules, "the plain run is the baseline: it must not import cp_mesh"
     else:
-        dist.barrier()  # Python must not end while a thread of gloo still lets go of the last collective's tensors
+        dist.barrier()  # Python must not exit while a gloo thread still releases tensors of the last collective
         dist.destroy_process_group()
 
 

@@ -1,13 +1,12 @@
-"""All causal families of the installed Transformers under `cp_mesh.integrations.transformers`: exact, or refused.
+"""Run all causal families of the installed Transformers under `cp_mesh.integrations.transformers`: exact or refused.
 
     torchrun --nproc-per-node 2 examples/transformers_families.py [--csv FILE] [--tp 2] [family ...]
 
-A family is first built with its own default config, without weights, and may be refused for what it is. Otherwise a
-small model with random weights runs in fp64 on the ranks, plain and packed, with images where it takes them, and
-logits, loss and every gradient are compared with one rank's, as in tests/integrations. So
-docs/results/transformers_families.csv was made; where families are named, their rows alone are made anew. With --tp 2
-the linears are over tp too, as in docs/results/transformers_families_tp.csv, which 4 ranks made. Exits with 1 if some
-family is neither exact nor refused.
+Each family is first built with its default config, without weights, and may be refused. Otherwise a small model with
+random weights runs in fp64 on the ranks, plain and packed, with images if it takes them. Its logits, loss and gradients
+are compared with one rank, as in tests/integrations. This script made docs/results/transformers_families.csv; with
+named families it replaces only their rows. --tp 2 also runs linears over tp, as in
+docs/results/transformers_families_tp.csv, made by 4 ranks. Exits with 1 if a family is neither exact nor refused.
 """
 
 from __future__ import annotations
@@ -87,16 +86,16 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
-"""What a family needs beside that, in its default config too, of which Transformers builds no model without some."""
+"""Options that a family needs besides these. Transformers builds some default configs only with them."""
 FIRST = dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta"), 1)
 FIRST |= {"xlm-roberta-xl": 1, "xmod": 1}
-"""Where positions begin in families that count them from the tokens, which the call has to say."""
+"""First position in families that count positions from the tokens; the call has to pass position_ids."""
 EVALUATED = ("phimoe",)
 """Families whose routers draw random numbers in training; they are compared in evaluation."""
 
 
 def config_of(family: str, name: str, **options: Any) -> Any:
-    """The family's config with these options; that of the text where the class takes no other."""
+    """The family's config with these options; the config of its text model if the class takes no other."""
     config = CONFIG_MAPPING[family](**options)
     return (
         config if isinstance(config, getattr(transformers, name).config_class) else config.get_text_config(decoder=True)
@@ -104,7 +103,7 @@ def config_of(family: str, name: str, **options: Any) -> Any:
 
 
 def check_default(family: str, name: str, tp: Any) -> None:
-    """Refuse a family by its default config, or by its model without memory for weights; ``tp``: a mesh, or None."""
+    """Raise if cp_mesh refuses the family's default config, or its model on the meta device; ``tp``: mesh or None."""
     config = config_of(family, name, **OWN.get(family, {}))
     check_config(config, name)
     with torch.device("meta"):
@@ -114,7 +113,7 @@ def check_default(family: str, name: str, tp: Any) -> None:
 
 
 def small_model(name: str, family: str, implementation: str) -> Any:
-    """With random weights, the same in every call, in fp64 and in training mode."""
+    """The model in fp64 and training mode, with random weights that are the same in every call."""
     default = config_of(family, name)
     config_class, options = type(default), {}
     given = vars(default) | {key: getattr(default, key, None) for key in config_class.attribute_map}
@@ -145,7 +144,7 @@ def small_model(name: str, family: str, implementation: str) -> Any:
 
 
 def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
-    """The row of a family, but for the versions."""
+    """The CSV row of a family, without versions."""
     import ranks
     import test_transformers as tests
     import test_transformers_tp as tests_over_tp
@@ -166,7 +165,7 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
             made, given = tests.build_with_images, tests.batch_with_images(family, "plain")
         if tp is None:
             model = parallelize(made(family, "eager"), ranks.mesh((dist.get_world_size(),), ("cp",)))
-            model(**given)  # is told of a refusal before the oracle fails in its way
+            model(**given)  # raises a refusal before the oracle can fail for another reason
         for case, layout in (("plain", "zigzag"), ("packed", "striped")):
             if tp is not None:
                 found = tests_over_tp.compare(tests_over_tp.Case(family, case), tp_size, made)

@@ -1,4 +1,4 @@
-"""What `cp_mesh.verify_model` is told of the Llama trainer: its model, what spreads it, its batch and its loss.
+"""Arguments of `cp_mesh.verify_model` for the Llama trainer: its model, parallelism, batch and loss.
 
     torchrun --nproc-per-node 4 -m cp_mesh verify examples/verify_llama.py:packed
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 
-SEQ_LEN, ROWS = 125, 2  # tokens, which most numbers of ranks do not divide; batch rows of a data-parallel rank
+SEQ_LEN, ROWS = 125, 2  # a length that few numbers of ranks divide; batch rows per data-parallel rank
 
 
 def make_model(core: type[nn.Module], device: torch.device) -> Llama:
@@ -40,7 +40,7 @@ def setup(
     checkpoint_activations: bool = False,
     seq_len: int = SEQ_LEN,
 ) -> dict[str, Any]:
-    """The arguments of `cp_mesh.verify_model`; data-parallel ranks are those that cp and tp leave."""
+    """The arguments of `cp_mesh.verify_model`; the dp size is the number of ranks over cp times tp."""
     kind = "cuda" if "nccl" in dist.get_backend() else "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     cp = min(cp, dist.get_world_size() // tp)
@@ -80,8 +80,8 @@ def setup(
 
 zigzag = setup
 packed = partial(setup, "balanced", documents=True)
-one_group = partial(setup, "balanced", cp=1024, documents=True)  # all ranks share each sequence
+one_group = partial(setup, "balanced", cp=1024, documents=True)  # each sequence is sharded over all ranks
 checkpointed = partial(setup, "contiguous", checkpoint_activations=True)
 tensor_parallel = partial(setup, "striped", tp=2, documents=True)
 overlapped = partial(setup, tp=2, sequence_parallel=True, overlapped=True, seq_len=128)
-sequence_parallel = partial(setup, tp=2, sequence_parallel=True, seq_len=128)  # rows that tp divides
+sequence_parallel = partial(setup, tp=2, sequence_parallel=True, seq_len=128)  # tp divides the rows of a rank

@@ -372,7 +372,7 @@ def in_order(rank: int, of: str, compiled: bool, whole: bool, same: bool) -> Non
     ("of", "compiled", "says"),
     [
         ("modules", False, ("order of calls", " in layers.first", " in layers.second")),
-        ("backwards", False, ("order of calls", "cp rank 0: backward", "cp rank 1: backward", "a set has another")),
+        ("backwards", False, ("order of calls", "cp rank 0: backward", "cp rank 1: backward", "of a set differs")),
         ("backwards", True, ("same mask", "window=(3, 0)", "window=(5, 0)")),
         ("recomputed", False, ("same mask", "window=(3, 0)", "window=(5, 0)")),
     ],

@@ -93,9 +93,9 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "two sources": (
         {"documents": tensor([0, 1]), "cu_seq_lens": tensor([0, 1, 2])}, "expected documents or cu_seq_lens, got both"),
     "positions within a document": (
-        {"documents": tensor([[0, 0, 0]]), "position_ids": tensor([[0, 0, 1]])}, "go on by 1 within a document"),
+        {"documents": tensor([[0, 0, 0]]), "position_ids": tensor([[0, 0, 1]])}, "rise by 1 within a document"),
     "positions within a length": (
-        {"cu_seq_lens": tensor([0, 3]), "position_ids": tensor([[0, 1, 0]])}, "go on by 1 within a document"),
+        {"cu_seq_lens": tensor([0, 3]), "position_ids": tensor([[0, 1, 0]])}, "rise by 1 within a document"),
     "ids in the place of padding": ({"attention_mask": tensor([[1, 1, 2, 0]])}, r"documents=attention_mask - 1"),
     "pairs": ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"bias=\) of 0 and -inf with Mask\(causal=False\)"),
     "an additive mask": (

@@ -186,7 +186,7 @@ class Plain(nn.Module):
 def refusals(rank: int) -> None:
     axis = mesh((SIZE,), ("cp",))
     sequence = ShardedSequence(axis, length=12)
-    with pytest.raises(ArgumentError, match=r"a tuple of names or places of arguments, got x; such as"):
+    with pytest.raises(ArgumentError, match=r"a tuple of argument names or positions, got x; such as"):
         ShardInput(sequence, "x")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"GatherOutput.gradient: expected 'mean' or 'sum', got 'total'"):
         GatherOutput(sequence, gradient="total")  # type: ignore[arg-type]
@@ -202,7 +202,8 @@ def refusals(rank: int) -> None:
     module = parallelize(Plain(), axis, {"": ShardInput(sequence, ("y",))})
     with pytest.raises(ArgumentError, match="apply once"):
         parallelize(module, axis, {"": ShardInput(sequence)})
-    with pytest.raises(ArgumentError, match=r"one of \('y',\) in the call, got 1 arguments by place, \['y'\] by name"):
+    expected = r"one of \('y',\) in the call, got 1 positional arguments and \['y'\] by name"
+    with pytest.raises(ArgumentError, match=expected):
         module(torch.zeros(1, 12), y=None)
     with pytest.raises(ArgumentError, match="length of dim 1: expected 12, got 9"):
         module(torch.zeros(1, 12), torch.zeros(1, 9))

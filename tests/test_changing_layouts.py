@@ -191,7 +191,8 @@ def one_without(rank: int) -> None:
     whole = plan(sequence)
     for name, plain in (("", ShardedModel(sequence)), ("core", ContextParallel(sequence))):
         other = next(key for key in whole if key != name)
-        with pytest.raises(ArgumentError, match=f"layout=: expected in all styles .* '{other}' has, '{name}' lacks it"):
+        got = f"a layout at '{other}' and none at '{name}'"
+        with pytest.raises(ArgumentError, match=f"layout=: expected in all styles .* {got}"):
             parallelize(Model(), axis, whole | {name: plain})
     parallelize(Model(), axis, {"core": whole["core"]})  # whoever has no root shards the data by hand
 

@@ -71,7 +71,7 @@ def test_an_explanation_fits_and_ends_with_what_runs(words: str, capsys: Any, mo
     printed = capsys.readouterr()
     assert widest(printed.out) <= 100 and not printed.err
     assert printed.out.splitlines()[-1].startswith("RUNS: ") and len(re.findall(VERDICT, printed.out)) == 1
-    assert ("of memory" in printed.out.splitlines()[-1]) == ("--heads" in words)
+    assert ("of extra memory" in printed.out.splitlines()[-1]) == ("--heads" in words)
 
 
 @pytest.mark.parametrize("name", ["", "explain", "verify"])
@@ -83,17 +83,17 @@ def test_help_fits(name: str, capsys: Any, monkeypatch: Any) -> None:
 
 
 REFUSED = {
-    "an unknown command": (["atention"], "expected explain, verify, or options alone, got 'atention'"),
+    "an unknown command": (["atention"], "expected explain, verify, or only options, got 'atention'"),
     "a command that moved": (
         ["calibrate"],
-        "got 'calibrate'; the repository has it as examples/",
+        "got 'calibrate'; it is examples/",
     ),
-    "no ranks": (["--seq-len", "64"], "no ranks: start it with torchrun"),
+    "no ranks": (["--seq-len", "64"], "no launcher: start it with torchrun"),
     "an unknown kernel": (["--kernel", "fa5"], "invalid choice: 'fa5' (choose from 'auto', 'fa4'"),
     "an unknown dtype": (["--dtype", "float8"], "invalid choice: 'float8'"),
     "heads": (
         ["explain", "--seq-len", "64", "--cp", "2", "--heads", "x"],
-        "expected query heads/kv heads, as 32/8, got",
+        "expected query heads/kv heads such as 32/8, got",
     ),
     "no argument": (["explain", "--seq-len", "64"], "required: --cp"),
     "a method": (
@@ -107,7 +107,7 @@ REFUSED = {
     ),
     "a degree of another method": (
         ["explain", "--seq-len", "64", "--cp", "4", "--method", "ring", "--inner-ring-size", "2"],
-        "inner_ring_size: expected None, but with method='double_ring', got 2; method='double_ring' takes it",
+        "inner_ring_size: expected None, except with method='double_ring', got 2; method='double_ring' takes it",
     ),
     "chunks": (
         ["explain", "--seq-len", "64", "--cp", "4", "--heads", "4", "--method", "ulysses", "--head-chunks", "3"],
@@ -120,11 +120,11 @@ REFUSED = {
     ),
     "no heads for shards": (
         ["explain", "--seq-len", "64", "--cp", "2", "--captured-shards", "5"],
-        "captured_shards: expected num_heads, without which no bytes are told, got None; num_heads=32 works",
+        "captured_shards: expected num_heads, to count bytes, got None; num_heads=32 works",
     ),
     "no heads": (
         ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"],
-        "expected query heads/kv heads, as 32/8",
+        "expected query heads/kv heads such as 32/8",
     ),
 }
 
@@ -142,32 +142,32 @@ def test_what_cannot_run_says_so_in_a_few_lines(name: str, capsys: Any, monkeypa
 
 EXPLAIN = "explain --seq-len 64 --cp 2"
 AT_ONCE = {  # options and variables of a launch, whatever the command would do
-    "explain --seq-len -1 --cp 2 --layout balanced": "argument --seq-len: expected 1 at least, got -1",
+    "explain --seq-len -1 --cp 2 --layout balanced": "argument --seq-len: expected at least 1, got -1",
     "explain --seq-len 1e12 --cp 2": "argument --seq-len: expected at most 134217728, got 1e12",
-    "explain --seq-len 1.5 --cp 2": "--seq-len: expected a whole number, as 131072, 128K or 1e6, got '1.5'",
+    "explain --seq-len 1.5 --cp 2": "--seq-len: expected a whole number (131072, 128K, 1e6), got '1.5'",
     "explain --seq-len 128M --cp 2 --documents 7 1": "--documents: expected at most 1048576 in the sequence, got 3355",
-    "explain --seq-len 64 --cp 0": "argument --cp: expected 1 at least, got 0",
+    "explain --seq-len 64 --cp 0": "argument --cp: expected at least 1, got 0",
     "explain --seq-len 64 --cp 1M": "argument --cp: expected at most 8192, got 1M",
-    f"{EXPLAIN} --head-dim 0": "argument --head-dim: expected 1 at least, got 0",
+    f"{EXPLAIN} --head-dim 0": "argument --head-dim: expected at least 1, got 0",
     f"{EXPLAIN} --batch 1e20": "argument --batch: expected at most 1048576, got 1e20",
-    f"{EXPLAIN} --heads 4/2/1": "argument --heads: expected query heads/kv heads, as 32/8, got '4/2/1'",
-    f"{EXPLAIN} --heads 4 --head-chunks 0": "argument --head-chunks: expected 1 at least, got 0",
+    f"{EXPLAIN} --heads 4/2/1": "argument --heads: expected query heads/kv heads such as 32/8, got '4/2/1'",
+    f"{EXPLAIN} --heads 4 --head-chunks 0": "argument --head-chunks: expected at least 1, got 0",
     f"{EXPLAIN} --heads 4 --captured-shards 1e99": "argument --captured-shards: expected at most 1099511627776, got 1e",
-    f"{EXPLAIN} --ulysses-degree x": "argument --ulysses-degree: expected a whole number, as 131072, 128K or 1e6, got",
-    f"{EXPLAIN} --gpus-per-host 0": "argument --gpus-per-host: expected 1 at least, got 0",
-    f"{EXPLAIN} --window 0": "argument --window: expected 1 at least, got 0",
-    f"{EXPLAIN} --prefix -1": "argument --prefix: expected 0 at least, got -1",
+    f"{EXPLAIN} --ulysses-degree x": "argument --ulysses-degree: expected a whole number (131072, 128K, 1e6), got",
+    f"{EXPLAIN} --gpus-per-host 0": "argument --gpus-per-host: expected at least 1, got 0",
+    f"{EXPLAIN} --window 0": "argument --window: expected at least 1, got 0",
+    f"{EXPLAIN} --prefix -1": "argument --prefix: expected at least 0, got -1",
     f"{EXPLAIN} --columns 95": "argument --columns: expected at most 94, got 95",
-    f"{EXPLAIN} --documents 3 0": "argument --documents: expected 1 at least, got 0",
-    f"{EXPLAIN} --machine none.json": "machine: expected one of h200, or the file of a table, got none.json",
-    f"{EXPLAIN} --plot nowhere/x.png": "argument --plot: expected a file in a folder that is there, got no folder now",
-    f"{EXPLAIN} --plot there": "argument --plot: expected a file in a folder that is there, got the folder there",
-    "verify a:b --json nowhere/x": "argument --json: expected a file in a folder that is there, got no folder nowhere",
-    "verify ../../x:y": "factory ../../x:y: expected module:function or file.py:function, got ../../x:y; as in",
+    f"{EXPLAIN} --documents 3 0": "argument --documents: expected at least 1, got 0",
+    f"{EXPLAIN} --machine none.json": "machine: expected one of h200, or the file of a machine table, got none.json",
+    f"{EXPLAIN} --plot nowhere/x.png": "argument --plot: expected a file in an existing folder, got no folder nowhere",
+    f"{EXPLAIN} --plot there": "argument --plot: expected a file in an existing folder, got the folder there",
+    "verify a:b --json nowhere/x": "argument --json: expected a file in an existing folder, got no folder nowhere",
+    "verify ../../x:y": "factory ../../x:y: expected module:function or file.py:function, got ../../x:y; for example",
     "verify x.py:y": "factory x.py:y: expected a module that can be imported, got no file ",
-    "RANK=0 --csv nowhere/x": "argument --csv: expected a file in a folder that is there, got no folder nowhere",
+    "RANK=0 --csv nowhere/x": "argument --csv: expected a file in an existing folder, got no folder nowhere",
     "RANK=0 --seq-len 64 2M": "argument --seq-len: expected at most 1048576, got 2M",
-    "RANK=0 --inner-ring-size 0": "argument --inner-ring-size: expected 1 at least, got 0",
+    "RANK=0 --inner-ring-size 0": "argument --inner-ring-size: expected at least 1, got 0",
     f"RANK=x {EXPLAIN}": "RANK in the environment: expected 0 to 1048575, as torchrun sets it, got 'x'; unset RANK",
     "RANK=-1 verify a:b": "RANK in the environment: expected 0 to 1048575, as torchrun sets it, got '-1'; unset RANK",
     "RANK=0 verify a:b": "WORLD_SIZE in the environment: expected 1 to 1048576, as torchrun sets it, got ''",
@@ -237,7 +237,7 @@ def test_a_report_is_printed_before_it_is_written(capsys: Any, monkeypatch: Any)
         run("verify", "trainer:function", "--device", "cpu", "--json", "/dev/full")
     said = capsys.readouterr()
     assert left.value.code == 2 and said.out.splitlines()[-1] == report.verdict
-    assert "a file that can be written, got /dev/full (No space left on device)" in " ".join(said.err.split())
+    assert "a writable file, got /dev/full (No space left on device)" in " ".join(said.err.split())
 
 
 def test_the_first_rank_speaks(capsys: Any, monkeypatch: Any) -> None:
@@ -279,15 +279,18 @@ def test_a_row_has_every_figure_and_what_is_wrong() -> None:
 
 FACTORY_ERRORS = {
     "without a colon": ("{file}", "expected module:function or file.py:function, got "),
-    "a path": ("../../x:good", "expected module:function or file.py:function, got ../../x:good; as in my_trainer:"),
+    "a path": (
+        "../../x:good",
+        "expected module:function or file.py:function, got ../../x:good; for example my_trainer:",
+    ),
     "a folder": ("{folder}:good", "expected module:function or file.py:function, got "),
     "two colons": ("my_trainer:Trainer:good", "expected module:function or file.py:function, got my_trainer:Trainer"),
     "another dot": (
         "{folder}/my.trainer.py:good",
-        "expected a file whose name is that of a module, got my.trainer.py;",
+        "expected a file name that is a module name, got my.trainer.py;",
     ),
     "another module": ("{folder}/json.py:good", "json.py as module json, got "),
-    "a built-in module": ("{folder}/sys.py:good", "sys.py as module sys, got a built-in one; give the file another n"),
+    "a built-in module": ("{folder}/sys.py:good", "sys.py as module sys, got a built-in module; rename the file"),
     "a class of C": (
         "{file}:mapping",
         "'make_model': expected a function without arguments that returns the plain mod",
@@ -301,12 +304,12 @@ FACTORY_ERRORS = {
         "{folder}/imports.py:good",
         "got ModuleNotFoundError: No module named 'nowhere_at_all'; see its",
     ),
-    "no such function": ("{file}:goof", "expected a function, got none of that name in my_cp_factories; near it: good"),
+    "no such function": ("{file}:goof", "expected a function, got no such name in my_cp_factories; similar: good"),
     "no function that is near": (
         "{file}:verification",
-        "got none of that name in my_cp_factories; it defines good, not_a_dict, misspelt, no_batch, a_model, a_tensor,",
+        "got no such name in my_cp_factories; it defines good, not_a_dict, misspelt, no_batch, a_model, a_tensor,",
     ),
-    "a module of imports": ("{folder}/borrowed.py:verification", "none of that name in borrowed; it defines none"),
+    "a module of imports": ("{folder}/borrowed.py:verification", "no such name in borrowed; it defines none"),
     "a number": ("{file}:number", "expected a function, got int; "),
     "arguments": (
         "{file}:takes",
@@ -316,15 +319,15 @@ FACTORY_ERRORS = {
     "a list": ("{file}:not_a_dict", "expected a dict of verify_model's arguments, got list; return {{'make_model'"),
     "a name": (
         "{file}:misspelt",
-        "'bacth': expected the name of an argument of verify_model, got bacth; near it: batch",
+        "'bacth': expected the name of an argument of verify_model, got bacth; similar: batch",
     ),
     "a name that is not near": (
         "{file}:unknown",
-        "'steps': expected the name of an argument of verify_model, got steps; they",
+        "'steps': expected the name of an argument of verify_model, got steps; its",
     ),
     "none": (
         "{file}:no_batch",
-        "'batch': expected a dict of whole tensors by the names of the model's arguments, got ['",
+        "'batch': expected a dict of whole tensors by the names of the model's arguments, got only ['",
     ),
     "a model": (
         "{file}:a_model",

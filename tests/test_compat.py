@@ -282,7 +282,7 @@ def behind(rank: int, how: str) -> str:
         ("inputs, checkpoint", "exact"),
         ("buffer", "RuntimeError: one of the variables needed .* modified by an inplace operation"),
         ("checkpoint", "CheckpointError|ArgumentError: context_parallel: expected the backward of"),
-        ("compile", "ArgumentError: context_parallel: expected the backward of compiled code .*, got one behind"),
+        ("compile", "ArgumentError: context_parallel: expected a backward of compiled code .*, got one after"),
         ("checkpoint, compile", "CheckpointError|ArgumentError: context_parallel: expected the backward of"),
     ],
 )

@@ -183,7 +183,7 @@ def other_classes(rank: int) -> None:
         replaced(TOKENS)
     steps = nn.Sequential(Core())
     parallelize(steps, axis, {"": ContextParallel(ShardedSequence(axis), mask=Mask())})
-    with pytest.raises(ArgumentError, match="expected a module that has its style"):
+    with pytest.raises(ArgumentError, match="expected a module to which a style was applied"):
         steps[:1](*torch.ones(3, 1, H, S, D))
 
 

@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
     "hosts told wrong": ({}, "two", ["LOCAL_WORLD_SIZE='two'", "pass inner_ring_size", "method='ring'"]),
     "unequal hosts": ({}, "3", ["as many cp ranks on every host", "got 3, 1", "method='ring' works"]),
     "symmetric memory between hosts": (
-        {"transport": "symmetric_memory"}, "2", ["auto or functional", "transport='auto' takes it within each host"]
+        {"transport": "symmetric_memory"}, "2", ["auto or functional", "transport='auto' uses it within each host"]
     ),
 }  # fmt: skip
 

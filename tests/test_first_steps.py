@@ -27,7 +27,7 @@ from cp_mesh import ContextParallel, ShardedModel, ShardedSequence
 agreement, first_calls = room("agreement"), room("first_calls")
 trained = room("sequence.losses")
 
-UNREDUCED = "equal on all ranks before the optimizer steps, got another one on each rank"
+UNREDUCED = "equal on all ranks before the optimizer steps, got different ones on the ranks"
 
 
 def cp(size: int = 2) -> DeviceMesh:

@@ -198,7 +198,7 @@ def of_torch_inside(rank: int) -> list[str]:
 
 REFUSED = (
     *("PyTorch's flex_attention is not available in a core", "Import cp_mesh.flex_attention under its name"),
-    *("one that hides nothing beside flex_attention", "got kernel; leave it out"),
+    *("a mask that hides nothing, with flex_attention", "got kernel; leave it out"),
 )
 
 
@@ -300,7 +300,7 @@ def of_all_heads(rank: int, first: bool) -> str:
 
 def test_a_tensor_of_all_heads_beside_plain_tensors_over_tp(pool: Any) -> None:
     """h counts this rank's: a slope for each head of the model would be another head's on later ranks."""
-    expected = f"read at h: expected {H // 2} elements, the heads of this rank of tp, from which h counts, got {H}"
+    expected = f"read at h: expected {H // 2} elements, the heads of this tp rank, which h counts, got {H}"
     assert all(expected in said for said in pool(2).run(of_all_heads, False))
     assert pool(2).run(of_all_heads, True) == ["accepted"] * 2
 

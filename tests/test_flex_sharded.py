@@ -425,11 +425,11 @@ def made_within() -> Callable[..., Tensor]:
 Make = Callable[[DeviceMesh], DTensor]
 REFUSED: dict[str, tuple[type[Exception], str, bool, Make]] = {
     "another mesh": (
-        ArgumentError, r"mesh: expected that of the cp axis, got DeviceMesh\(tp=2\)", False,
+        ArgumentError, r"mesh: expected the mesh of the cp axis, got DeviceMesh\(tp=2\)", False,
         lambda grid: of(numbers(S // 2), grid["tp"], Shard(0)),
     ),
     "more axes": (
-        ArgumentError, "mesh: expected that of the cp axis", False,
+        ArgumentError, "mesh: expected the mesh of the cp axis", False,
         lambda grid: of(numbers(S // 2), grid, Shard(0), Replicate()),
     ),
     "fewer axes": (

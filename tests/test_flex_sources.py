@@ -384,7 +384,7 @@ def refuse_all(rank: int) -> list[str]:
         "heads unknown": (ArgumentError, "H: expected a number", lambda: made(lambda b, h, i, j: i >= h, None)),
         "another length": (ArgumentError, "Q_LEN: expected 15", lambda: made(documents(ids), of=long)),
         "a DTensor": (UnsupportedError, "plain tensors", lambda: made(lambda b, h, i, j: placed[i] >= j)),
-        "an inference tensor": (UnsupportedError, "notes no writes", lambda: made(lambda b, h, i, j: inferred[i] >= j)),
+        "an inference tensor": (UnsupportedError, "count writes", lambda: made(lambda b, h, i, j: inferred[i] >= j)),
         "a tensor that is short": (
             ArgumentError,
             "q_idx: expected 12 e",

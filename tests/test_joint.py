@@ -217,7 +217,7 @@ class Listed(Contiguous):
 
 
 def test_a_tensor_of_a_users_layout_is_refused_in_a_stream() -> None:
-    with pytest.raises(ArgumentError, match="got a Listed with a tensor; Permuted says any order"):
+    with pytest.raises(ArgumentError, match="got a Listed with a tensor; Permuted takes any order"):
         Joint(3, (4, Listed()))
 
 

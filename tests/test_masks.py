@@ -155,7 +155,7 @@ ids, keep = torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.b
         ),
         ({"blocks": [0, 0]}, r"a tensor for blocks, got list"),
         ({"blocks": ids, "causal": False}, r"blocks relax causal"),
-        ({"blocks": ids, "window": (4, 0)}, r"window=\(4, 0\); with blocks a causal window is window=\(4, None\)"),
+        ({"blocks": ids, "window": (4, 0)}, r"window=\(4, 0\); with blocks use window=\(4, None\) as a causal one"),
         ({"key_padding": ids}, r"bool key_padding \[B, S\] or \[S\] \(True = keep\), got torch\.int64"),
         ({"key_padding": keep[None]}, r"bool key_padding"),
     ],
@@ -178,7 +178,7 @@ def test_blocks_begin_where_their_document_does():
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        (None, r"Mask\.blocks: expected tokens of a block that follow one another, got block 5 comes back; give each"),
+        (None, r"Mask\.blocks: expected adjacent tokens in each block, got block 5 comes back; give each"),
         (torch.tensor([3, 3, 3, 3, 4, 4, 4, 4]), r"got block 5 comes back in document 4"),
         (torch.tensor([3, 3, 4, 3, 3, 4, -1, -1]), r"got block 5 comes back in document 3"),
     ],

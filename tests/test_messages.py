@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from cp_mesh import (
     attention,
 )
 
-written = inner("errors", "written")
+warn, written = inner("errors", "warn", "written")
 
 DOCUMENTS = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
 
@@ -132,7 +134,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "the layout of a sequence by name": (
         lambda axes: ShardedSequence(axes["cp"], "striped"),
-        "ShardedSequence.layout: expected a Layout, got 'striped'; ZigZag(), with parentheses",
+        "ShardedSequence.layout: expected a Layout, got 'striped'; pass an instance: ZigZag(), with parentheses",
     ),
     "a whole mesh for a sequence": (lambda axes: ShardedSequence(axes), "got DeviceMesh(cp=2, tp=2); pass the cp axis"),
     "a whole mesh for a plan": (
@@ -165,11 +167,11 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "whole tokens": (
         lambda axes: attention(rows(1, 2, 8, 8), rows(1, 2, 8, 8), rows(1, 2, 8, 8), mesh=axes["cp"], seq_len=8),
-        "got 8 rows; these look like whole tokens: shard them, sequence.shard({...}), or let a ShardedModel do it",
+        "got 8 rows; these look like whole sequences: shard them, sequence.shard({...}), or let a ShardedModel do it",
     ),
     "whole tokens of a padded sequence": (
         lambda axes: call_of_core(axes, length=7)(rows(1, 2, 7, 8)),
-        "got 7 rows; these look like whole tokens: shard them",
+        "got 7 rows; these look like whole sequences: shard them",
     ),
     "a layer outside of the plan, without a root": (
         lambda axes: call_of_core(axes, "blocks.*.first")(rows(1, 2, 4, 8)),
@@ -187,7 +189,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "placements": (
         lambda axes: attention(*dtensors([Shard(2), Replicate()], [Shard(2), Partial()], [Shard(2), Partial()])),
-        "key's placements: expected those of query, (Shard(2), Replicate()) on DeviceMesh(cp=2, tp=2), "
+        "key's placements: expected query's, (Shard(2), Replicate()) on DeviceMesh(cp=2, tp=2), "
         "got (Shard(2), Partial(sum)) on DeviceMesh(cp=2, tp=2); ",
     ),
     "the group of all ranks": (
@@ -217,3 +219,31 @@ def test_an_error_prints_what_users_write(printed: list[dict[str, str]], name: s
     for found in printed:
         assert ERRORS[name][1] in found[name], found[name]
         assert not re.search(r"<|object at|tensor\(|stride=|Shard\(dim=|\bS\(|torch\.Size", found[name]), found[name]
+
+
+class Warns(nn.Module):
+    forward = staticmethod(warn)
+
+
+def with_hook() -> Tensor:
+    x = torch.ones((), requires_grad=True)
+    x.register_hook(warn)
+    return x
+
+
+WARNINGS: dict[str, Callable[[], Any]] = {
+    "function": lambda: warn("text"),
+    "module": lambda: Warns()("text"),
+    "backward": lambda: torch.autograd.backward(with_hook()),
+    "context manager": lambda: contextmanager(warn)("text"),
+    "dataclass": lambda: Mask(documents=torch.arange(8)),
+    "dataclasses.replace": lambda: replace(Mask(), documents=torch.arange(8)),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_a_warning_names_the_line_of_the_user(name: str) -> None:
+    call = WARNINGS[name]
+    with pytest.warns(UserWarning, match="^cp_mesh: ") as warned:
+        call()
+    assert [(x.filename, x.lineno) for x in warned] == [(__file__, call.__code__.co_firstlineno)]

@@ -315,7 +315,7 @@ class OnlySharded(Net):
 
 def test_what_is_no_difference_of_rows(pool):
     for cross, registers, alone in pool(2).run(others_wrong):
-        assert "whose keys are no rows of the sequence" in cross and "leave cross-attention out" in cross
+        assert "whose keys are not rows of the sequence" in cross and "leave cross-attention out" in cross
         assert "outputs of shapes (2, 9, 40), sharded, and (2, 17, 40), whole" in registers
         assert "the sharded run alone raised ValueError: too few rows" in alone
 
@@ -598,7 +598,7 @@ def test_what_is_skipped(pool):
         assert "random in eval mode" in random
         assert "a later stage of a pipeline" in stage
         assert "no ShardedModel" in rootless
-        assert "8 tokens at least, the batch 4" in short
+        assert "at least 8 tokens, the batch has 4" in short
         assert "has no rows along dim 1" in flat
         assert one == ""
 

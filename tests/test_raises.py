@@ -332,7 +332,7 @@ CASES: dict[str, Case] = {
     "three dims for seq_dim 2": refused(ARGUMENT, "query", "[B, H, S, D] for seq_dim=2", "(8, 6, 16)")(
         lambda: attend(query=random(H, ROWS, D))
     ),
-    "four dims for packed": refused(ARGUMENT, "query", "[T, H, D] for seq_dim=0", "seq_dim tells the format")(
+    "four dims for packed": refused(ARGUMENT, "query", "[T, H, D] for seq_dim=0", "seq_dim selects the format")(
         lambda: attend(seq_dim=0)
     ),
     "seq_dim 3": refused(ARGUMENT, "seq_dim", "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]", "got 3")(
@@ -382,7 +382,7 @@ CASES: dict[str, Case] = {
     "blocks of a shard": refused(ARGUMENT, "Mask.blocks", "[2, 24]", "(2, 6)", "never sharded")(
         lambda: attend(mask=Mask(blocks=torch.zeros(B, ROWS, dtype=torch.int64)))
     ),
-    "a block that comes back": refused(UNSUPPORTED, "Mask.blocks", "block 0 comes back", "an id of its own")(
+    "a block that comes back": refused(UNSUPPORTED, "Mask.blocks", "block 0 comes back", "its own id")(
         lambda: attend(mask=Mask(blocks=torch.arange(S) // 5 % 2))
     ),
     "blocks and a causal window": refused(ARGUMENT, "window=(5, 0)", "window=(5, None)")(
@@ -410,10 +410,10 @@ CASES: dict[str, Case] = {
         lambda: attend(mask=Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))
     ),
     "cu_seqlens of another length in a layout": refused(
-        ARGUMENT, "mask.documents", "24 tokens", "got 23", "cu_seqlens end there"
+        ARGUMENT, "mask.documents", "24 tokens", "got 23", "the last entry of cu_seqlens"
     )(lambda: sequence(length=24).balanced(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
     "cu_seqlens of another length than a padded sequence": refused(
-        ARGUMENT, "Mask.documents", "21, or 24 with padding", "got 23", "cu_seqlens end there"
+        ARGUMENT, "Mask.documents", "21, or 24 with padding", "got 23", "the last entry of cu_seqlens"
     )(lambda: sequence(length=21).mask(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
     "a tensor for a mask": refused(ARGUMENT, "mask", "Mask", "Tensor", "batch_mask reads", "bias= of 0 and -inf")(
         lambda: attend(mask=torch.ones(S, S, dtype=torch.bool))
@@ -674,7 +674,7 @@ CASES: dict[str, Case] = {
     "head dim sharded on cp": refused(ARGUMENT, "placement on the cp axis", "Shard(3)", "Shard(2)")(
         lambda: attend_placed(cp_tp(), (Shard(3), Shard(1)))
     ),
-    "kv replicated, q by head": refused(ARGUMENT, "key's placements", "those of query", "shard q, k and v alike")(
+    "kv replicated, q by head": refused(ARGUMENT, "key's placements", "expected query's", "shard q, k and v alike")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), kv=(SHARD_SEQ, REPLICATE))
     ),
     "kv heads that tp cannot divide": refused(
@@ -796,7 +796,7 @@ CASES: dict[str, Case] = {
         lambda: run_core(Silent())
     ),
     "flex_attention inside, of a causal style": refused(
-        ARGUMENT, "ContextParallel.mask", "hides nothing beside flex", "Mask(causal=True)", "Mask(causal=False)"
+        ARGUMENT, "ContextParallel.mask", "hides nothing, with flex", "Mask(causal=True)", "Mask(causal=False)"
     )(lambda: run_core(Flex())),
     "PyTorch's flex_attention inside": refused(
         UNSUPPORTED, "PyTorch's flex_attention", "Import cp_mesh.flex_attention under its name"
@@ -808,13 +808,13 @@ CASES: dict[str, Case] = {
         lambda: run_core(Flex(kernel="reference"), mask=Mask(causal=False))
     ),
     "a wrapper in place of SDPA": refused(
-        UNSUPPORTED, "PyTorch's own F.scaled_dot_product_attention", f"{__file__}, line", "put PyTorch's back"
+        UNSUPPORTED, "PyTorch's own F.scaled_dot_product_attention", f"{__file__}, line", "restore PyTorch's function"
     )(lambda: run_replaced(wraps(SDPA)(lambda *args, **keywords: SDPA(*args, **keywords)))),
     "another function in place of SDPA": refused(
         ARGUMENT,
         "none, and the function of",
         f"{__file__}, line",
-        "put PyTorch's back, F.scaled",
+        "restore PyTorch's function, F.scaled",
     )(lambda: run_replaced(lambda q, k, v, **_: q)),
     "a slice of a BlockMask": refused(ARGUMENT, "block_mask", "a whole mask", "a slice of one, block_mask[...]")(
         lambda: cp_mesh.flex_attention(**local(), block_mask=of_torch()[:, 0:1], enable_gqa=True)
@@ -850,7 +850,7 @@ CASES: dict[str, Case] = {
     "a degree inside": refused(ARGUMENT, "ulysses_degree", "of the 8 query heads, got 3")(
         lambda: run_core(Core(), method="hybrid", ulysses_degree=3)
     ),
-    "heads placed unlike": refused(ARGUMENT, "those of query", "shard q, k and v alike")(run_mixed_placements),
+    "heads placed unlike": refused(ARGUMENT, "expected query's", "shard q, k and v alike")(run_mixed_placements),
     "keys of another length inside": refused(UNSUPPORTED, "self-attention", "out of the plan")(
         lambda: run_core(Core(), tensors=(random(B, H, ROWS, D), random(B, K, 5, D), random(B, K, 5, D)))
     ),
@@ -871,7 +871,7 @@ CASES: dict[str, Case] = {
     "PyTorch's function on a core of torch.jit": refused(UNSUPPORTED, "ContextParallel", "one of torch.jit")(
         lambda: parallelize_module(torch.jit.script(Scripted()), cp(), ContextParallel(sequence()))
     ),
-    "a compiled linear of several": refused(ARGUMENT, "OverlappedColwise", "compile what holds them all")(
+    "a compiled linear of several": refused(ARGUMENT, "OverlappedColwise", "compile the module that holds all")(
         lambda: run_plan(
             nn.ModuleDict({"both": nn.ModuleList([torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4)])}),
             both=OverlappedColwise("0", "1"),

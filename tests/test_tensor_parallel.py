@@ -1112,7 +1112,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     ),  # type: ignore[arg-type]
     "nothing to gather": (
         lambda tp: OverlappedColwise(mode="all_reduce", recompute_all_gather=True),
-        "nothing is gath",
+        "False in mode",
     ),
     "a transport": (
         lambda tp: OverlappedRowwise(transport="nvlink"),
@@ -1133,9 +1133,9 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "a name": (columns("a", "c"), "expected names of linears in the module, got 'c'; it has a, b"),
     "no linear": (columns("a", "b", b=nn.Identity()), "expected nn.Linear, got Identity"),
     "a forward of its own": (columns(b=Own(C, 4)), "Own, which has a forward of its own"),
-    "two inputs": (columns(calls=lambda m, x: m.a(x) + m.b(x + 1)), "b called with another tensor, one that"),
-    "an input that is written": (columns(calls=written_between), "b called with another tensor, one that"),
-    "called twice": (columns(calls=twice), "a called with another tensor, one that was written since, or twice"),
+    "two inputs": (columns(calls=lambda m, x: m.a(x) + m.b(x + 1)), "b called with another tensor, one written"),
+    "an input that is written": (columns(calls=written_between), "b called with another tensor, one written"),
+    "called twice": (columns(calls=twice), "a called with another tensor, one written to since, or twice"),
     "not called": (columns(calls=lambda m, x: m.a(x)), "got no call of b; leave it out of the names"),
     "in_features": (columns(b=nn.Linear(C + 1, 4)), "one in_features and dtype"),
     "two dtypes": (columns(a=nn.Linear(C, 4).double(), b=nn.Linear(C, 4).double()), "one dtype, got"),

@@ -250,22 +250,25 @@ REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
     "a head with a bias": (put("output", partial(nn.Linear, 32, V)), "output: expected a linear without a bias"),
     "no head": (put("output", nn.Identity), "one module output or lm_head"),
     "two embeddings": (put("embed_tokens", partial(nn.Embedding, V, 32)), "one module tok_embeddings or embed_tokens"),
-    "unequal features": (put("layers.0.feed_forward.w3", linear), "as many features of w1, w3 as w2 reads"),
-    "longer queries": (put("layers.0.attention.wq", partial(nn.Linear, 32, 64)), "queries as long as what is joined"),
+    "unequal features": (put("layers.0.feed_forward.w3", linear), "as many output features of w1, w3 as w2 has inputs"),
+    "longer queries": (
+        put("layers.0.attention.wq", partial(nn.Linear, 32, 64)),
+        "queries as wide as the output projection's input",
+    ),
     "no head dim": (
         put("layers.0.attention.head_dim", lambda: None),
         "expected an attribute head_dim of this module, got none",
     ),
     "numbers of all heads": (
         put("layers.0.attention", lambda: CountsHeads(llama.LlamaConfig(V, 32), llama.CoreAttention)),
-        "reads the number of heads off its projections, got one that reads num_heads",
+        "takes the number of heads from its projections, got one that reads num_heads",
     ),
     "a parameter of the model": (put("scale", lambda: nn.Parameter(torch.ones(()))), "the model: expected"),
     "another model": (nothing, "attention with linears wq, wk, wv, wo or q_proj"),
 }
 DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
     "DTensors of all rows": ({"mode": "all_reduce", "use_local_output": False}, "expected True in mode 'all_reduce'"),
-    "nothing to gather": ({"mode": "all_reduce", "recompute_all_gather": True}, "where nothing is gathered"),
+    "nothing to gather": ({"mode": "all_reduce", "recompute_all_gather": True}, "expected False in mode 'all_reduce'"),
     "a mode": ({"mode": "sum"}, "mode"),
     "copy engines": ({"mode": "all_reduce", "transport": "symmetric_memory"}, "transport"),
 }

@@ -576,7 +576,7 @@ USERS: dict[str, Bug] = {
         r"forward: layers\.0, argument rope, position 6; it differs: other positions", without_positions
     ),
     "3 positions counted from 0 on every rank": Bug(
-        r"forward: layers\.0\.core, argument q, position 6|positions: expected those of this rank",
+        r"forward: layers\.0\.core, argument q, position 6|positions: expected the positions of this rank",
         local_arange,
     ),
     "3 positions that a model makes wrong": Bug(
@@ -587,23 +587,25 @@ USERS: dict[str, Bug] = {
         r"forward: layers\.0\.core, output, position \d+; .* by another mask, window or scores",
         lambda axis: by_functions(axis, rows=True),
     ),
-    "4 the mean over own rows": Bug(r"2 times too large, as many as the ranks of cp", mean_of_own_rows),
+    "4 the mean over own rows": Bug(r"2 times too large, the number of ranks of cp", mean_of_own_rows),
     "4 a share of the loss of gathered logits": Bug(
-        r"0.5 of what it is to be, one over the ranks of cp", share_of_gathered
+        r"0.5 of the right value, one over the number of ranks of cp", share_of_gathered
     ),
     "4 the loss over cp alone": Bug(
-        r"loss.*: 2\S* times too large, as many as the ranks of dp", lambda grid: on_grid(grid, loss_axis="cp"), GRID
+        r"loss.*: 2\S* times too large, the number of ranks of dp", lambda grid: on_grid(grid, loss_axis="cp"), GRID
     ),
     "4 FSDP over cp alone": Bug(
-        r"gradients: .*each rank has a share: nothing sums them over dp",
+        r"gradients: .*each rank has a partial gradient: nothing sums them over dp",
         lambda grid: on_grid(grid, data_axis="cp"),
         GRID,
     ),
     "4 DistributedDataParallel averages": Bug(
-        r"gradients: .*all of them are 0\.5 of what it is to be, one over the ranks of cp", averaged_by_ddp
+        r"gradients: .*all of them are 0\.5 of the right value, one over the number of ranks of cp", averaged_by_ddp
     ),
-    "4 FSDP2 averages": Bug(r"gradients: .*all of them are 0\.5 of what it is to be", averaged_by_fsdp),
-    "4 nothing sums gradients": Bug(r"gradients: .*each rank has a share: nothing sums them over cp", not_reduced),
+    "4 FSDP2 averages": Bug(r"gradients: .*all of them are 0\.5 of the right value", averaged_by_fsdp),
+    "4 nothing sums gradients": Bug(
+        r"gradients: .*each rank has a partial gradient: nothing sums them over cp", not_reduced
+    ),
     "5 labels by chunk": Bug(
         r"backward: head, output, position \d+; .* label", labels_by(lambda x, r: x.chunk(2, 1)[r])
     ),
@@ -663,13 +665,15 @@ PEERS: dict[str, Bug] = {
     "10 DeepSpeed 7384, a length that ranks do not divide": Bug(
         r"rows: position 20; 0 of 2 ranks have its logits", cut_off
     ),
-    "11 ms-swift 10061, the degree ignored": Bug(r"2 times too large, as many as the ranks of cp", replicated),
+    "11 ms-swift 10061, the degree ignored": Bug(r"2 times too large, the number of ranks of cp", replicated),
     "12 Megatron 7513, the loss normalised by rank": Bug(
         r"backward: head, output, position \d+; .*weight of the label", mean_of_own_rows_over_ranks
     ),
     "13 Megatron 7452, the norm before the sum": Bug(r"gradient norm: ", wrong_norm),
     "14 Automodel 2384, NaN gradients": Bug(r"backward: layers\.1\.wv, output, position", with_core(NaNOfV)),
-    "15 slime 1366, gradients not synchronised": Bug(r"each rank has a share: nothing sums them over cp", not_reduced),
+    "15 slime 1366, gradients not synchronised": Bug(
+        r"each rank has a partial gradient: nothing sums them over cp", not_reduced
+    ),
     "15 slime 1366, one parameter not synchronised": Bug(r"gradients: head\.weight; ", one_not_reduced),
     "16 accelerate 4177, linear attention on shards": Bug(
         r"forward: layers\.0\.core, output, position 6; .*: it is not in the plan, so if it mixes tokens",
@@ -856,7 +860,8 @@ def passed(rank: int, names: list[str], **options: Any) -> dict[str, str]:
         try:
             found = verify_model(**setup(axes) | options)
             assert found.passed and found.verdict.startswith("RIGHT") and len(found.findings) >= 8
-            counts = re.match(r"of (\d+) of (\d+) ", {x.check: x.note for x in found.findings}["gradients of ranks"])
+            note = {x.check: x.note for x in found.findings}["gradients of ranks"]
+            counts = re.match(r"(\d+) of (\d+) parameters", note)
             assert counts and counts[1] == counts[2] > "0"
         except VerificationError as error:
             wrong[name] = str(error)
@@ -908,20 +913,22 @@ PROBED: dict[str, tuple[str, str, Callable[[DeviceMesh], Kwargs]]] = {
         "end of a document", "packed documents leak", on_one_rank(Positioned, "tokens labels positions"),
     ),
     "not causal": ("last token", "attention is not causal", on_one_rank(functools.partial(Positioned, FullCore))),
-    "each rank attends to its own rows": ("far token", "does not move with token 0", nothing_planned),
-    "a window too wide": ("window edge", "outside of its window", on_one_rank(windows, mask=seen(2, 7))),
-    "a window too narrow": ("window edge", "does not move with", on_one_rank(windows, mask=seen(4, 7))),
+    "each rank attends to its own rows": ("far token", "do not change with token 0", nothing_planned),
+    "a window too wide": ("window edge", "outside of the window of that", on_one_rank(windows, mask=seen(2, 7))),
+    "a window too narrow": ("window edge", "do not change with", on_one_rank(windows, mask=seen(4, 7))),
     "last tokens ignored": (
-        "far token", "position 23 does not move with token 0", on_one_rank(functools.partial(OneLayer, LastIgnored)),
+        "far token",
+        "logits at position 23 do not change with token 0",
+        on_one_rank(functools.partial(OneLayer, LastIgnored)),
     ),
     "sinks dropped": (
-        "sinks", "layers.0.core.sinks; logits do not move", on_one_rank(functools.partial(Positioned, ScoredCore)),
+        "sinks", "layers.0.core.sinks; logits do not change", on_one_rank(functools.partial(Positioned, ScoredCore)),
     ),
-    "the mean over own rows": ("loss of the logits", "2 times too large, as many as the ranks of cp", mean_of_own_rows),
-    "labels by chunk": ("loss of the logits", "times what it is to be", USERS["5 labels by chunk"].setup),
-    "averaged": ("scale of gradients", "0.5 of what it is to be, one over the ranks of cp", averaged_by_ddp),
+    "the mean over own rows": ("loss of the logits", "2 times too large, the number of ranks of cp", mean_of_own_rows),
+    "labels by chunk": ("loss of the logits", "times the right value", USERS["5 labels by chunk"].setup),
+    "averaged": ("scale of gradients", "0.5 of the right value, one over the number of ranks of cp", averaged_by_ddp),
     "not reduced": ("gradients of ranks", "nothing sums gradients", not_reduced),
-    "wrong gradients": ("scale of gradients", "times what it is to be", with_core(HalfOfV)),
+    "wrong gradients": ("scale of gradients", "times the right value", with_core(HalfOfV)),
     "rows that nobody has": ("rows", "position 20; 0 of 2 ranks", cut_off),
 }  # fmt: skip
 
@@ -1026,7 +1033,7 @@ SAID = {
     "dropout": r"WRONG: repeats: .*switch dropout off",
     "weights": r"WRONG: weights: .*differ between ranks",
     "names": r"WRONG: runs: ArgumentError; .*the same names on one rank",
-    "spread": r"WRONG: runs: ArgumentError; .*make_reference= makes the plain model",
+    "spread": r"WRONG: runs: ArgumentError; .*pass a make_reference= that makes the plain one",
     "logits": r"WRONG: runs: ArgumentError; .*a call of the model, got none",
     "a loss of its own": r"^RIGHT",
     "axes of other names": r"^RIGHT",
@@ -1038,13 +1045,13 @@ SAID = {
     "no tokens": r"int64 \[B, S\] under one of tokens, input_ids",
     "no labels": r"labels \[B, S\] under 'labels'",
     "total": r'expected "sum" or "mean", got max',
-    "reference": r"expected True or False, got chunks; reference=False, probes alone, is for models that one rank can",
-    "mask": r"one for each layer where there are windows",
+    "reference": r"expected True or False, got chunks; reference=False runs only probes, for models that do not fit",
+    "mask": r"one for each layer if there are windows",
     "windows of the plan": (
-        r"forward: layers\.0\.core, .* window or scores; its style in the plan says mask=Mask\(causal=True, "
-        r"window=\(3, 0\)\): if the model's own code does not, make_reference= makes one that does"
+        r"forward: layers\.0\.core, .* window or scores; its style in the plan has mask=Mask\(causal=True, "
+        r"window=\(3, 0\)\): if the model's own code does not apply it, pass a make_reference= that does"
     ),
-    "windows of the plan, by probes": r"say mask=, one for each layer; its style in the plan says .*make_reference=",
+    "windows of the plan, by probes": r"pass mask=, one for each layer; its style in the plan has .*make_reference=",
 }
 
 
@@ -1067,11 +1074,11 @@ def test_the_report_is_a_table_and_json() -> None:
     assert report.verdict.startswith("WRONG: forward: position 6; words that go on")
     assert report.verdict.endswith("a note (2 checks, 1.2 s)")
     assert ModelReport(findings[:1]).verdict.startswith("RIGHT (1 checks")
-    factor = Finding("gradients", False, where="head.weight", note="0.5 of what it is to be", named=True)
+    factor = Finding("gradients", False, where="head.weight", note="0.5 of the right value", named=True)
     last = [*findings, Finding("loss", False, note="1.2 times"), factor, Finding("gradient norm", False, named=True)]
     said = ModelReport(last).verdict
     assert said.startswith("WRONG: forward: position 6") and "1.2" not in said and "gradient norm" not in said
-    assert said.endswith("a note. gradients: head.weight; 0.5 of what it is to be (5 checks, 0.0 s)")
+    assert said.endswith("a note. gradients: head.weight; 0.5 of the right value (5 checks, 0.0 s)")
     assert ModelReport([factor]).verdict.count("gradients") == 1
     assert not ModelReport().passed and ModelReport().verdict.startswith("WRONG: nothing")
 

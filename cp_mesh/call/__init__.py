@@ -1,9 +1,9 @@
 """One call of attention: from the function to the method that runs it.
 
-Read `function` (what users call), `spec` (the call as a record), `plan` (what it becomes for given shapes), `op` (what
-is registered), `dtensor` (how it is sharded) and `passes` (what the op does, loaded by its first call). Then `method`,
-the contract of a method, and `ring_loop`, the ring and all-gather, where owners sum the gradients that come home; and
-`ulysses`, which has the hybrid too (`joined_layout` makes a group one rank). `methods` is their table,
-and `choose` what "auto" takes. `captures` are tensors that functions of users read, `formats` says which dim is
-which, and `operators` makes ops that cost the host little.
+Read `function` (what users call), `spec` (the call as a record), `plan` (the call resolved for given shapes), `op` (the
+registered operators), `dtensor` (sharding) and `passes` (what the op runs; its first call loads the file). Then read
+`method`, the contract of a method; `ring_loop`, the ring and all-gather; and `ulysses`, Ulysses and the hybrid
+(`joined_layout` treats a group as one rank). `methods` is the table of methods, and `choose` the rule of "auto".
+`captures` handles tensors that score_mod and mask_mod read, `formats` names the dims of each format, and `operators`
+makes ops with low host overhead.
 """

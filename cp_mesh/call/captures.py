@@ -1,8 +1,8 @@
-"""Captured tensors of `cp_mesh.flex_attention` that are DTensors: shards become whole, their gradients shards again.
+"""Captured tensors of `cp_mesh.flex_attention` that are DTensors: gather them, and scatter their gradients.
 
-A function may read any element, at any index that it computes, so it needs a whole tensor. One of S tokens and H heads
-is small beside keys and values: the op gathers it in the order of positions, in both passes, and its gradient is summed
-over ranks in the accumulation dtype on the way home. Methods and kernels see whole tensors and global indices.
+A function may read any element, at an index that it computes, so it needs the whole tensor. A tensor of S tokens and H
+heads is small beside keys and values: the op gathers it in the order of positions, in both passes, and reduce-scatters
+its gradient over ranks in the accumulation dtype. Methods and kernels see whole tensors and global indices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cp_mesh.kernels.scores import name_of_captured
 
 
 class Cut(NamedTuple):
-    """A dim of a captured tensor that is cut over a group: in equal parts, or over the cp group, "", by the layout."""
+    """A sharded dim of a captured tensor: in equal parts over a group, or by the layout over the cp group ("")."""
 
     dim: int
     group_name: str = ""
@@ -43,16 +43,16 @@ WHAT = "flex_attention"
 def place_captured(
     captured: Sequence[Tensor], query: Tensor, axis: CPAxis, seq_len: int
 ) -> tuple[tuple[Tensor, ...], str]:
-    """Local tensors for captured DTensors, whose gradients become DTensors again; and how they are cut, for the spec.
+    """Local tensors for captured DTensors, whose gradients become DTensors again; and their cuts, as text for the spec.
 
     Args:
-        captured: as functions read them.
+        captured: in the order in which functions read them.
         query: of the call, local or a DTensor.
         axis: the call's cp axis.
         seq_len: tokens of the whole sequence.
 
     Raises:
-        ArgumentError, UnsupportedError: for meshes and placements that have no meaning, or if it is large to gather.
+        ArgumentError, UnsupportedError: for a wrong mesh or placements, or a tensor too large to gather.
     """
     local: list[Tensor] = []
     spec: list[str] = []
@@ -63,27 +63,27 @@ def place_captured(
         cuts, of_gradient = _cuts(x, query, axis, seq_len)
         others = (size for dim, size in enumerate(query.shape) if dim != axis.seq_dim)
         if cuts and x.numel() > (most := math.prod(others) * seq_len):
-            hint = "it is gathered; cp_mesh.attention(bias=) takes the rows of a bias as they are"
+            hint = "it would be gathered; cp_mesh.attention(bias=) takes a bias sharded by rows and gathers nothing"
             expected = f"at most {most} elements, as query has"
             refuse("a captured DTensor that is sharded", expected, x.numel(), hint, UnsupportedError)
-        local.append(x.to_local(grad_placements=of_gradient).contiguous())  # as the trace took it to be
+        local.append(x.to_local(grad_placements=of_gradient).contiguous())  # as the trace assumed
         spec += [f"{i}:{cut.dim}@{cut.group_name}" for cut in cuts]
     return tuple(local), ",".join(spec)
 
 
 def _cuts(x: DTensor, query: Tensor, axis: CPAxis, seq_len: int) -> tuple[Cuts, list[Placement]]:
-    """How a DTensor is cut, and the placements of its gradient."""
+    """The cuts of a DTensor, and the placements of its gradient."""
     mesh, what = x.device_mesh, "a captured DTensor"
     if isinstance(query, DTensor):
         cp_axes, form = axis.mesh_dims, FORMATS[axis.seq_dim]
-        apart = [form.part(placement) != "whole" for placement in query.placements]  # ranks compute unlike parts
+        apart = [form.part(placement) != "whole" for placement in query.placements]  # ranks compute different parts
         if mesh != query.device_mesh:
             refuse(f"{what}'s mesh", f"{written(query.device_mesh)}, as query's", mesh, "redistribute it there")
     else:
         cp_axes, apart = tuple(cp_axes_of(x, axis.group, None)), [True] * mesh.ndim
         if len(cp_axes) != mesh.ndim:
-            hint = 'beside local q, k and v wrap its local part: DTensor.from_local(part, mesh["cp"], [Shard(dim)])'
-            refuse(f"{what}'s mesh", "that of the cp axis", mesh, hint)
+            hint = 'with local q, k and v wrap its local part: DTensor.from_local(part, mesh["cp"], [Shard(dim)])'
+            refuse(f"{what}'s mesh", "the mesh of the cp axis", mesh, hint)
     dims = [p.dim if isinstance(p, Shard) and type(p) is Shard else None for p in x.placements]
     allowed = all(p == Replicate() or dim is not None for p, dim in zip(x.placements, dims, strict=True))
     allowed &= len({x.placements[i] for i in cp_axes}) == 1
@@ -102,14 +102,14 @@ def _cuts(x: DTensor, query: Tensor, axis: CPAxis, seq_len: int) -> tuple[Cuts, 
         expected = "Replicate; or Shard, of the sequence on the cp axis, and of other dims where query is sharded"
         refuse(f"{what}'s placements", expected, x.placements, hint)
     if seq_dim is not None and x.shape[seq_dim] != seq_len:
-        hint = "cp shards the sequence alone, padding too; of unequal shards say shape= and stride= of the whole"
+        hint = "shard only the padded sequence over cp; for unequal shards give from_local the whole shape= and stride="
         refuse(f"{what}'s dim {seq_dim}, which cp shards", f"{seq_len}, the whole sequence", x.shape[seq_dim], hint)
     return tuple(cuts), [Partial() if p == Replicate() and apart[i] else p for i, p in enumerate(x.placements)]
 
 
 # --- within the op
 def cuts_of(spec: str) -> dict[int, Cuts]:
-    """Of captured tensors that are cut, by index, from what `place_captured` wrote."""
+    """The cuts of captured tensors by their index, parsed from the text of `place_captured`."""
     found: dict[int, Cuts] = {}
     for text in spec.split(",") if spec else ():
         i, cut = text.split(":", 1)
@@ -119,7 +119,7 @@ def cuts_of(spec: str) -> dict[int, Cuts]:
 
 
 def told(x: Tensor, cuts: Cuts = ()) -> str:
-    """What must agree on all cp ranks of a captured tensor: its content, but where cp cuts it."""
+    """The part of a captured tensor that cp ranks compare: its content; if cp shards it, its dtype and other dims."""
     dims = [cut.dim for cut in cuts if not cut.group_name]
     if not dims:
         return fingerprint(x)
@@ -128,7 +128,7 @@ def told(x: Tensor, cuts: Cuts = ()) -> str:
 
 
 def check_rows(plan: Plan, call: Call) -> None:
-    """Refuse shards that are not this rank's rows."""
+    """Refuse captured shards with another number of rows than this rank has in the call's layout."""
     rank = call.group.rank()
     expected = plan.layout.shard_len(plan.seq_len, call.group.size(), rank)
     for i, cuts in cuts_of(call.options.captured_cuts).items():
@@ -139,7 +139,7 @@ def check_rows(plan: Plan, call: Call) -> None:
 
 
 def with_whole(plan: Plan, call: Call) -> Plan:
-    """The plan whose scores read whole tensors: a collective for each cut, of the tensor as it was given."""
+    """The plan with scores that read whole tensors: one all-gather per cut, in the dtype of the caller's tensor."""
     read = [*plan.scores.captured]
     for i, cuts in cuts_of(call.options.captured_cuts).items():
         whole = call.captured[i]
@@ -151,7 +151,7 @@ def with_whole(plan: Plan, call: Call) -> Plan:
 
 
 def to_shards(gradients: Mapping[str, Tensor], plan: Plan, call: Call) -> dict[str, Tensor]:
-    """Gradients by name; those of captured tensors that are cut are summed over ranks, and this rank's shards."""
+    """The gradients by name, where those of sharded captured tensors are reduce-scattered to this rank's shards."""
     found = dict(gradients)
     for i, cuts in cuts_of(call.options.captured_cuts).items():
         if (grad := found.get(name_of_captured(i))) is None:
@@ -164,7 +164,7 @@ def to_shards(gradients: Mapping[str, Tensor], plan: Plan, call: Call) -> dict[s
 
 
 def _shards(local: Tensor, cut: Cut, plan: Plan, call: Call) -> tuple[dist.ProcessGroup, list[int], Tensor | None]:
-    """The group that a cut is over, the length of each rank's shard, and where each row is among them."""
+    """The group of a cut, the length of each rank's shard, and the index of each position among the shards."""
     if cut.group_name:
         group = resolve_group(cut.group_name)
         return group, [local.shape[cut.dim]] * group.size(), None

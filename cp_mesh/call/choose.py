@@ -1,8 +1,8 @@
-"""Choosing: the method that "auto" takes for a call, by a rule over numbers that all ranks know before they plan.
+"""The method that "auto" takes for a call, by a rule over numbers that all ranks know before they plan.
 
-The rule comes from what was measured: calls on 2 H200s (docs/results/methods_2xh200.csv) and one rank of 8 that a GPU
-played (docs/results/played_methods_h200.csv), at 1K, 4K and 16K rows a rank. On 2 ranks the ring is the fastest or
-within a few per cent. On 8, ms of both passes of calls in a row:
+The rule comes from measurements: calls on 2 H200s (docs/results/methods_2xh200.csv), and one GPU that ran the work of
+one of 8 ranks (docs/results/played_methods_h200.csv), at 1K, 4K and 16K rows per rank. On 2 ranks the ring is fastest
+or within a few per cent. On 8 ranks, ms of both passes, for calls in a row:
 
     heads, rows         mask         ring   all-gather   Ulysses   hybrid
     32/8, 1K            causal       3.01         2.73      3.02     3.80
@@ -14,10 +14,10 @@ within a few per cent. On 8, ms of both passes of calls in a row:
     32/8, 1K            window       3.34         3.46      2.75     3.68
     32/32, 4K           window       2.30         2.29      3.35     4.27
 
-Of few rows the host decides, and all-gather has the fewest stages. With as many kv heads as query heads keys come later
-than the ring needs them, up to 4K rows; Ulysses moves each row once. With a window little travels: only where the host
-decides is Ulysses ahead, and in CUDA graphs the ring is. The hybrid was the fastest nowhere. Bounds between what was
-measured are in the middle. docs/performance.md tells how far the rule is from the fastest.
+With few rows host time dominates, and all-gather has the fewest stages. With as many kv heads as query heads, up to 4K
+rows, keys arrive later than the ring needs them; Ulysses sends each row once. With a window few rows are sent: Ulysses
+is ahead only where host time dominates, and in CUDA graphs the ring is. The hybrid was never the fastest. Thresholds
+lie midway between measured sizes. docs/performance.md compares the rule with the fastest method.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from cp_mesh.geometry.mask import parse_mask
 DEFAULT = "ring"
 LEAST_RANKS = 8
 FEW_ROWS, SOME_ROWS = 2048, 8192
-"""Rows of a rank, of all its batch rows: up to which all-gather is taken, and up to which Ulysses is."""
+"""The most rows of a rank, over all its batch rows, for which all-gather is taken, and for which Ulysses is."""
 
 
 class Choice(NamedTuple):
-    """What "auto" takes, and why in a few words."""
+    """The method that "auto" takes, and the reason."""
 
     method: str
     why: str
@@ -56,15 +56,15 @@ def choose(
     num_hosts: int,
     options: AttentionSpec,
 ) -> Choice:
-    """The method for a call; nothing that only one rank knows may change it.
+    """The method for a call; it must not depend on anything that differs between ranks.
 
     Args:
-        q, k: [B, H, any, D] on a rank; of their rows nothing is read, as shards may be unequal.
-        tensors: those of the mask and the layout; only which there are counts.
+        q, k: [B, H, any, D] on a rank; their number of rows is not read, as shards may be unequal.
+        tensors: those of the mask and the layout; only their presence matters.
         seq_len, options: of the call.
-        scored: whether the scores are anything but scaled products.
+        scored: whether the call has score terms, a softcap or functions.
         cp_size: number of ranks.
-        num_hosts: that they are on; 0 if nobody knows.
+        num_hosts: number of hosts of the ranks; 0 if unknown.
     """
     heads, kv_heads, rows = q.shape[1], k.shape[1], q.shape[0] * seq_len // cp_size
     if q.device.type != "cuda" or q.dtype.itemsize != 2:
@@ -72,7 +72,7 @@ def choose(
     if num_hosts != 1 or options.transport == "functional":
         return Choice(DEFAULT, "others were measured over symmetric memory on one host alone")
     if scored:
-        return Choice(DEFAULT, "others were measured without scores alone")
+        return Choice(DEFAULT, "others were measured without score terms alone")
     if cp_size < LEAST_RANKS or rows > SOME_ROWS:
         return Choice(DEFAULT, f"others are faster from {LEAST_RANKS} ranks on, up to {SOME_ROWS} rows a rank")
     mask = parse_mask(options.mask, None, None, None)
@@ -87,10 +87,10 @@ def choose(
 
 
 def ranks_by_host(group: dist.ProcessGroup) -> list[int]:
-    """How many ranks of a group each host has, by LOCAL_WORLD_SIZE, which torchrun sets; none if it is not set.
+    """The number of a group's ranks on each host, from torchrun's LOCAL_WORLD_SIZE; empty if that is not set.
 
-    Ranks of a host follow one another. Where hosts have unequally many, these may count differently: the first call of
-    a kind compares what each rank makes of it.
+    Assumes that ranks of a host are consecutive. If hosts have different LOCAL_WORLD_SIZEs, ranks may get different
+    numbers; the first call of a kind compares the resulting choice between ranks.
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not told.isdecimal() or int(told) < 1:
@@ -100,7 +100,7 @@ def ranks_by_host(group: dist.ProcessGroup) -> list[int]:
 
 
 def ranks_of_a_host(group: dist.ProcessGroup) -> int:
-    """The same where it is one number, which the double ring needs."""
+    """The number of a group's ranks per host, which must be equal on all hosts, for the double ring."""
     sizes, told = ranks_by_host(group), os.environ.get("LOCAL_WORLD_SIZE", "")
     if not sizes:
         got = f"LOCAL_WORLD_SIZE={told!r}" if told else "neither"

@@ -1,8 +1,8 @@
-"""DTensors of a call: which mesh axis is cp, how mesh axes place each tensor, and what is refused of that.
+"""DTensors of a call: find the cp axis, give the placements of each tensor, and check them.
 
-The placements of every tensor of an op follow from those of q: a mesh axis shards the sequence, heads or batch, or
-nothing. `Format.rows` and `score_placements` say so for one axis; the sharding rules of the ops, the checks of the door
-and what wraps plain tensors read it there.
+The placements of q determine those of every tensor of an op: a mesh axis shards the sequence, heads or batch, or
+nothing. `Format.rows` and `score_placements` give them for one axis. The sharding rules of the ops, the checks of
+`attention` and the code that wraps plain tensors use these two.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from cp_mesh.kernels.scores import TERMS
 
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
-_WHOLE = (*TENSORS, "layout_index")  # tensors of the whole sequence, on the host or the device
+_WHOLE = (*TENSORS, "layout_index")  # tensors that hold the whole sequence, on the host or the device
 MOST_KINDS = 256
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
 class CPAxis(NamedTuple):
-    """The cp axis of one call; ``mesh_dims`` is its place in the DTensors' mesh, or two of an outer and an inner axis
-    that are the cp axis together; none for local tensors."""
+    """The cp axis of one call. ``mesh_dims``: its index in the DTensors' mesh, or the two indices of an outer and an
+    inner axis that together are the cp axis; empty for local tensors."""
 
     group: dist.ProcessGroup
     size: int
@@ -48,7 +48,7 @@ class CPAxis(NamedTuple):
 def find_cp_axis(
     qkv: tuple[Tensor, Tensor, Tensor], mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None
 ) -> CPAxis:
-    """The cp axis and the sequence dim, from the placements of dense tensors or from the arguments."""
+    """The cp axis and the sequence dim, from the placements of DTensors or from the arguments."""
     check_dense(query=qkv[0], key=qkv[1], value=qkv[2])
     for name, x in zip(("query", "key", "value"), qkv, strict=True):
         if x.is_meta:
@@ -71,7 +71,7 @@ def find_cp_axis(
         refuse("q, k, v", "all DTensors or all local tensors", ", ".join(type(x).__name__ for x in qkv), hint)
     if not isinstance(query, DTensor):
         if mesh is None:
-            hint = 'local tensors do not tell their mesh: after init_process_group, pass mesh=mesh["cp"]'
+            hint = 'local tensors have no mesh: after init_process_group, pass mesh=mesh["cp"]'
             refuse("mesh", ONE_AXIS, None, hint)
         if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
             refuse("mesh", "a mesh that holds this rank", mesh, "call attention on the ranks of the mesh only")
@@ -108,7 +108,7 @@ def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def cp_axes_of(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> list[int]:
-    """The axes of query's mesh that can be cp by what was given, or that are cp together."""
+    """The axes of query's mesh that can be the cp axis by these arguments, or the two that together are."""
     whole, names = query.device_mesh, query.device_mesh.mesh_dim_names or ()
     if mesh is not None:
         wanted = _group_of(mesh).group_name
@@ -132,7 +132,7 @@ def axes_in(mesh: DeviceMesh, group_name: str) -> list[int]:
 
 
 def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup | None:
-    """The cp group, as far as it can be told from arguments of which some were refused."""
+    """The cp group whose ranks wait for a call whose arguments were refused, or None if these do not show it."""
     if isinstance(mesh, dist.ProcessGroup) or (isinstance(mesh, DeviceMesh) and is_cp_axis(mesh)):
         return _group_of(mesh)
     if not isinstance(query, DTensor):
@@ -142,8 +142,8 @@ def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup |
 
 
 def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
-    """The placements of a tensor of `spec.Tensors`, by its name and shape, and of its gradient, on an axis that shards
-    this part of q, or nothing ("whole")."""
+    """The placements of a tensor of `spec.Tensors` and of its gradient, on a mesh axis that shards ``part`` of q
+    ("whole": nothing)."""
     dim = TERMS[name].dim_of("rows" if part == "sequence" else part, shape) if name in TERMS else None
     if dim is not None:
         return Shard(dim), Shard(dim)
@@ -151,16 +151,16 @@ def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placem
 
 
 def _beside(name: str, x: Tensor, query: DTensor, form: Format) -> tuple[list[Placement], list[Placement]]:
-    """The placements that a tensor beside query must have, and those of its gradient."""
+    """The placements that a tensor of `spec.Tensors` must have beside query, and those of its gradient."""
     rows = [score_placements(name, x.shape, form.part(placement)) for placement in query.placements]
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
 def place_beside(tensors: Mapping[str, Tensor | None], query: DTensor, form: Format) -> list[Tensor | None]:
-    """The same with DTensors for plain tensors of the scores, of which each rank holds its part.
+    """The tensors, where plain tensors of the scores, of which each rank holds its part, become DTensors.
 
-    Those in `_WHOLE` stay plain: they may be on the host, from which `DTensor.from_local` would move them. They are
-    replicated, and DTensor's dispatch can be told so.
+    Tensors in `_WHOLE` stay plain: they may be on the host, from which `DTensor.from_local` would move them. DTensor's
+    dispatch takes them as replicated (`implicit_replication`).
     """
     mesh, placed = query.device_mesh, dict(tensors)
     for name, x in tensors.items():
@@ -177,7 +177,7 @@ def place_beside(tensors: Mapping[str, Tensor | None], query: DTensor, form: For
 
 
 def local_scores(scores: Mapping[str, Any], query: DTensor, form: Format) -> dict[str, Any]:
-    """Options of the scores by name, with local tensors for DTensors, whose gradients become DTensors again."""
+    """The tensors by name, where DTensors become local tensors, whose gradients become DTensors again."""
     return {
         name: x.to_local(grad_placements=_beside(name, x, query, form)[1]) if isinstance(x, DTensor) else x
         for name, x in scores.items()
@@ -187,10 +187,10 @@ def local_scores(scores: Mapping[str, Any], query: DTensor, form: Format) -> dic
 def wrap(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], like: DTensor | None = None
 ) -> DTensor:
-    """With the global shape said: shards may be unequal, and then a rank cannot infer it.
+    """A DTensor with this global shape, which a rank cannot infer if shards are unequal.
 
-    Contiguous, or with its dims in memory in the order of ``like``'s spec, which is equal on all ranks: a shard may lie
-    in another order, and one of few rows does not tell any.
+    It is contiguous, or has the memory order of ``like``'s spec. The spec is equal on all ranks; a shard may have
+    another memory order, and one with few rows may not show any.
     """
     stride = dense_strides(shape, torch.empty(shape, device="meta") if like is None else like)
     order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
@@ -199,7 +199,7 @@ def wrap(
 
 
 def wrap_results(out: Tensor, lse: Tensor, query: DTensor, form: Format) -> tuple[DTensor, DTensor]:
-    """As the sharding rule would place them."""
+    """out and lse as DTensors, with the placements of the sharding rule."""
     mesh, placements, lse_shape = query.device_mesh, query.placements, [0] * lse.ndim
     for part, dim in form.lse_dims.items():
         lse_shape[dim] = query.shape[form.dims[part]]
@@ -208,7 +208,7 @@ def wrap_results(out: Tensor, lse: Tensor, query: DTensor, form: Format) -> tupl
 
 
 def first_index(x: Tensor, dim: int | None) -> int:
-    """The global index of this rank's first one in a dim of a DTensor that shards evenly; 0 for a local tensor."""
+    """The global index at which this rank's shard begins in an evenly sharded dim; 0 for a local tensor."""
     if dim is None or not isinstance(x, DTensor):
         return 0
     index, parts = 0, 1
@@ -220,18 +220,18 @@ def first_index(x: Tensor, dim: int | None) -> int:
 
 
 def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Format) -> None:
-    """Refuse what is no tensor, and what does not lie where query does."""
+    """Refuse score arguments that are no tensors, or whose device or placements do not match query's."""
     for name, x in scores.items():
         if name in GRADED and x is not None:
             check_dense(**{name: x})
         if not isinstance(x, DTensor):
             if isinstance(query, DTensor) and name not in _WHOLE and isinstance(x, Tensor) and x.device != query.device:
-                refuse(name, f"a tensor on {query.device}", x.device, "move it there")  # else it would be moved
+                refuse(name, f"a tensor on {query.device}", x.device, "move it there")  # not moved silently
             continue
         expected = "a local tensor, as query is"
         if isinstance(query, DTensor):
             mesh, wanted = query.device_mesh, _beside(name, x, query, form)[0]
-            sizes = [mesh.size(axis) for axis in range(mesh.ndim)]  # of 1: every placement is the whole there
+            sizes = [mesh.size(axis) for axis in range(mesh.ndim)]  # on an axis of one rank all placements are equal
             pairs = zip(x.placements, wanted, sizes, strict=False)
             if x.device_mesh == mesh and all(size == 1 or has == needs for has, needs, size in pairs):
                 continue
@@ -242,11 +242,11 @@ def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Forma
 
 
 class _Checked(set[Any]):
-    """What `check_dtensors` found right. No mesh, which holds its groups: they would never go."""
+    """The kinds that passed `check_dtensors`. It holds no mesh: a mesh would keep its process groups alive."""
 
 
 def check_dtensors(query: DTensor, key: DTensor, value: DTensor, axis: CPAxis, layout: Layout) -> None:
-    """Refuse q, k and v that do not fit one another, their mesh or the layout; looked at once for each kind."""
+    """Refuse q, k and v that do not fit one another, their mesh or the layout; each kind is checked once."""
     mesh, form = query.device_mesh, FORMATS[axis.seq_dim]
     remembers = not torch.compiler.is_compiling() and layout.tensor is None
     if remembers:
@@ -268,9 +268,9 @@ def check_dtensors(query: DTensor, key: DTensor, value: DTensor, axis: CPAxis, l
 
 
 def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequence[int], form: Format) -> None:
-    """Refuse placements that would make the ring wrong, or make DTensor silently gather what the user sharded.
+    """Refuse placements that would give wrong results, or make DTensor silently gather a sharded dim.
 
-    ``cp_axes`` are the axes of their mesh that shard the sequence.
+    ``cp_axes`` are the axes of the mesh that shard the sequence.
     """
     mesh, placements = query.device_mesh, query.placements
     for name, x in (("key", key), ("value", value)):
@@ -278,7 +278,7 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequen
             found = (getattr(x, "placements", "a plain tensor"), getattr(x, "device_mesh", "no mesh"))
             got = " on ".join(map(written, found))
             hint = "shard q, k and v alike; kv heads that tp cannot divide need a smaller tp, or repeated kv heads"
-            refuse(f"{name}'s placements", f"those of query, {written(placements)} on {written(mesh)}", got, hint)
+            refuse(f"{name}'s placements", f"query's, {written(placements)} on {written(mesh)}", got, hint)
     names = mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]
     seq_dim, head_dim, batch_dim = form.dims["sequence"], form.dims["heads"], form.dims.get("batch")
     for i, placement in enumerate(placements):
@@ -298,7 +298,7 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequen
     if batch_dim is not None:
         sizes.append(("batch", batch_dim, query.shape[batch_dim], "pad or regroup the batch"))
     for what, dim, size, hint in sizes:
-        if size % (parts := num_shards(mesh, placements, dim)):  # shards would be unequal
+        if size % (parts := num_shards(mesh, placements, dim)):  # unequal shards
             axes = [repr(names[i]) for i, placement in enumerate(placements) if placement == Shard(dim)]
             expected = f"a multiple of {parts}, the size of {'axis' if len(axes) == 1 else 'axes'} {' x '.join(axes)}"
             refuse(what, expected, size, hint)
@@ -314,9 +314,8 @@ def num_shards(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> i
 
 
 def check_chunks(length: int, sizes: Sequence[int], layout: Layout) -> None:
-    """DTensor's unequal shards have `torch.chunk` sizes; given others, `full_tensor()` would be silently wrong.
-
-    ``sizes`` are those of the axes that are the cp axis together: each cuts the chunks of the one before.
+    """Refuse a length at which the layout's shards do not have `torch.chunk` sizes, as DTensor assumes: with others
+    `full_tensor()` would be silently wrong. ``sizes``: of the mesh axes that together are the cp axis, outer first.
     """
     chunks, size = [length], 1
     for parts in sizes:
@@ -324,18 +323,18 @@ def check_chunks(length: int, sizes: Sequence[int], layout: Layout) -> None:
         chunks, size = [end - begin for begin, end in bounds], size * parts
     for rank, chunk in enumerate(chunks):
         if layout.shard_len(length, size, rank) != chunk:
-            of_layout = f"which {layout.spec()} gives for multiples of {layout.multiple(size)}"
+            of_layout = f"which {layout.spec()} has for multiples of {layout.multiple(size)}"
             hint = "pad the sequence (ShardedSequence does), or pass local tensors with seq_len"
             refuse("DTensor length", f"torch.chunk shards, {of_layout}", length, hint, UnsupportedError)
 
 
 def require_sharded(specs: Sequence[Any], seq_dim: int, group_name: str) -> None:
-    """The cp axis, or both of its axes, and no other shard the sequence. `attention` checks this with better words;
-    this is the guard for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
+    """Refuse placements unless the cp axis (or both of its axes), and no other axis, shards the sequence. `attention`
+    has better messages; this guards direct calls of the op, for which DTensor could choose other placements."""
     mesh, names = specs[0].mesh, {group_name, *chain(*names_of_axes(group_name))}
     for axis in range(mesh.ndim):
         if mesh.size(axis) == 1:
-            continue  # every placement is the whole there, and axes of one rank may share one group
+            continue  # all placements are equal there, and axes of one rank may share one group
         is_cp = mesh.get_group(axis).group_name in names
         for spec in specs:
             if (spec.placements[axis] == Shard(seq_dim)) != is_cp:

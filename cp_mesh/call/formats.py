@@ -12,12 +12,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 @dataclass(frozen=True)
 class Format:
-    """Where batch, heads and sequence lie. The last dim of q, k, v and out is the head dim; lse has none.
+    """Which dims are batch, heads and sequence. The last dim of q, k, v and out is the head dim; lse has none.
 
     Attributes:
         name: as in messages and docs.
         dims: dims of q, k, v and out by part, "batch", "heads" or "sequence"; packed tensors have no batch.
-        lse_dims: the same of lse.
+        lse_dims: the dims of lse by part.
     """
 
     name: str
@@ -25,31 +25,31 @@ class Format:
     lse_dims: dict[str, int]
 
     def to_bhsd(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """q, k, v or out as [B, H, S, D]: itself, or a view."""
+        """q, k, v or out as [B, H, S, D]: the tensor itself, or a view."""
         if "batch" not in self.dims:  # packed
             return [x.transpose(0, 1)[None] for x in tensors]
         return tensors if self.dims["heads"] == 1 else [x.transpose(1, 2) for x in tensors]
 
     def from_bhsd(self, x: Tensor) -> Tensor:
-        """Back from [B, H, S, D]: itself, or a view."""
+        """A [B, H, S, D] tensor in this format: the tensor itself, or a view."""
         if "batch" not in self.dims:  # packed
             return x[0].transpose(0, 1)
         return x if self.dims["heads"] == 1 else x.transpose(1, 2)
 
     def lse_to_bhs(self, lse: Tensor) -> Tensor:
-        """A [B, H, S] view of lse."""
+        """lse as [B, H, S]: the tensor itself, or a view."""
         return lse if "batch" in self.dims else lse[None]
 
     def lse_from_bhs(self, lse: Tensor) -> Tensor:
-        """Back from [B, H, S]."""
+        """A [B, H, S] lse in this format: the tensor itself, or a view."""
         return lse if "batch" in self.dims else lse[0]
 
     def part(self, placement: Placement) -> str:
-        """What a mesh axis with this placement shards of q: a part, or "whole" for none."""
+        """The part of q that a mesh axis with this placement shards, or "whole" if none."""
         return next((part for part, dim in self.dims.items() if placement == Shard(dim)), "whole")
 
     def rows(self) -> list[tuple[str, Placement, Placement]]:
-        """The ways to place q on a mesh axis: the part that is sharded, the placement of q and that of lse."""
+        """All ways to place q on a mesh axis: the sharded part, the placement of q, and the placement of lse."""
         sharded = [(part, Shard(dim), Shard(self.lse_dims[part])) for part, dim in self.dims.items()]
         return [*sharded, ("whole", Replicate(), Replicate())]
 
@@ -59,4 +59,4 @@ FORMATS = {
     1: Format("[B, S, H, D]", {"batch": 0, "sequence": 1, "heads": 2}, {"batch": 0, "heads": 1, "sequence": 2}),
     0: Format("[T, H, D]", {"sequence": 0, "heads": 1}, {"heads": 0, "sequence": 1}),
 }
-"""By the sequence dim."""
+"""Formats by their sequence dim."""

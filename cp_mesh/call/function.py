@@ -1,4 +1,4 @@
-"""`attention`: the function. It validates and calls; the work is in the op."""
+"""`attention`, the public function: it validates the arguments and calls the op, which does the work."""
 
 from __future__ import annotations
 
@@ -76,76 +76,78 @@ def attention(
     """Exact attention over a sequence sharded on the cp axis of a mesh.
 
     Local tensors in, local tensors out; DTensors in, DTensors out with the placements of ``query``. The global tensor
-    of a DTensor is the sequence *in layout order*, so ``Shard(seq_dim)`` on cp is an ordinary contiguous shard.
-    Grouped-query attention is fewer kv heads, in torch's head order. Inputs are never written.
+    of a DTensor holds the sequence *in layout order*, so ``Shard(seq_dim)`` on cp is an ordinary contiguous shard.
+    For grouped-query attention pass fewer kv heads, in torch's head order. Inputs are never written.
 
-    A score is softcap(scale · q·k), less slopes, plus tables and bias, and then masked. Tensors of the scores are equal
-    on every cp rank, but for the rows of a bias; their gradients are this rank's share, whose sum over ranks is the
-    gradient. Beside DTensors they are local tensors, of what this rank holds, or DTensors on the same mesh, sharded
-    where query's heads are (a bias: as query's batch, heads and rows are) and else replicated; their gradients are then
-    partial. Numbers may be NumPy's, or tensors of one on the CPU that need no gradient.
+    A score is softcap(scale · q·k) - ALiBi penalty + relative_bias + bias, and the mask comes last. The tensors of
+    these terms and ``sinks`` are equal on every cp rank, except that each rank passes its own rows of ``bias``. Their
+    gradients are partial: the sum over cp ranks is the gradient. With DTensor inputs, pass local tensors (the heads and
+    rows of this rank) or DTensors on the same mesh, sharded by heads where query is (``bias``: by batch and rows too)
+    and replicated elsewhere. Numbers may be NumPy scalars, or one-element CPU tensors that need no gradient.
 
     Args:
-        query: [B, H, S, D], [B, S, H, D] or packed [T, H, D]; S (T) is this rank's rows for local tensors. float64,
+        query: [B, H, S, D], [B, S, H, D] or packed [T, H, D]; for local tensors S (T) counts this rank's rows. float64,
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
-        key: like ``query`` with K heads, H a multiple of K; fewer than H are taken without SDPA's ``enable_gqa``.
+        key: like ``query`` with K heads, H a multiple of K. SDPA's ``enable_gqa`` is not needed.
         value: like ``key``; its head dim may differ where the kernel allows.
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh whose two axes, of names that begin with
-            "cp", are the cp axis together, ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
-            second, and the double ring takes it for the ranks of a host. Required for local tensors; for DTensors it
-            tells which axis of their mesh is cp, or which two, if ``seq_dim`` is not given and no axis is named "cp".
-        seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Neither
-            shapes nor placements tell heads from rows, so pass it for the other formats.
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup. Or a 2-D mesh of two axes that together are the cp axis
+            and whose names begin with "cp", ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
+            second axis, and the double ring takes it as the ranks of a host. Required for local tensors. DTensors need
+            it to name the cp axis (or axes) of their mesh if ``seq_dim`` is not given and no axis is named "cp".
+        seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Pass it for
+            the other formats, because neither shapes nor placements distinguish heads from rows.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
             unequal length need it: a rank cannot infer it.
-        layout: which positions each rank holds.
-        mask: who may attend to whom, on positions. Its tensors hold the whole sequence, equal on every cp rank.
+        layout: which positions each rank holds; zigzag by default. Shard q, k and v in this layout.
+        mask: which keys each query may see, by position; causal by default, unlike SDPA. Its tensors hold the whole
+            sequence, equal on every cp rank.
         scale: factor on q·k; None: 1 / sqrt(D).
-        softcap: bound of the scores: cap · tanh(scale · q·k / cap). None: there is none.
-        sinks: [H], logits that join the denominator of each head's softmax and bring no value; H is that of this rank's
-            query, for local tensors. lse leaves them out.
-        alibi_slopes: [H], ALiBi slopes: subtracts slope · |p - t| from a score.
-        relative_bias: a table [H, 2R + 1], what a score gains at the distance p - t: table[h, clip(p - t, -R, R) + R].
-        bias: [1 or B, 1 or H, 1 or S, seq_len] in every format, what a score gains: this rank's rows against all keys,
-            in *original* order of keys.
-        dropout_p: the probability with which a weight is dropped after the softmax, below 1; lse sees none of it.
-        dropout_seed: an int, or int64 of one number or two (seed, offset), needed for dropout: equal on all cp ranks,
-            and another in every layer and step. What is dropped depends on it, on positions, and on the indices of head
-            and batch row, which are global for DTensors and local else: the same for every layout and cp size.
-        method: how keys come to queries. "ring": by stages, one under way while another is computed. "all_gather":
-            all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
-            of the whole sequence; the ranks must divide the query heads. "hybrid": Ulysses among ``ulysses_degree``
-            neighbours on the cp axis, and a ring between the groups of these. "double_ring": a ring in which rows that
-            several ranks of a host need cross to it once. "auto" takes the ring, all-gather or Ulysses by a rule
-            from what was measured (`call/choose.py`); `explain` tells which and why. On fewer than 8 ranks, on CPUs
-            and several hosts, and with scores that is the ring.
+        softcap: bound of the scores: cap · tanh(scale · q·k / cap). None: no bound.
+        sinks: [H], a logit per head that joins the denominator of the softmax and has no value; for local tensors H
+            counts this rank's query heads. lse excludes them.
+        alibi_slopes: [H], ALiBi slopes: subtracts slope · |p - t| from the score of query position p, key position t.
+        relative_bias: a table [H, 2R + 1], which adds table[h, clip(p - t, -R, R) + R] to a score.
+        bias: [1 or B, 1 or H, 1 or S, seq_len] in every format, added to the scores: this rank's rows against all keys,
+            with keys in *original* order.
+        dropout_p: the probability of dropping a weight after the softmax, below 1; lse is taken before dropout.
+        dropout_seed: an int, or an int64 tensor of one or two numbers (seed, offset), required with dropout. Equal on
+            all cp ranks; pass another one in every layer and step. The dropped weights depend on the seed, positions,
+            and head and batch indices (global for DTensors, else local), so no layout or cp size changes them.
+        method: how queries get the keys of other ranks. "ring": in stages; each is fetched while the one before is
+            computed. "all_gather": in one stage, fetched while the local blocks are computed; fewest kernel calls.
+            "ulysses": an all-to-all gives each rank some heads of the whole sequence; cp_size must divide the query
+            heads. "hybrid": Ulysses within groups of ``ulysses_degree`` neighbouring cp ranks, a ring between groups.
+            "double_ring": a ring in which rows that several ranks of a host need are sent to that host once. "auto"
+            picks "ring", "all_gather" or "ulysses" by a rule from measurements (`call/choose.py`); `explain` reports
+            which and why. It is "ring" on fewer than 8 ranks, on CPUs or several hosts, and with score terms.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
-            "auto" takes the first that can serve the call; all ranks must have the same packages installed.
-        transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there). Of the
-            double ring within each host; between hosts it is functional.
-        ulysses_degree: of the hybrid, a divisor of the ranks and of the query heads. None: the size of the second axis
-            of a 2-D mesh; else the largest that divides the ranks and the kv heads, or if that is 1, the query heads.
-        inner_ring_size: of the double ring, the cp ranks of each host, which follow one another. None: the size of the
-            second axis of a 2-D mesh; else as LOCAL_WORLD_SIZE says, which torchrun sets.
-        head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
-            rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
-            K and V within 512 MiB a part (`tools/explain/predict/memory.py` has the formula); of Ulysses one part.
+            "auto" takes the first that supports the call; all ranks must have the same packages installed.
+        transport: "auto", "functional" (collectives) or "symmetric_memory" (needs GPUs of one NVLink host; "auto" takes
+            it there). The double ring uses it within each host; its copies between hosts are functional.
+        ulysses_degree: ranks per group of the hybrid, a divisor of cp_size and of the query heads. None: the size of
+            the second axis of a 2-D mesh; else gcd(cp_size, kv heads), or if that is 1, gcd(cp_size, query heads).
+        inner_ring_size: cp ranks per host in the double ring; ranks of a host must be consecutive. None: the size of
+            the second axis of a 2-D mesh; else derived from LOCAL_WORLD_SIZE, which torchrun sets.
+        head_chunks: compute the kv heads, with their query heads, in this many parts one after the other. Communication
+            buffers then hold one part, and speed drops a little. None: the fewest parts in which a rank fetches at most
+            512 MiB of K and V (`tools/explain/predict/memory.py` has the formula); one part for Ulysses.
         deterministic: True asks for a bitwise reproducible backward. None: `torch.use_deterministic_algorithms`.
-        return_lse: also return the log-sum-exp of the scaled scores, natural log, float32 (float64), [B, H, S] or
-            [H, T]; -inf for a query with no key, whose output is 0.
+        return_lse: also return the log-sum-exp of the masked scores, natural log, float32 (float64), [B, H, S] or
+            [H, T]; -inf for a query that sees no key, whose output is 0.
 
     Returns:
-        out in the format and dtype of ``query`` (with value's head dim); contiguous for DTensors, else dense with its
-        dims in memory in query's order: a transposed view for a transposed view. With ``return_lse`` (out, lse); lse is
-        contiguous.
+        out in the format and dtype of ``query`` (with value's head dim). It is contiguous for DTensors. For local
+        tensors it is dense with the memory order of query's dims: a transposed view gives a transposed view. With
+        ``return_lse`` (out, lse); lse is contiguous.
 
     Raises:
-        ArgumentError: a ValueError: arguments that are wrong or disagree.
-        UnsupportedError: a NotImplementedError: combinations that cp_mesh refuses.
-        RankMismatchError: if ranks disagree, in the first call of each shape and options, and in check mode.
-        What depends on arguments that are equal on all ranks is raised on every rank before the first collective. What
-        depends on this rank's own shard, its number of rows where shards are unequal, is raised on that rank alone;
-        in first calls, and in check mode (`cp_mesh.check_mode`), on all.
+        ArgumentError: a ValueError: an argument is wrong, or disagrees with another one.
+        UnsupportedError: a NotImplementedError: cp_mesh does not support the combination.
+        RankMismatchError: ranks passed different arguments; checked at the first call of each shape and options, and
+            at every call in check mode (`cp_mesh.check_mode`).
+        Errors in arguments that are equal on all ranks are raised on every rank before the first collective. An error
+        in one rank's shard (its number of rows, where shards are unequal) is raised on that rank alone, but on all
+        ranks at a first call and in check mode.
 
     Example:
         >>> out = attention(q, k, v, mesh=mesh["cp"], layout=ZigZag())  # q [B, H, S/cp, D]  # doctest: +SKIP
@@ -175,10 +177,10 @@ def attend(
     return_lse: bool = False,
     **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention`, with what styles say beside its keywords.
+    """`attention`, which also takes the keywords that styles set.
 
     Args:
-        others: keywords of `attention`, its layout and mask among them, and those of `_make_call`.
+        others: keywords of `attention`, with layout and mask, and those of `_make_call`.
     """
     try:
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
@@ -190,8 +192,8 @@ def attend(
         announce_to_cp(error, query, mesh, seq_dim)
         raise
     if isinstance(query, DTensor) and (call.seq_len < axis.size or call.options.score_mod or call.options.mask_mod):
-        # DTensor gathers a dim that is shorter than its axis, and has no rule for lists of tensors. All others go by
-        # dispatch, but for those of a core over tp alone, which have no cp axis: `ContextParallel` takes them apart.
+        # DTensor gathers a dim shorter than its mesh axis, and has no rule for lists of tensors. Other DTensors go
+        # through its dispatch. `ContextParallel` unwraps those of a core over tp alone, which have no cp axis.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
         out, lse, *_ = call_attention(q, k, v, *call._replace(tensors=tensors).arguments())
@@ -202,13 +204,13 @@ def attend(
 
 
 def announce_to_cp(error: Exception, query: Any, mesh: Any, seq_dim: Any) -> None:
-    """`announce_refusal` to the cp group, as far as arguments tell it; not in a trace, where all ranks refuse alike."""
+    """`announce_refusal` to the cp group if the arguments show it; not in a trace, where all ranks refuse alike."""
     if not torch.compiler.is_compiling() and (group := group_that_waits(query, mesh, seq_dim)) is not None:
         announce_refusal(group, error)
 
 
 def with_degree(mesh: DeviceMesh | dist.ProcessGroup, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords with the size of inner groups that a mesh of two axes says."""
+    """Keywords, with the inner group size filled in from the second axis of a 2-D mesh."""
     found = dict(given)
     for name, method in DEGREES:
         if given.get("method") == method and isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
@@ -233,16 +235,16 @@ def _make_call(
     sources: Callable[[str, Layout, int], str] | None = None,
     **others: Any,
 ) -> Call:
-    """The record of a call; refuses keywords that are wrong by themselves, and tensors that do not fit one another.
+    """The record of a call; refuses wrong keywords, and tensors that do not fit one another.
 
     Args:
-        captured: what score_mod and mask_mod read, in the order of `Call.captured`.
-        sources: of a group's name, layout and length, which sources mask_mod shows to whom, if that is known.
-        others: the tensors of `TERMS`, and what `settle` takes.
+        captured: the tensors that score_mod and mask_mod read, in the order of `Call.captured`.
+        sources: (group name, layout, seq_len) -> which ranks' keys mask_mod shows to which ranks; None: unknown.
+        others: the tensors of `TERMS`, and the keywords of `settle`.
     """
     form, compiling, is_local = FORMATS[axis.seq_dim], torch.compiler.is_compiling(), not isinstance(query, DTensor)
     check_format(query, key, value, form)
-    if compiling and is_local:  # else the op sees them whole
+    if compiling and is_local:  # in eager mode planning checks them, and `check_dtensors` checks DTensors
         check_tensors(*form.to_bhsd(query, key, value))
     graded, terms = query.requires_grad or key.requires_grad or value.requires_grad, []
     for name in TERMS:
@@ -256,9 +258,9 @@ def _make_call(
         dropout_seed = dropout_seed if isinstance(dropout_seed, Tensor) else as_int(dropout_seed)
         check_keywords({"seq_len": seq_len, "dropout_seed": dropout_seed})
     if spec.dropout_p and dropout_seed is None:
-        hint = "pass a number that is equal on all cp ranks and another in every layer and step"
-        refuse("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint)
-    if spec.dropout_p or spec.score_mod or spec.mask_mod:  # which depend on the indices of heads and batch rows
+        hint = "pass a number that is equal on all cp ranks and differs in every layer and step"
+        refuse("dropout_seed", "an int or an int64 tensor with dropout_p", None, hint)
+    if spec.dropout_p or spec.score_mod or spec.mask_mod:  # they depend on head and batch indices
         heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
         spec = spec._replace(first_head=spec.first_head + heads, first_batch=spec.first_batch + rows)
     tensors = Tensors.of(mask, layout, *terms, seed_tensor(dropout_seed, query.device) if spec.dropout_p else None)
@@ -285,7 +287,7 @@ def _make_call(
 
 
 def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:
-    """Refuse tensors without content as the op does when it plans: of these its fake runs, which refuses nothing."""
+    """Plan a call on tensors without content, for its refusals: the op runs only its fake, which refuses nothing."""
     every = [local_tensor(x) if isinstance(x, DTensor) else x for x in every]
     if not any(isinstance(x, FakeTensor) or (x is not None and x.is_meta) for x in every):
         return
@@ -301,7 +303,7 @@ def check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> Non
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != len(form.dims) + 1:
             expected = f"{form.name} for seq_dim={form.dims['sequence']}"
-            refuse(name, expected, tuple(x.shape), "seq_dim tells the format")
+            refuse(name, expected, tuple(x.shape), "seq_dim selects the format")
     if query.shape[-1] == 0:
         hint = "queries and keys need at least one feature"
         refuse("query", "a head dim of 1 or more", tuple(query.shape), hint)

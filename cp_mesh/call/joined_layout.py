@@ -1,8 +1,8 @@
-"""The layout of inner groups: what the ranks of one hold together, as one shard.
+"""The joined layout, in which an inner group of ranks counts as one rank and its shards as one shard.
 
-An inner group is ``degree`` neighbours on the cp axis, so there are ``cp_size / degree`` of these shards. A shard lies
-in the order of its positions where these are whole runs, as of contiguous, zigzag and balanced, or a list. Stripes of
-several ranks, which no single run describes, lie one after the other: bands then hold between every two of them.
+An inner group is ``degree`` neighbours on the cp axis, so there are ``cp_size / degree`` shards. The rows of a shard
+are in order of position if the positions are runs of neighbours (contiguous, zigzag, balanced) or a list. Stripes of
+several ranks, which no single run describes, follow one another; each pair of stripes then has a band as its mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cp_mesh.geometry.layouts import Contiguous, Index, Layout, Piece, Run
 
 @dataclass(frozen=True)
 class Joined(Layout):
-    """Rank r holds what ranks r·degree, ..., r·degree + degree - 1 of ``layout`` hold on ``degree`` times the ranks."""
+    """Rank r holds what ranks r·degree, ..., r·degree + degree - 1 hold in ``layout`` on ``degree`` x the ranks."""
 
     layout: Layout
     degree: int
@@ -32,29 +32,29 @@ class Joined(Layout):
 
 
 def join(layout: Layout, degree: int, cp_size: int) -> Layout:
-    """The layout of the inner groups of ``degree`` of the ``cp_size`` ranks."""
+    """The joined layout of inner groups of ``degree`` ranks, out of ``cp_size`` ranks."""
     if degree == 1:
         return layout
     if layout.replicated:
-        expected, hint = "one owner of each token, where ranks exchange heads", "method='ring' or 'all_gather' works"
+        expected, hint = "one owner of each token if ranks exchange heads", "method='ring' or 'all_gather' works"
         refuse("layout", expected, layout, hint, UnsupportedError)
     return Contiguous() if degree == cp_size else Joined(layout, degree)
 
 
 def pieces_of_group(layout: Layout, degree: int, seq_len: int, cp_size: int, group: int) -> list[Piece]:
-    """The pieces of the ranks of one inner group, rank after rank."""
+    """The pieces of all ranks of one inner group, rank after rank."""
     ranks = range(group * degree, (group + 1) * degree)
     return [piece for rank in ranks for piece in layout.runs(seq_len, cp_size, rank)]
 
 
 def pieces_of_rank(layout: Layout, seq_len: int, cp_size: int) -> int:
-    """Runs of the rows of a rank, of which it has most; 0 where some are lists."""
+    """The largest number of runs of a rank (of the first, middle and last rank); 0 if a rank has a list."""
     of_ranks = [layout.runs(seq_len, cp_size, rank) for rank in {0, cp_size // 2, cp_size - 1}]
     return 0 if any(isinstance(x, Index) for pieces in of_ranks for x in pieces) else max(map(len, of_ranks))
 
 
 def rows_of_group(layout: Layout, degree: int, seq_len: int, cp_size: int, group: int) -> list[Piece]:
-    """For the same pieces, the rows of the joined shard that they are."""
+    """The pieces of `pieces_of_group` as rows of the joined shard."""
     whole = join(layout, degree, cp_size).runs(seq_len, cp_size // degree, group)
     before = [*accumulate((piece.length for piece in whole), initial=0)]
     starts = [piece.bounds()[0] for piece in whole]

@@ -1,8 +1,7 @@
-"""The contract between planning and the methods, which move rows between ranks and have kernels compute tiles.
+"""The contract between planning and the methods, which move rows between ranks and run kernels on tiles.
 
-A `Method` is one file beside this one. It says which schedule it runs, decides what only it needs (its settings), and
-has a forward and a backward on this rank's [B, H, S, D] tensors. What it computes does not depend on it: the same
-masks, layouts, scores and kernels in every method.
+A `Method` makes its schedule, decides its own settings, and has a forward and a backward on this rank's [B, H, S, D]
+tensors. All methods compute the same result with the same masks, layouts, scores and kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL, TERMS, Scores
 from cp_mesh.tape import repeat
 
-BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
+BANDS = frozenset({"full", "causal", "window"})  # tile kinds that integers describe: nothing is copied to the device
 OfScores = dict[str, Tensor]
 
 
@@ -38,22 +37,22 @@ class Method:
 
     Attributes:
         name: as in ``cp_mesh.attention(method=)``.
-        choose_degree: (options, q, k, cp_size) -> how many ranks exchange heads for rows, or share a host; 1 if neither
-            matters. Refuses those that it cannot serve.
+        choose_degree: (options, q, k, cp_size) -> the degree: how many ranks exchange heads for rows, or share a host;
+            1 for methods without groups. Refuses a degree that it cannot serve.
         make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=, sources=) -> this rank's
             schedule.
-        settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
+        settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings. Refuses
             options that it cannot serve.
-        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; and where the
-            spec ``keeps``, what ``kept_shapes`` says.
-        backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
-            tensors named in wanted, this rank's share. Of a method that kept something, ``kept`` and others in the
-            place of out and lse; q, k and v have no rows then.
-        kept_shapes: (q, k, v, seq_len, cp_size, degree) -> of the tensors that the forward makes for the backward, if
-            the spec ``keeps``: they take the place of q, k, v, out and lse. None or no shape: nothing does.
-        swaps: whether ranks exchange heads for rows, as many as the degree: these are one rank of a schedule.
-        degree_option: the name of the option that says the degree, if there is one.
-        open_transport: (plan, group) -> of one pass over some heads in which rows travel; None: one over the group.
+        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; if the spec ``keeps``, also
+            the tensors of ``kept_shapes``.
+        backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the partial gradients of the
+            score tensors named in wanted. If the forward kept tensors, they come as ``kept``, out and lse, and q, k and
+            v have no rows.
+        kept_shapes: (q, k, v, seq_len, cp_size, degree) -> shapes of the tensors that the forward saves for the
+            backward in place of q, k, v, out and lse, if the spec ``keeps``. None or no shapes: it saves none.
+        swaps: whether ``degree`` ranks exchange heads for rows; these count as one rank in the schedule.
+        degree_option: the name of the option that sets the degree, if there is one.
+        open_transport: (plan, group) -> the transport of one pass over some heads; None: the usual one over the group.
     """
 
     name: str
@@ -68,28 +67,28 @@ class Method:
     open_transport: Callable[[Plan, dist.ProcessGroup], Transport] | None = None
 
     def with_degree(self, options: AttentionSpec, degree: int) -> AttentionSpec:
-        """Options that ask for this degree, of a method that has them."""
+        """The options with this degree, if the method has an option for it."""
         asked: dict[str, Any] = {self.degree_option: degree} if self.degree_option else {}
         return options._replace(**asked)
 
     def inner_size(self, degree: int) -> int:
-        """How many ranks are one rank of a schedule."""
+        """How many ranks count as one rank in a schedule."""
         return degree if self.swaps else 1
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one call does on this rank. Calls that are alike but for the values of their tensors share one.
+    """What one call does on this rank. Calls with equal shapes, options, mask and layout contents share a plan.
 
     Attributes:
         method: how rows move and in which order tiles are computed.
-        settings: what the method decided for this call, see its file.
-        kind: what it has in common with the calls of which the first alone is compared; the same on all ranks.
-        has_tensors: whether there are any beside q, k and v.
-        of_call: whether its scores hold tensors of one call, so that no other may have it.
-        prepared: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream;
-            shared by the plans of equal calls, so that it comes to the device once a batch and not once a layer.
-        tapes: of its passes, by `cp_mesh.tape`; shared likewise.
+        settings: the settings that the method decided for this call; see its file.
+        kind: key of calls of which only the first is compared between ranks; equal on all ranks.
+        has_tensors: whether the call has tensors beside q, k and v.
+        of_call: whether the scores hold tensors of one call, so that no other call may use this plan.
+        prepared: tiles as passed to kernels, and masks and positions on the device, by CUDA stream. Plans of equal
+            calls share it, so that a copy to the device happens once per batch, not once per layer.
+        tapes: recorded passes, see `cp_mesh.tape`; shared in the same way.
     """
 
     options: AttentionSpec
@@ -118,16 +117,16 @@ class Plan:
             found = [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
             if stream is None:
                 return found
-            self.prepared[key] = stage, found  # the stage too: its id may be another's once it is gone
+            self.prepared[key] = stage, found  # keeps the stage alive, as the key has its id
         of_stage: list[KernelTile] = self.prepared[key][1]
         return of_stage
 
     def run(self, what: tuple[Any, ...], compute: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Any:
-        """``compute(*inputs)``, a pass of the method, by its tape where it has one."""
+        """Run ``compute(*inputs)``, a pass of the method, from its tape if there is one."""
         stream = stream_of(self.device)
         if stream is None or not self._is_taped:
             return compute(*inputs)
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:  # of launches and streams
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:  # a tape is for one device
             return compute(*inputs)
         if self.of_call:
             inputs = *inputs, *(getattr(self.scores, name) for name in (*TERMS, "dropout_seed"))
@@ -135,33 +134,33 @@ class Plan:
 
     @cached_property
     def _is_taped(self) -> bool:
-        # A plan of one batch is not worth it: to record it takes the host longer than the layers of a model gain.
+        # A plan of one batch gets no tape: recording takes more host time than the layers of a model save.
         of_batch = self.mask.elementwise or self.layout.tensor is not None
         return self.kernel.taped and not (of_batch or self.scores.score_mod or self.scores.mask_mod)
 
     @cached_property
     def reads_tensors(self) -> bool:
-        """Whether tiles come with tensors on the device, not as numbers alone."""
+        """Whether tiles need tensors on the device, beyond integers."""
         return not covers_of(self.schedule, self.scores.features) <= BANDS
 
     def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
             return tile.cover
-        if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
+        if isinstance(tile.cover, Segments):  # one per stream, as its tables on the device belong to a stream
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
         q_pos, _, of_q = self._positions(None, stream)
         k_pos, adjacent, of_k = self._positions(stage, stream)
         mask = self.prepare(("mask",), stream, lambda: self.mask.to(self.device))
         steps = of_q and of_q.rows(*tile.q), of_k and of_k.rows(*tile.k)
         sizes = None
-        if self.mask.elementwise or self.options.sources:  # which rows meet differs from batch to batch
+        if self.mask.elementwise or self.options.sources:  # which rows meet differs between batches
             rows = max(self.schedule.shard_lens)
             sources = -(-(tile.k[1] - tile.k[0]) // rows)
             sizes = rows, rows << (sources - 1).bit_length()
         return Pairs(mask, q_pos[slice(*tile.q)], k_pos[slice(*tile.k)], adjacent, steps, sizes)
 
     def _positions(self, stage: Stage | None, stream: int | None) -> tuple[Tensor, bool, Steps | None]:
-        """Positions of a stage's buffer, or of this rank's rows: on the device; if most are neighbours; as steps."""
+        """Positions of a stage's buffer or this rank's rows, on the device; whether most are adjacent; as `Steps`."""
 
         def make() -> tuple[Tensor, bool, Steps | None]:
             rank, size = self.schedule.cp_rank, self.schedule.cp_size
@@ -179,7 +178,7 @@ class Plan:
         return found
 
     def prepare(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:
-        """What was made before for this stream; memory of a graph that is being captured is nobody else's."""
+        """The cached result of ``make`` for this stream; uncached in a graph capture, whose memory is private."""
         if stream is None:
             return make()
         key = *what, stream
@@ -189,18 +188,18 @@ class Plan:
 
 
 def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
-    """The covers of the tiles that a kernel will see, on all ranks."""
+    """The covers of the tiles that kernels get, over all ranks."""
     positional = bool(schedule.covers) and not POSITIONAL.isdisjoint(features)
     return frozenset({"pairs"}) if positional else schedule.covers
 
 
 def as_one_tile(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
-    """Whether the kernel is given the tiles of a step as one that tells its positions; equal on all ranks."""
+    """Whether the tiles of a step are passed to the kernel as one tile with positions; equal on all ranks."""
     return kernel.one_tile and "pairs" in covers_of(schedule, features)
 
 
 def stream_of(device: torch.device) -> int | None:
-    """The CUDA stream that device memory made now belongs to; None if it belongs to a graph that is being captured."""
+    """The current CUDA stream, to which memory allocated now belongs; 0 on a CPU; None during a graph capture."""
     if device.type != "cuda":
         return 0
     return None if torch.cuda.is_current_stream_capturing() else raw_stream(device.index)

@@ -1,4 +1,4 @@
-"""The methods: how rows move between ranks, and in which order tiles are computed."""
+"""The table of methods: how rows move between ranks, and in which order tiles are computed."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -11,7 +11,7 @@ from cp_mesh.call.ulysses import HYBRID, ULYSSES
 
 
 def _of_hosts(name: str) -> Callable[..., Any]:
-    """A function of `cp_mesh.hosts.double_ring`, which is loaded by its first call."""
+    """A function of `cp_mesh.hosts.double_ring`; its first call loads that file."""
     return lambda *given, **named: getattr(import_module("cp_mesh.hosts.double_ring"), name)(*given, **named)
 
 
@@ -23,10 +23,10 @@ METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHE
 
 
 def choose_method(name: str) -> Method:
-    """The method of a name; for "auto" the ring, which every call can take.
+    """The method with this name; for "auto" the ring, which supports every call.
 
     Raises:
-        ArgumentError: for unknown names.
+        ArgumentError: for an unknown name.
     """
     check_choice("method", name, ("auto", *METHODS), "ring")
     return METHODS["ring" if name == "auto" else name]

@@ -1,16 +1,16 @@
 """The ops: `torch.ops.cp_mesh.attention` and `torch.ops.cp_mesh.attention_backward`.
 
-One opaque op around the whole loop, with a fake, autograd, autocast and DTensor sharding rules. So it takes DTensors
-``[Shard(seq) on cp, Shard(head) on tp, Shard(batch) on dp]``, is one node under torch.compile, and can be named in a
-selective-checkpoint policy so that recompute does not replay the ring.
+Each is one opaque op around the whole loop, with a fake, autograd, autocast and DTensor sharding rules. So it takes
+DTensors ``[Shard(seq) on cp, Shard(head) on tp, Shard(batch) on dp]``, is one node under torch.compile, and can be
+named in a selective-checkpoint policy so that recompute does not replay the ring.
 
-Tensors are in the caller's format, told by ``seq_dim`` (`formats.py`). out and the gradients are dense, contiguous or
-in memory as q, k and v are (``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask
-for contiguous ones: their shards may lie in another order than their spec says. What follows q, k and v is a
-`spec.Call`. With `AttentionSpec.keeps` the forward returns three more tensors, which have elements if its method keeps
-something for the backward: that is given these in place of q, k, v, out and lse. They are results, so that policies of
-checkpointing and compiled code see them. Of the tensors of the scores, and of those that its functions read (captured),
-the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
+Tensors are in the caller's format, given by ``seq_dim`` (`formats.py`). out and the gradients are dense: contiguous, or
+with the memory order of q, k and v (``as_inputs``), so that callers who transpose q, and out back, pay for no copy.
+DTensors need contiguous ones, as a shard may have another memory order than its spec. The arguments after q, k and v
+are a `spec.Call`. With `AttentionSpec.keeps` the forward returns three more tensors, empty unless its method keeps
+something; the backward takes them in place of q, k, v, out and lse. They are results of the op so that checkpoint
+policies and compiled code see them. The backward also returns gradients of the score tensors and of captured tensors:
+partial ones, to be summed over ranks, and empty ones where no gradient is wanted.
 """
 
 from collections.abc import Sequence
@@ -53,26 +53,26 @@ from cp_mesh.kernels.scores import FUNCTIONS, name_of_captured
 
 
 def _without_rows(x: Tensor, seq_dim: int) -> Tensor:
-    """What a backward reads of a tensor whose content it does not need: shape, strides and dtype."""
+    """A tensor with the strides and dtype of x but no rows, for a backward that does not read the content."""
     shape = (*x.shape[:seq_dim], 0, *x.shape[seq_dim + 1 :])
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-# Not by `torch.library.custom_op` or `register_autograd`: these take the host 60 us more for a forward that needs
-# gradients, and 100 us for both passes (examples/benchmarks/registration.py; docs/results/registration_*.csv).
+# `torch.library.custom_op` and `register_autograd` would cost 60 us more host time for a forward that needs gradients,
+# and 100 us for both passes (examples/benchmarks/registration.py; docs/results/registration_*.csv).
 _OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
 for _schema in (
     f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (4 + len(GRADED)))})",
 ):
-    # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
+    # results have the memory order of the inputs, so Inductor must not give inputs other strides than the fakes saw
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 
 
 def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
-    from cp_mesh.call import passes  # by the first call: graphs that name the ops need no plan, method or kernel
+    from cp_mesh.call import passes  # at the first call: graphs that name the ops need no plan, method or kernel
 
     return passes.forward(*inputs)[0] if op is attention_op else passes.backward(*inputs)
 
@@ -117,16 +117,16 @@ def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyp
 
 
 class _Attention(torch.autograd.Function):
-    """Below autograd in its forward; its backward is the other op.
+    """The autograd node of `attention_op`. Its backward calls `attention_backward_op`.
 
-    Captured tensors follow the op's arguments once more, as autograd looks into no list.
+    Captured tensors follow the op's arguments a second time, as autograd does not look into lists.
     """
 
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
         ctx.keys, ctx.plan = keys, None
-        if keys is None or _is_plain(keys):  # nobody sees the op: its backward may have the plan
+        if keys is None or _is_plain(keys):  # no mode or subclass intercepts the op: keep the plan for its backward
             with below_autograd():
                 from cp_mesh.call import passes  # as in `_compute`
 
@@ -136,9 +136,9 @@ class _Attention(torch.autograd.Function):
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
         options = Call.read(inputs[3:]).options if ctx.plan is None else ctx.plan.options
         ctx.score_mod = ctx.mask_mod = None
-        if options.score_mod or options.mask_mod:  # they are kept alive
+        if options.score_mod or options.mask_mod:  # keeps the functions alive
             ctx.score_mod, ctx.mask_mod = (functions.find(getattr(options, name)) for name in FUNCTIONS)
-        # most kernels take no gradient of lse, and none must be dropped silently
+        # most kernels support no gradient of lse, and it must not be dropped silently
         ctx.mark_non_differentiable(*(() if options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
         group = resolve_group(ctx.others[2])
@@ -147,19 +147,19 @@ class _Attention(torch.autograd.Function):
             ctx.save_for_backward(*(_without_rows(x, ctx.others[1]) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
             ctx.save_for_backward(*qkv, *tensors, out, lse, None, *captured)
-        ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
+        ctx.set_materialize_grads(False)  # no zero gradient for an unused lse: most kernels would refuse it
         return out, lse, kept, *of_heads
 
     @staticmethod
     def backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
-        saved = ctx.saved_tensors  # a checkpoint lets them be asked for once
+        saved = ctx.saved_tensors  # under a checkpoint this can be read only once
         q, k, v, *tensors, out, lse, kept = saved[: 6 + NUM_TENSORS]
         captured = saved[6 + NUM_TENSORS :]
         needed, of_captured = ctx.needs_input_grad[4 : 4 + NUM_TENSORS], ctx.needs_input_grad[4 + NUM_ARGUMENTS :]
         wanted = [*compress(Tensors._fields, needed)]
-        num_read = ctx.score_mod.num_captured if ctx.score_mod else 0  # what a mask reads has no gradient
+        num_read = ctx.score_mod.num_captured if ctx.score_mod else 0  # captured tensors of mask_mod get no gradient
         read = [*compress(range(num_read), of_captured)]
-        # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
+        # Run even without any gradient: other ranks may have one, and would wait for this rank in the ring.
         if kept is None:
             dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
             dlse = None if dlse is None else _placed_like(dlse, lse)
@@ -172,7 +172,7 @@ class _Attention(torch.autograd.Function):
         with checked(enabled=True, backward_of=ctx.forward) if check else nullcontext():
             dq, dk, dv, *grads, flat = _call_backward(ctx.keys, given, ctx.plan)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
-        for name in wanted:  # of a plain tensor beside DTensors: this rank's share
+        for name in wanted:  # a plain tensor beside DTensors gets this rank's partial gradient
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
             of_tensors[name] = named[name].to_local() if plain else named[name]
         shares = [None] * len(captured)
@@ -182,9 +182,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _call_backward(keys: DispatchKeySet, given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
-    """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time.
+    """Call `attention_backward_op`; bypasses PyTorch's dispatcher if nothing would intercept it, which saves host time.
 
-    ``keys`` are the forward's. DTensors see what is below autograd.
+    ``keys`` are the forward's. DTensors intercept calls below autograd.
     """
     of_dtensors = isinstance(given[1], DTensor)
     if is_seen(() if of_dtensors else (*given, *given[8 + NUM_TENSORS])):
@@ -198,7 +198,7 @@ def _call_backward(keys: DispatchKeySet, given: Sequence[Any], plan: Any) -> tup
 
 
 class _Gradients(torch.autograd.Function):
-    """What ``create_graph`` asks for: gradients that have none themselves."""
+    """The autograd node of `attention_backward_op`, for ``create_graph``: a second backward raises."""
 
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
@@ -210,14 +210,14 @@ class _Gradients(torch.autograd.Function):
 
 
 def _is_plain(keys: DispatchKeySet) -> bool:
-    """Whether no kernel is between autograd's and that of the device."""
+    """Whether no other kernel comes between autograd's and the device's."""
     return (keys & KEYS_BELOW_AUTOGRAD).highestPriorityTypeId() in _DEVICES
 
 
 def _below_autograd(op: OpOverload, keys: DispatchKeySet | None, inputs: Sequence[Any]) -> Any:
-    # Views that are made inside are nobody's: a result that is one can be written in place.
+    # Autograd tracks no view that is made inside, so a result that is a view can be written in place.
     with below_autograd():
-        if keys is None or _is_plain(keys):  # no DTensor, no mode: nothing is asked but the function below
+        if keys is None or _is_plain(keys):  # no DTensor, no mode: only the device's kernel is left to run
             return _compute(op, *inputs)
         keys &= KEYS_BELOW_AUTOGRAD
         if isinstance(inputs[0], DTensor):
@@ -226,17 +226,17 @@ def _below_autograd(op: OpOverload, keys: DispatchKeySet | None, inputs: Sequenc
 
 
 def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any]) -> Any:
-    """By the sharding rule, with plain tensors beside DTensors, which autograd never sees as DTensors."""
+    """Dispatch by the sharding rule; plain tensors beside DTensors become DTensors here, below autograd."""
     begin = 3 if op is attention_op else 8
     end = begin + NUM_TENSORS
     tensors, form = Tensors(*inputs[begin:end]), FORMATS[inputs[end + 2]]
     if inputs[end]:
-        hint = "pass local tensors, to_local(), which cp_mesh.flex_attention does by itself"
+        hint = "pass local tensors, to_local(), or call cp_mesh.flex_attention, which converts them"
         refuse(str(op), "no captured tensors beside DTensors", len(inputs[end]), hint, UnsupportedError)
     if {*map(type, tensors)} <= {DTensor, type(None)}:
         return op.redispatch(keys, *inputs)
     placed = place_beside(tensors._asdict(), inputs[0], form)
-    # It would be turned off at the end for a caller who turned it on.
+    # Not entered twice: its exit would turn it off for a caller who turned it on.
     with nullcontext() if allows_plain() else implicit_replication():
         return op.redispatch(keys, *inputs[:begin], *placed, *inputs[end:])
 
@@ -263,8 +263,8 @@ _past_dispatcher = untraced(partial(_with_autograd, attention_op, _Attention))
 
 
 def call_attention(*inputs: Any) -> tuple[Tensor, ...]:
-    """`attention_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
-    # A profiler, a mode of torch functions and torch.jit.trace would see the operator's name.
+    """Call `attention_op`; bypasses PyTorch's dispatcher if nothing would intercept the call, which saves host time."""
+    # A profiler, a torch function mode and torch.jit.trace need the operator's name.
     named = torch.compiler.is_compiling() or profiles() or function_mode() is not None or torch.jit.is_tracing()
     is_called = named or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True)
     results: tuple[Tensor, ...] = attention_op(*inputs) if is_called else _past_dispatcher(None, *inputs)
@@ -272,15 +272,15 @@ def call_attention(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
-    """A gradient where its tensor is: from ``out.sum()`` it comes replicated, and then the sharding rule could choose
-    to shard the sequence over an axis that is not cp, which costs DTensor nothing."""
+    """A gradient with the placements of its tensor. That of ``out.sum()`` arrives replicated, and the sharding rule
+    could then shard the sequence over an axis other than cp, which costs DTensor nothing."""
     if isinstance(x, DTensor) and isinstance(grad, DTensor) and grad.placements != x.placements:
         return grad.redistribute(placements=x.placements)
     return grad
 
 
 def _cast_and_call(keys: DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
-    """`CustomOpDef.register_autocast` fixes the dtype when it is registered; the one in force at the call is wanted."""
+    """Cast to the autocast dtype of the call; `CustomOpDef.register_autocast` would fix it at registration."""
     cast = autocast(q, k, v)
     with without_keys(keys):
         return attention_op(*cast, *arguments)

@@ -1,9 +1,9 @@
-"""Operators of torch.library that take the host little time.
+"""Operators of torch.library with little host overhead.
 
-`torch.library.custom_op` makes operators that look at their arguments by the schema in every call, and copy them. Those
-made here are called past PyTorch's dispatcher unless autograd, a mode of its dispatch or a subclass would see the call,
-such as a policy of memory. Modes of torch functions and profilers see what the operator does, and not its name. For
-what is called once a step it does not matter: these stay custom_ops.
+Operators of `torch.library.custom_op` check and copy their arguments by the schema in every call. Those made here
+bypass PyTorch's dispatcher unless autograd, a dispatch mode (such as a checkpoint policy) or a tensor subclass would
+intercept the call. Torch function modes and profilers then see the calls inside of the operator, but not its name.
+Operators that are called once a step stay custom_ops, as their overhead does not matter.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,22 +28,22 @@ library = torch.library.Library("cp_mesh", "FRAGMENT")
 
 
 def is_seen(given: Iterable[Any], graded: bool = False) -> bool:
-    """Whether an operator's call with these has to be dispatched: for autograd, a mode, a transform, a kind of tensor.
+    """Whether a call with these arguments must be dispatched: for autograd, a mode, a transform or a subclass.
 
     Args:
-        given: the arguments; of lists of tensors, the tensors.
-        graded: whether the grad mode is not asked: the caller handles autograd.
+        given: the arguments, with the tensors of lists in place of the lists.
+        graded: True ignores the grad mode, for a caller that handles autograd itself.
     """
     if (torch.is_grad_enabled() and not graded) or num_dispatch_modes() > 0 or in_transform():
         return True
     for x in given:  # noqa: SIM110 - a generator would be a call for each
-        if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_neg()):  # which the dispatcher resolves
+        if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_neg()):  # the dispatcher resolves neg bits
             return True
     return False
 
 
 def refuse_tangents(what: str, given: Iterable[Any]) -> None:
-    """Where nobody wants a backward, PyTorch would drop the tangents of forward-mode derivatives, and say nothing."""
+    """Refuse inputs with forward-mode tangents: if no input requires a gradient, PyTorch would drop them silently."""
     tensors = (x for x in given if isinstance(x, Tensor))
     if forward_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         refuse(what, "inputs without tangents", "forward-mode derivatives", "use backward()", UnsupportedError)
@@ -54,9 +54,9 @@ class Operator:
 
     Args:
         name: of the operator.
-        function: what it computes, of the annotated types that `torch.library.infer_schema` knows.
-        fake: empty results, of the same arguments.
-        refuse_backward: raises where somebody differentiates what it returns, as a backward of `register_autograd`.
+        function: computes the results; annotated with types that `torch.library.infer_schema` supports.
+        fake: returns empty results for the same arguments.
+        refuse_backward: raises if the results are differentiated; a backward for `register_autograd`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Operator:
         refuse_backward: Callable[..., Any],
     ) -> None:
         schema = torch.library.infer_schema(function, mutates_args=())
-        # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
+        # results have the memory order of the inputs, so Inductor must not give inputs other strides than the fakes saw
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         library.impl(name, untraced(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"cp_mesh::{name}", fake, lib=library)
@@ -81,7 +81,7 @@ class Operator:
         refuse_tangents(str(self.overload), tensors)
         if is_seen(tensors):
             return self.overload(*given)
-        # Views that are made inside are nobody's: a result that is one can be written in place.
+        # Autograd tracks no view that is made inside, so a result that is a view can be written in place.
         with below_autograd():
             return self.function(*given)
 

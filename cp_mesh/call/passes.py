@@ -1,6 +1,6 @@
-"""The two passes of the ops on this rank: planned, compared between ranks, and given to the method.
+"""The two passes of the ops on this rank: plan the call, compare it between ranks, and run the method.
 
-`op.py` registers the ops. It loads this file at their first call, and with it plans, methods and kernels.
+`op.py` registers the ops. Their first call loads this file, and with it plans, methods and kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,19 +39,19 @@ from cp_mesh.sequence.sharded_sequence import ROOT
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A backward may run inside the caller's autocast, which would cast the fp32 sums of the kernels."""
+    """Turn autocast off: a pass may run inside the caller's autocast, which would cast the fp32 sums of kernels."""
     device_type = x.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def length_of_call(arguments: Sequence[Any]) -> tuple[str, int | None]:
-    """The group of a call of `attention_op`, and its tokens if they must be those of the model's root."""
+    """The group of a call of `attention_op`, and its seq_len if that must equal the root's (`of_root`), else None."""
     *_, seq_len, _, group_name, spec = arguments
-    return group_name, seq_len if '"of_root": true' in spec else None  # Dynamo traces this, and no json.loads
+    return group_name, seq_len if '"of_root": true' in spec else None  # Dynamo traces this, but not json.loads
 
 
 def check_length(seq_len: int, expected: int) -> None:
-    """Refuse a core whose rows are not those of its root. ``seq_len`` is that of its call, rows times ranks."""
+    """Refuse a core whose sequence is not the root's. ``seq_len`` is that of the call, local rows times ranks."""
     if seq_len != expected:
         hint = (
             "does the core attend to a part of its rows, or call SDPA on [B, S, H, D], where it takes [B, H, S, D]? A "
@@ -67,7 +67,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
     cuts = cuts_of(options.captured_cuts)
     graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
     found = [(name, functions.find(getattr(options, name))) for name in FUNCTIONS]
-    # of terms by row each rank has its own: what they are like must agree
+    # each rank has its own rows of these terms, so only their other dims must agree
     alike = {
         name: tuple(size for size, dim in zip(x.shape, TERMS[name].dims, strict=True) if dim != "rows")
         for name in OF_ROWS
@@ -83,14 +83,14 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
             for i, x in enumerate(call.captured)
         },
         "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
-        "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
+        "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends the gradient of a bias
         "kernel": plan.kernel.name,
         "method": plan.method.name,
     }
 
 
 def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
-    """What both passes are told of a call, without its tensors."""
+    """The fields of a call that both passes compare, except its tensors."""
     return {
         "layout": options.layout,
         "mask": str(parse_mask(options.mask, None, None, None)),
@@ -102,7 +102,7 @@ def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Ten
 
 
 def _kind(plan: Plan, call: Call) -> tuple[Any, ...]:
-    """`Plan.kind` of a call with tensors."""
+    """`Plan.kind` extended by the call's tensors."""
     given = *call.tensors, *call.captured
     return *plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
@@ -111,9 +111,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
     """Attention over the cp group.
 
     Returns:
-        out, lse, and what is kept: rows, out and lse of this rank's heads. lse has no element where something is kept
-        and it has no gradient.
-        The plan, for the backward, unless it holds tensors of this call.
+        out, lse, and the tensors kept for the backward: rows, out and lse of this rank's heads. lse is empty if tensors
+        are kept and it has no gradient.
+        The plan, for the backward; None if it holds tensors of this call.
     """
     call = Call.read(arguments)
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
@@ -164,18 +164,18 @@ def backward(
     *arguments: Any,
     plan: Plan | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention_op`, given those of its results: of q, k, v, and of those named in wanted.
+    """Gradients of q, k, v and of the tensors named in ``wanted``, from the gradients of `attention_op`'s results.
 
-    They are `GRADED`, and by `name_of_captured` captured tensors, whose gradients come as one flat tensor that is not
-    rounded: DTensor and autograd see into no list.
-    With ``kept``, out and lse are those that the forward kept, and q, k and v are `_without_rows`.
-    ``plan`` is the forward's. The op has none: in compiled code, or where it computes again, it is made once more.
+    ``wanted`` has names of `GRADED`, and captured tensors by `name_of_captured`. Gradients of captured tensors come as
+    one flat tensor in the accumulation dtype, as DTensor and autograd do not look into lists.
+    With ``kept``, out and lse are the tensors that the forward kept, and q, k and v are `_without_rows`.
+    ``plan`` is the forward's. The op gets none (compiled code, recomputation) and then plans again.
     """
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
     dout, q, k, v = form.to_bhsd(dout, q, k, v)
     if plan is None:
-        rows = dout.shape[2]  # of the others there are none with ``kept``
+        rows = dout.shape[2]  # with ``kept`` q, k and v have no rows
         of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in (q, k, v))
         plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
     elif plan.reads_tensors:
@@ -211,7 +211,7 @@ def backward(
 
 
 def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:
-    """New tensors: gradients of `GRADED` as the op returns them."""
+    """The gradients of `GRADED` as the op returns them: new tensors, empty if not wanted."""
     found = []
     for name in GRADED:
         x, grad = getattr(call.tensors, name), grads.get(name)

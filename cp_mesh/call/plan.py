@@ -1,14 +1,13 @@
 """Plan: one call's options, validated against its tensors and resolved to a layout, mask, schedule and kernel.
 
-`make_plan` is run on every rank before the first collective. What depends on local tensors alone is refused here;
-`cp_mesh.attention` refuses what only it sees (types, DTensors' placements). What these checks read is equal on all
-ranks if the ranks' arguments are, so all ranks raise alike. Two things only ranks together can find out: arguments that
-differ between ranks, and a wrong number of local rows where shards are unequal. Check mode compares both.
+`make_plan` runs on every rank before the first collective. It checks local tensors; `cp_mesh.attention` checks what
+only it sees (types, DTensors' placements). If the arguments are equal on all ranks, so is what these checks read, and
+all ranks raise alike. Only a comparison between ranks finds arguments that differ, and a wrong number of local rows if
+shards are unequal. First calls and check mode compare both.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,7 +23,7 @@ from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import check_layout, parse_layout
 from cp_mesh.geometry.mask import NONE, parse_mask
@@ -36,7 +35,7 @@ from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS, choose_kernel
 
-MOST = 16  # plans that hold memory of the device
+MOST = 16  # kept plans that hold device memory
 
 
 def make_plan(
@@ -54,14 +53,14 @@ def make_plan(
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv].
         tensors: documents, key_padding and blocks [B or 1, seq_len] or [seq_len], the `Layout.tensor` of the layout,
-            and the scores' as in `check_scores`.
+            and the tensors of the scores, see `check_scores`.
         seq_len: length of the whole sequence, in tokens.
         group: the cp group.
         options: the call's static options.
         captured: as in `Call`.
 
     Raises:
-        ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
+        ArgumentError, UnsupportedError: see the messages. The module docstring says which are raised on every rank.
     """
     plans, scores = state_of(group, Plans), None
     contents: tuple[Content | None, ...] = (None,) * 4
@@ -101,11 +100,11 @@ def make_plan(
 
 
 def refuse_copies(plan: Plan) -> None:
-    """Refuse a pass that reads tensors, which would be copied to the device while a CUDA graph is captured."""
+    """Refuse a plan with tensors that would be copied to the device during a CUDA graph capture."""
     if stream_of(plan.device) is None:
         refuse(
             "CUDA graph capture",
-            "a mask and scores that are said without tensors",
+            "a mask and scores without tensors",
             "documents, key padding, blocks, a Permuted layout, or scores that read positions",
             "these are copied to the device, which a capture cannot do: leave attention out of the graph",
             UnsupportedError,
@@ -124,7 +123,7 @@ def _resolve(
     num_hosts: int | None,
     options: AttentionSpec,
 ) -> Plan:
-    """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
+    """The plan with scores without tensors. ``of_tensors``: the features of the scores with their tensors, if any."""
     has_tensors = of_tensors is not None or any(x is not None for x in contents)
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
     kind = options._replace(sources="some" if options.sources else ""), seq_len, heads
@@ -150,8 +149,8 @@ def _resolve(
             "shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
             f"equal ones would mean seq_len={q.shape[2] * cp_size})"
         )
-        if max(expected, seq_len - layout.multiple(cp_size)) < q.shape[2] <= seq_len:  # padding left out
-            hint = "these look like whole tokens: shard them, sequence.shard({...}), or let a ShardedModel do it"
+        if max(expected, seq_len - layout.multiple(cp_size)) < q.shape[2] <= seq_len:  # maybe without padding
+            hint = "these look like whole sequences: shard them, sequence.shard({...}), or let a ShardedModel do it"
         refuse(
             "local sequence length",
             f"{expected} rows (rank {cp_rank} of {cp_size}, {options.layout} layout, seq_len={seq_len})",
@@ -162,14 +161,14 @@ def _resolve(
         if tensor is None:
             continue
         if tensor.shape[-1] != seq_len or (tensor.ndim == 2 and tensor.shape[0] not in (1, q.shape[0])):
-            hint = "give the same whole-sequence tensor on every cp rank; it is never sharded"
+            hint = "pass the same whole-sequence tensor on every cp rank; it is never sharded"
             refuse(
                 f"Mask.{name}",
                 f"shape [{q.shape[0]}, {seq_len}] of the whole sequence in original order",
                 tuple(tensor.shape),
                 f"{hint}; cu_seqlens end at {seq_len}" if name == "documents" and tensor.ndim == 1 else hint,
             )
-    if not q.shape[0]:  # tensors of no batch rows tell nothing
+    if not q.shape[0]:  # mask tensors without batch rows have no content
         mask = parse_mask(options.mask, None, None, None)
 
     degree = method.choose_degree(options, q, k, cp_size)
@@ -184,19 +183,19 @@ def _resolve(
 
 
 class Plans:
-    """The plans of one group, by shapes, options and what masks and layouts hold.
+    """The plans of one group, by shapes, options and the contents of masks and layouts.
 
-    Few are kept of those that hold memory of the device. They are those of a batch, and go with its masks: at the first
-    plan of another batch, since layers that each make the mask anew have none between them.
+    Only a few plans that hold device memory are kept. They belong to one batch and are dropped at the first plan of
+    another batch, once the batch's masks are gone (not at once: each layer may make the mask anew).
     """
 
     def __init__(self) -> None:
         self.many = lru_cache(256, typed=True)(_resolve)
         self._few: dict[tuple[Any, ...], Plan] = {}
-        self.num_hosts: int | None = None  # once somebody asked
+        self.num_hosts: int | None = None  # None until a call asks
 
     def few(self, contents: tuple[Content | None, ...], *others: Any) -> Plan:
-        """A plan that holds what these contents are copied to."""
+        """The plan for these contents, which holds their copies on the device."""
         if (plan := self._few.get((contents, *others))) is None:
             kept = [x for x in self._few if x[0] == contents or not any(y and y.is_gone for y in x[0])][1 - MOST :]
             self._few = {x: self._few[x] for x in kept}
@@ -205,28 +204,27 @@ class Plans:
 
 
 def warn_if_slow(kernel: Kernel, asked: str, request: Request) -> None:
-    """Warn where "auto" finds nothing but the reference kernel on a GPU."""
+    """Warn if "auto" finds only the reference kernel on a GPU."""
     if kernel.name != "reference" or asked != "auto" or request.device != "cuda":
         return
     fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
     lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in fast)
-    warnings.warn(
-        f"cp_mesh: no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
-        "kernel='reference' asks for it without this warning",
-        stacklevel=3,
+    warn(
+        f"no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
+        "kernel='reference' selects it without this warning"
     )
 
 
 def choose_schedule(
     name: str, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request], features: Collection[str]
 ) -> tuple[Schedule, Kernel]:
-    """The schedule and its kernel: with tiles by documents where a fast kernel takes them, else where none takes pairs.
+    """The schedule and its kernel. Tiles are by document if a fast kernel takes those, or no fast one takes pairs.
 
     Args:
         name: of the kernel, or "auto".
-        make: the schedule, with ``True`` by documents, where they are known.
-        request: what a schedule needs of its kernel.
-        features: of the scores; those that read positions need tiles which tell theirs.
+        make: makes the schedule; with ``True`` tiles are by document, if documents are known.
+        request: what a schedule needs from its kernel.
+        features: of the scores; some read positions, and their tiles must hold positions.
     """
     schedule = make(POSITIONAL.isdisjoint(features))
     if "segments" in schedule.covers:
@@ -245,7 +243,7 @@ def request_of(
     q: Operand, v: Operand, options: AttentionSpec, features: frozenset[str], schedule: Schedule,
     compute_capability: tuple[int, int] | None = None,
 ) -> Request:  # fmt: skip
-    """What a call needs of its kernel; ``compute_capability`` is that of q's device if it is not given."""
+    """What a call needs from its kernel; ``compute_capability`` defaults to that of q's device."""
     return Request(
         device=q.device.type,
         compute_capability=compute_capability or compute_capability_of(q.device),
@@ -260,5 +258,5 @@ def request_of(
 
 
 def compute_capability_of(device: torch.device) -> tuple[int, int]:
-    """(0, 0) where the numbers do not mean NVIDIA's: no stock CUDA kernel is chosen there."""
+    """The compute capability of an NVIDIA GPU; (0, 0) for other devices, so that no CUDA kernel is chosen there."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else (0, 0)

@@ -1,21 +1,22 @@
-"""Attention by stages of fetched keys, on local tensors: the ring and all-gather; and Ulysses in part.
+"""Attention in stages of fetched keys, on local tensors: the ring and all-gather, and parts of Ulysses.
 
-Ring attention, Liu et al. 2023 (arXiv:2310.01889), visits a few sources a stage: the wait for the first is short, and
-buffers are those of two stages. All-gather, Llama 3 (arXiv:2407.21783), has one stage, for the fewest kernel calls and
-collectives: all that is fetched is held at once. In both only rows that some query of the receiver may see travel.
+Ring attention, Liu et al. 2023 (arXiv:2310.01889), fetches from a few source ranks per stage: the wait for the first
+stage is short, and buffers hold two stages. All-gather, Llama 3 (arXiv:2407.21783), has one stage, for the fewest
+kernel calls and collectives, and holds all fetched rows at once. Both send only rows that some query of the receiver
+may see.
 
 Who owns what on rank r, in the stage that visits sources s, s', ...:
 
-    q, out, lse, dq    this rank's rows, for the whole call; partial sums are held by the kernel's pass
-    k, v               this rank's rows; served to whoever needs them
+    q, out, lse, dq    this rank's rows, for the whole call; the kernel's pass holds partial sums
+    k, v               this rank's rows; sent to the ranks that need them
     k_s, v_s           the rows of the sources that this rank's queries need; received, read in one stage, dropped
-    dk_s, dv_s         this rank's contribution to the gradient of *those rows*; written to the transport's buffer and
-                       sent to their owners, which alone add them to their dk, dv
+    dk_s, dv_s         this rank's contribution to the gradient of *k_s, v_s*; written to the transport's buffer and
+                       sent to the owners, which alone add it to their dk, dv
 
-The next stage is always under way while one computes. The forward computes the local tiles first, so that the first
-fetch hides behind them; the backward last, so that the last delivery of dk and dv hides.
+The next stage is always fetched while one is computed. The forward computes the local tiles first, which hides the
+first fetch; the backward computes them last, which hides the last delivery of dk and dv.
 
-Heads may be computed in chunks, one after the other: buffers are those of one chunk.
+Heads may be computed in chunks, one after the other, so that buffers hold one chunk.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.kernels.scores.sinks import gradient_of_sinks, include_sinks, share_of_keys
 
-CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
+CHUNK_BYTES = 512 << 20  # bytes of K and V that a rank fetches, for the heads of one chunk
 
 
 class StageSettings(NamedTuple):
-    """What is decided for a call.
+    """The settings of a call.
 
     Attributes:
         head_chunks: parts of the kv heads that are computed one after the other.
-        gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
-            message belong to one row; else the accumulation dtype, so that every sum is rounded once.
+        gradient_dtype: the dtype in which dk and dv are sent: q's dtype if the kernel rounds them and a message has at
+            most one contribution to a row; else the accumulation dtype, so that every sum is rounded once.
     """
 
     head_chunks: int
@@ -72,12 +73,12 @@ def settle(
 
 
 def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
-    """Whether dk and dv travel as the kernel rounded them: no two of a message belong to one row."""
+    """Whether dk and dv are sent as the kernel rounded them: a message has at most one contribution to a row."""
     return kernel.rounds and (as_one_tile(kernel, schedule, features) or not schedule.overlapping)
 
 
 def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
-    """The number of chunks asked for, or the fewest in which no rank fetches more than `CHUNK_BYTES` of K and V."""
+    """The number of chunks ``wanted``; if 0, the fewest in which no rank fetches over `CHUNK_BYTES` of K and V."""
     num_kv_heads = k.shape[1]
     if wanted:
         if num_kv_heads % wanted:
@@ -98,7 +99,7 @@ def forward_by_stages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.P
         group: the cp group.
 
     Returns:
-        out [B, H, S_local, Dv] in q's dtype, as `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
+        out [B, H, S_local, Dv] in q's dtype, `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
     """
     if plan.settings.head_chunks == 1:
         return forward_of_heads(q, k, v, plan.scores, plan, group, None)
@@ -118,7 +119,7 @@ def forward_of_heads(
     group: dist.ProcessGroup,
     into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of these heads, written into tensors that are given or made."""
+    """out and lse of these heads, written to ``into`` or to new tensors."""
     route = plan.schedule.route
     with _open_transport(plan, group) as transport:
         incoming = None if transport is None else transport.fetch((k, v), route)
@@ -126,7 +127,7 @@ def forward_of_heads(
         if local_tiles := plan.tiles(None):
             forward.step(k, v, local_tiles)
 
-        def visit(stage: Stage) -> None:  # a function, so that what was fetched is given back when it returns
+        def visit(stage: Stage) -> None:  # a function, so that the fetched rows are freed when it returns
             if incoming is not None and (fetched := incoming.next()) is not None:
                 forward.step(fetched[0], fetched[1], plan.tiles(stage))
 
@@ -147,7 +148,7 @@ def backward_by_stages(
     group: dist.ProcessGroup,
     wanted: Collection[str] = (),
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients of this rank's q, k and v, and of tensors of the scores.
+    """Gradients of this rank's q, k and v, and partial gradients of score tensors.
 
     Args:
         dout: [B, H, S_local, Dv], the gradient of out.
@@ -156,15 +157,15 @@ def backward_by_stages(
         dlse: [B, H, S_local] or None, the gradient of lse.
         plan: the forward's plan.
         group: the cp group.
-        wanted: which of sinks and of `Scores.wanted` need a gradient.
+        wanted: names of the score tensors (sinks, and those of `Scores.wanted`) that need a gradient.
 
     Returns:
-        dq, dk, dv in the inputs' dtype, as `dense_like` them; and what was wanted by name, this rank's share of a sum
-        over ranks, in the accumulation dtype.
+        dq, dk, dv in the inputs' dtype, `dense_like` the inputs; and the wanted gradients by name, to be summed over
+        ranks, in the accumulation dtype.
     """
     given = begin_backward(dout, out, lse, dlse, plan.scores, plan.kernel, wanted)
     of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype)) if given.scores.wanted else None
-    # of a single chunk they are made at its end, when the kernels' own buffers are free
+    # for a single chunk they are allocated at its end, when the kernels' own buffers are free
     grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
     tensors = given.dout, q, k, v, given.out_or_delta, given.lse, *grads
     for heads, chunk in _by_head_chunks(tensors, plan):
@@ -177,14 +178,14 @@ def backward_by_stages(
 
 
 class BackwardRows(NamedTuple):
-    """What the tiles of a backward are given of this rank's rows: sinks and the gradient of lse are dealt with.
+    """Inputs of the tiles of a backward for this rank's rows, with sinks and the gradient of lse already applied.
 
     Attributes:
         dout: [B, H, S_local, Dv].
         out_or_delta: delta [B, H, S_local] for a kernel that uses it, else out.
         lse: [B, H, S_local].
-        scores: with the tensors whose gradients are wanted of tiles.
-        of_scores: the gradient of sinks, if it is wanted.
+        scores: with ``wanted`` set to the tensors whose gradients tiles compute.
+        of_scores: the gradient of sinks, if wanted.
     """
 
     dout: Tensor
@@ -197,7 +198,7 @@ class BackwardRows(NamedTuple):
 def begin_backward(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scores: Scores, kernel: Kernel, wanted: Collection[str]
 ) -> BackwardRows:
-    """What comes before the tiles of a backward, on some rows and heads; arguments as in `backward_by_stages`."""
+    """Prepare the tiles of a backward, on some rows and heads; arguments as in `backward_by_stages`."""
     of_scores = {}
     scores = replace(scores, wanted=frozenset(wanted) - {"sinks"}) if wanted else scores
     if (sinks := scores.sinks) is not None:
@@ -223,10 +224,10 @@ def backward_of_heads(
     group: dist.ProcessGroup,
     as_computed: torch.dtype | None = None,
 ) -> tuple[tuple[Tensor, ...], ScoreGradients]:
-    """dq, dk and dv of these heads, written into tensors that are given or made; keys travel, their gradients home.
+    """dq, dk and dv of these heads, written to ``into`` or to new tensors. Fetches keys and delivers their gradients.
 
-    ``as_computed`` is for a caller who copies them: results may be what a kernel returned, in its dtype, or of any
-    strides; dk and dv that are summed are rounded to this dtype.
+    ``as_computed`` is for a caller that copies the results: they may then have the kernel's dtype and any strides, and
+    dk and dv that are summed are rounded to the dtype ``as_computed``.
     """
     route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
     with _open_transport(plan, group) as transport:
@@ -257,7 +258,7 @@ def backward_of_heads(
         local_tiles = plan.tiles(None)
         local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
         collect()
-        # after all that arrived, so that the order of the sums is the same in every transport
+        # after all deliveries, so that every transport adds in the same order
         for piece in local_pieces:
             dk_sum.add(piece.begin, piece.dk)
             dv_sum.add(piece.begin, piece.dv)
@@ -270,22 +271,22 @@ def backward_of_heads(
 
 
 def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:
-    """That of one pass over one chunk of heads, closed also after an exception; None where nothing travels."""
+    """The transport of one pass over one chunk of heads, closed on exit; None if no rows are fetched."""
     if not plan.schedule.route.stages:
         return nullcontext()  # a transport takes host time
     if plan.method.open_transport is not None:
         return closing(plan.method.open_transport(plan, group))
-    if (chosen := plan.prepared.get("transport")) is None:  # by the plan's first pass, after ranks were compared
+    if (chosen := plan.prepared.get("transport")) is None:  # the plan's first pass, after ranks compared the call
         chosen = plan.prepared["transport"] = choose_transport(plan.options.transport, group, plan.device)
     return closing(make_transport(chosen, group, plan.schedule, plan.device, copy_together))
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
-    """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them.
+    """Views of [B, heads, ...] tensors, one chunk of the kv heads after the other, with the query heads that read them.
 
-    The first tensor has query heads, whose range comes with the views.
+    The first tensor has query heads; the range of these comes with the views.
     """
-    if plan.settings.head_chunks == 1:  # a view of each tensor takes the host as long as a kernel's launch
+    if plan.settings.head_chunks == 1:  # a view of each tensor would cost the host time of a kernel launch
         yield (0, tensors[0].shape[1]), tuple(tensors)
         return
     first = 0
@@ -296,7 +297,7 @@ def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tup
 
 
 def _method_of(name: str, groups: Grouping) -> Method:
-    """The method that visits sources in these stages."""
+    """A method that fetches from sources in stages by ``groups``."""
 
     def make(
         layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 1,

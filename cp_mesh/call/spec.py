@@ -1,7 +1,7 @@
-"""A call of attention: its `AttentionSpec`, the keywords without tensors, and a `Call`, which has tensors and spec.
+"""A call of attention: `AttentionSpec`, the keywords that are no tensors, and `Call`, the spec with the tensors.
 
-`cp_mesh.attention` makes a `Call` of what it was given; the ops, their fakes and their sharding rules read it back from
-their arguments. What keywords must be, and tensors to fit one another, is checked here, by all who check it.
+`cp_mesh.attention` makes a `Call` from its arguments; the ops, their fakes and their sharding rules read it back from
+theirs. The checks of keywords, and of tensors against one another, are here, for all callers.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from cp_mesh.kernels.scores import TERMS, Scores
 SCORE_OPTIONS = ("softcap", *TERMS, "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
 GRADED = tuple(TERMS)
-"""Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
+"""Tensors of the scores that can have a gradient, in the order in which the backward op returns the gradients."""
 _COUNTS = ("ulysses_degree", "inner_ring_size", "head_chunks")
 FACTORS = ("scale", "softcap", "dropout_p")
 EXECUTION = ("kernel", "method", "transport", *_COUNTS, "deterministic")
-"""Keywords that say how to compute, and change no result but by rounding."""
+"""Keywords that choose how to compute; they change results only by rounding."""
 DEGREES = (("ulysses_degree", "hybrid"), ("inner_ring_size", "double_ring"))
-"""Keywords that one method alone takes."""
+"""Keywords that only one method takes, and this method."""
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _PLAIN = {str, bool, int, float, type(None)}
 
 
 class AttentionSpec(NamedTuple):
-    """The keywords of `attention` that are no tensors, and what styles and planning say beside them.
+    """The keywords of `attention` that are no tensors, and further fields that styles and planning set.
 
-    `settle` makes it of keywords, with 0 for None. `text` writes it as JSON, and `Call.read` reads that.
+    `settle` makes it from keywords, with 0 for None. `text` writes it as JSON, which `Call.read` reads.
 
     Attributes:
-        layout, mask: as their ``spec()`` says them.
-        scale: 0 is that of the head dim (`with_scale`), which compiled code may have as a symbol: a string has none.
-        first_head, first_batch: what heads and batch rows of a local query count from, where scores depend on it.
+        layout, mask: the texts of their ``spec()``.
+        scale: 0 stands for 1 / sqrt(D) (`with_scale`): compiled code may have D as a symbol, which a text cannot hold.
+        first_head, first_batch: global indices of the first head and batch row of a local query, if scores read them.
         differentiable_lse: lse is a result that may have a gradient.
-        as_inputs: results lie in memory as the inputs do; else they are contiguous.
-        of_root: the sequence must be that of the `ShardedModel` in whose forward the call is.
-        keeps: tensors that a method made in the forward stay for the backward (`Method.kept_shapes`).
+        as_inputs: results have the memory order of the inputs; else they are contiguous.
+        of_root: the sequence must be the one of the `ShardedModel` in whose forward the call is.
+        keeps: the method may save tensors of the forward for the backward (`Method.kept_shapes`).
         score_mod, mask_mod: handles of `cp_mesh.kernels.functions`, or "".
-        captured_cuts: of what these read, which dims are cut over which groups; see `call.captures`.
-        sources: which of them mask_mod shows to whom, "" for all; see `cp_mesh.geometry.survey.say_sources`.
+        captured_cuts: which dims of captured tensors are sharded over which groups; see `call.captures`.
+        sources: which ranks' keys mask_mod shows to each rank, "" for all; see `cp_mesh.geometry.survey.say_sources`.
     """
 
     layout: str
@@ -85,21 +85,21 @@ class AttentionSpec(NamedTuple):
     sources: str = ""
 
     def text(self) -> str:
-        """What an op is told."""
-        # Dynamo, which keeps what it traced, warns of a cache that it looks through.
+        """The spec as JSON, an argument of the ops."""
+        # Not cached in a trace: Dynamo would warn of the cache.
         return _text(self) if torch.compiler.is_compiling() else _kept_text(self)
 
     def with_scale(self, head_dim: int) -> AttentionSpec:
-        """The same with the scale as a number."""
+        """The spec with a scale that is not 0."""
         return self if self.scale else self._replace(scale=1 / math.sqrt(head_dim))
 
 
 VERSION = 2
-"""Of what an op is told in JSON. Programs that were saved with another one are refused."""
+"""Version of the JSON that the ops take. Programs that were saved with another version are refused."""
 
 
 def _text(spec: AttentionSpec) -> str:
-    # By hand: Dynamo traces no json.dumps. Of what it made a symbol code is compiled for the number.
+    # By hand, as Dynamo does not trace json.dumps. guard_scalar specializes a symbol to its number.
     fields = [f'"version": {VERSION}']
     for name, x in spec._asdict().items():
         if isinstance(x, str):
@@ -129,12 +129,13 @@ def settle(
     graded: bool = False,
     **others: Any,
 ) -> AttentionSpec:
-    """What keywords say; refuses those that are wrong by themselves.
+    """The spec of keywords; refuses wrong ones.
 
-    Layers that ask alike share it, as checks take host time. It holds no tensor of a mask: each batch has others.
+    It is cached, as checks take host time: layers with equal keywords share it. It holds no mask tensors, which differ
+    in each batch.
 
     Args:
-        graded: whether anything needs a gradient.
+        graded: whether any tensor of the call needs a gradient.
         others: keywords of `attention`, and fields of `AttentionSpec`.
 
     Raises:
@@ -145,7 +146,7 @@ def settle(
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     given = layout, mask.spec(), return_lse, fixed, graded
     if not torch.compiler.is_compiling() and {*map(type, others.values())} <= _PLAIN:
-        with suppress(TypeError):  # of something without a hash
+        with suppress(TypeError):  # a value without a hash
             return _settle_once(*given, **others)
     return _settle(*given, **as_numbers(others))
 
@@ -160,15 +161,15 @@ def _settle(
             got, hint = f"{x} with method={chosen!r}", f"method={method!r} takes it, or leave it out"
             refuse(name, f"None, but with method={method!r}", got, hint)
     if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
-        hint = "the op rebuilds layouts by name: list your class in cp_mesh.geometry.layouts.LAYOUTS"
+        hint = "the op rebuilds layouts by name: add your class to cp_mesh.geometry.layouts.LAYOUTS"
         refuse("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint)
     if not compiling and layout.tensor is None and parse_layout(spec) != layout:
         hint = 'put its integer fields into spec(), "name:1,2", and make it a frozen dataclass'
         refuse("layout", f"{layout} from its spec", parse_layout(spec), hint)
     factors = {name: _as_float(others.get(name)) for name in FACTORS}
     sizes = {name: others.get(name) or 0 for name in _COUNTS}
-    # Of what compiled code calls all sizes are known in the trace, where "auto" has not chosen, and inner groups of
-    # unlike ranks have none. DTensors keep nothing.
+    # A trace must know the sizes of kept tensors. In compiled code it knows them only for Ulysses: "auto" chooses at
+    # run time, and sizes in inner groups differ between ranks. DTensors keep nothing.
     keeps = graded and others.get("as_inputs", False) and (chosen == "ulysses" or not compiling)
     settled = {"deterministic": deterministic, "differentiable_lse": return_lse and graded, "keeps": keeps}
     return AttentionSpec(spec, mask, **others | factors | sizes | settled)
@@ -178,31 +179,32 @@ _settle_once = lru_cache(maxsize=16, typed=True)(_settle)
 
 
 def as_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords with Python's numbers for NumPy's, and for tensors of one on the CPU that need no gradient."""
+    """Keywords with Python numbers in place of NumPy's and of one-element CPU tensors that need no gradient."""
     return {name: as_int(x) if name in _COUNTS else _number(x) if name in FACTORS else x for name, x in given.items()}
 
 
 def _number(x: Any) -> Any:
-    """Of a tensor, where that loses no gradient and waits for no GPU; other things as they are."""
+    """The number in a tensor, if reading it loses no gradient and does not wait for a GPU; other values unchanged."""
     if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.requires_grad or x.dtype == torch.bool:
         return x
     return x.item() if x.numel() == 1 and x.device.type == "cpu" else x
 
 
 def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
-    """What each keyword must be: its name, whether a value is right, and what a refusal expects and advises.
+    """The rule of each keyword: its name, a check of the value, and the expectation and hint of an error message.
 
-    Which names of kernels and the like there are is known where they are looked up. Not a constant: torch.compile would
-    guard all of its parts.
+    Names of kernels, methods and transports are checked where they are looked up. A function, not a constant:
+    torch.compile would guard every part of a constant.
     """
     return (
         ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
         ("mask", lambda x: type(x) is Mask, "a Mask",
-         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=); cp_mesh.batch_mask"
-         " reads a mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
+         "describe it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=);"
+         " cp_mesh.batch_mask reads a mask of tokens [B, S]; any other can be bias= of 0 and -inf with"
+         " Mask(causal=False)"),
         ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
         ("scale", _is_positive, "a positive number or None",
-         "multiply q by a learned or negative scale instead, and take that of a tensor on a GPU by item()"),
+         "multiply q by a learned or negative scale instead, and call item() on a GPU tensor"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
         *((name, lambda x: x is None or (type(x) is int and x > 0), "a positive int or None", "None is automatic")
           for name in _COUNTS),
@@ -219,19 +221,19 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:
-    """Refuse those that are wrong by themselves."""
+    """Refuse keywords with wrong values."""
     for name, is_right, expected, hint in _rules():
         if name in given and not is_right(x := given[name]):
             refuse(name, expected, shown(x), hint)
 
 
 def _as_float(x: Any) -> Any:
-    """Of Python's numbers, symbolic ones or NumPy's; 0 of None."""
+    """A Python, symbolic or NumPy number as a float; 0 for None."""
     return 0.0 if x is None else float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
 
 
 def shown(x: object) -> str:
-    """As a message says it: "1" is not 1, and a tensor is long."""
+    """A value for a message: strings in quotes, and tensors without their elements."""
     if isinstance(x, Tensor):
         shown = type(x).__name__ if x.ndim or x.is_meta else f"{x.detach().as_subclass(Tensor)}"
         return f"{shown}{f' on {x.device.type}' * (not x.is_cpu)}{', which requires a gradient' * x.requires_grad}"
@@ -259,29 +261,29 @@ _Named: Any = cast(Any, namedtuple)("Tensors", _NAMES, defaults=[None] * len(_NA
 class Tensors(_Named):
     """The tensors of a call beside q, k and v, on this rank, in the order in which the op takes them.
 
-    They are those of the mask (`geometry.mask.TENSORS`), `Layout.tensor`, one for each of `TERMS`, and the seed.
+    They are the mask's (`geometry.mask.TENSORS`), `Layout.tensor`, one for each of `TERMS`, and the dropout seed.
     """
 
     __slots__ = ()
 
     @classmethod
     def of(cls, mask: Mask, layout: Layout, *others: Tensor | None, **named: Tensor | None) -> Tensors:
-        """With those of the mask and the layout."""
+        """The tensors of a mask and a layout, and others."""
         return cls(mask.documents, mask.key_padding, mask.blocks, layout.tensor, *others, **named)
 
 
 NUM_TENSORS = len(Tensors._fields)
 _OTHERS = "Tensor[] captured, SymInt seq_len, int seq_dim, str group_name, str spec"
 SCHEMA = f"Tensor? {', Tensor? '.join(Tensors._fields)}, {_OTHERS}"
-"""Of what `Call.arguments` returns."""
+"""The op schema of the arguments that `Call.arguments` returns."""
 NUM_ARGUMENTS = NUM_TENSORS + len(_OTHERS.split(", "))
 
 
 class Call(NamedTuple):
-    """One call, but for q, k and v: what an op takes after its own tensors.
+    """One call without q, k and v: the arguments that an op takes after its own tensors.
 
-    ``seq_len``: of the whole sequence. ``captured``: what score_mod reads, then what mask_mod does; of one that is cut
-    (`AttentionSpec.captured_cuts`) this rank's shard.
+    ``seq_len``: of the whole sequence. ``captured``: the tensors that score_mod reads, then those of mask_mod; this
+    rank's shard if `AttentionSpec.captured_cuts` has the tensor.
     """
 
     tensors: Tensors
@@ -312,18 +314,18 @@ class Call(NamedTuple):
         return resolve_group(self.group_name)
 
     def as_asked(self, x: Tensor) -> Tensor:
-        """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
+        """A [B, H, S, D] result in the caller's format; contiguous unless the spec has ``as_inputs``."""
         x = x if self.seq_dim == 2 else self.format.from_bhsd(x)
         return x if self.options.as_inputs else x.contiguous()
 
 
 def nothing_kept(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the forward returns after out and lse where nothing is kept for the backward (`AttentionSpec.keeps`)."""
+    """The empty tensors that the forward returns after out and lse if it keeps none (`AttentionSpec.keeps`)."""
     return q.new_empty(0), q.new_empty(0), lse.new_empty(0)
 
 
 class Operand(NamedTuple):
-    """What planning reads of a [B, H, S, D] tensor."""
+    """The metadata of a [B, H, S, D] tensor that planning reads."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -331,19 +333,19 @@ class Operand(NamedTuple):
 
 
 def seed_tensor(seed: Any, device: torch.device | str) -> Tensor:
-    """int64; of a number, by a fill on the device, which waits for nothing."""
+    """The seed as an int64 tensor; a number is filled in on the device, without a synchronizing copy."""
     return seed if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
 def is_autocast(device_type: str) -> bool:
-    """Whether autocast is on for a device, also of the kind "meta", which PyTorch refuses to tell."""
+    """Whether autocast is on for a device type; False for "meta", for which PyTorch would raise."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in the autocast dtype, as `F.scaled_dot_product_attention` casts them: not fp64."""
+    """q, k and v in the autocast dtype; fp64 is not cast, as in `F.scaled_dot_product_attention`."""
     device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # as in `is_autocast`, with no call
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # `is_autocast` inlined, to save a call
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -356,7 +358,7 @@ def make_scores(
     captured: Sequence[Tensor] = (),
     seq_len: int = Scores.seq_len,
 ) -> Scores:
-    """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
+    """The `Scores` of a call, for its passes; ``dtype`` is the accumulation dtype."""
     seed = tensors.dropout_seed
     cast: dict[str, Any] = {
         name: x if x is None or TERMS[name].broadcasts else x.to(dtype).contiguous()
@@ -379,29 +381,29 @@ def make_scores(
 
 
 def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) -> None:
-    """Refuse a name that is none of those allowed."""
+    """Refuse a name that is not in ``allowed``."""
     if got not in allowed:
         close = get_close_matches(got.lower().replace("-", "_"), allowed, 1, cutoff=0.8)
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")
 
 
 def check_dense(**tensors: Any) -> None:
-    """Refuse what is no tensor, or one whose elements do not lie in memory as those of q, k and v do; by name."""
+    """Refuse arguments that are no tensors, or nested, sparse or vmapped ones; the keywords are their names."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         if x.is_nested:
-            hint = "lay its sequences one after the other, x.values(), and say Mask.from_cu_seqlens(x.offsets())"
+            hint = "pass its packed sequences, x.values(), and mask=Mask.from_cu_seqlens(x.offsets())"
             refuse(name, "a dense tensor", "a nested one", hint, UnsupportedError)
         if x.layout != torch.strided:
             refuse(name, "a dense tensor", f"one in the layout {x.layout}", "x.to_dense() makes one", UnsupportedError)
         if not torch.compiler.is_compiling() and is_batched(x):
-            hint = "call it once for all, with the mapped dim flattened into the batch, x.flatten(0, 1)"
+            hint = "call it once without vmap, with the mapped dim flattened into the batch, x.flatten(0, 1)"
             refuse(name, "no transform of torch.func", "a tensor under torch.func.vmap", hint, UnsupportedError)
 
 
 def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor, *, decoding: bool = False) -> None:
-    """Shapes, dtypes and devices of [B, H, S, D] tensors, local or global; ``decoding``: q has other rows than k."""
+    """Check shapes, dtypes, devices of [B, H, S, D] tensors, local or global; ``decoding``: q may have fewer rows."""
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         refuse("q, k, v", "one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them to a common dtype")
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -428,7 +430,7 @@ def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor,
 
 
 def check_scores(q: Tensor | Operand, tensors: Tensors, seq_len: int) -> None:
-    """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
+    """Check shapes, dtypes and devices of the scores' tensors against this rank's q [B, H, S_local, D]."""
     of_q = {"batch": q.shape[0], "heads": q.shape[1], "rows": q.shape[2], "keys": seq_len}
     for name, term in TERMS.items():
         if (x := getattr(tensors, name)) is None:
@@ -440,7 +442,7 @@ def check_scores(q: Tensor | Operand, tensors: Tensors, seq_len: int) -> None:
         if not fits or not x.is_floating_point():
             words = ", ".join(" or ".join(map(str, allowed)) or "odd" for allowed in dims)
             expected = f"floating point, shape [{words}] with the query heads on this rank"
-            hint = "with heads or rows sharded, give each rank those that it holds"
+            hint = "with heads or rows sharded, pass each rank the ones that it holds"
             refuse(name, expected, f"{x.dtype} {tuple(x.shape)}", hint)
     seed = tensors.dropout_seed
     if seed is not None and (seed.ndim > 1 or seed.numel() not in (1, 2) or seed.dtype != torch.int64):

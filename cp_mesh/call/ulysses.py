@@ -1,20 +1,21 @@
-"""Ulysses, Jacobs et al. 2023 (arXiv:2309.14509): each rank computes some heads of the rows of all ranks.
+"""Ulysses, Jacobs et al. 2023 (arXiv:2309.14509): each rank computes some heads over the rows of all ranks.
 
-An all-to-all gives a rank the rows of the ranks beside it, its inner group, for its heads; another one brings out and
-lse home. Among these rows it computes as one rank of a ring whose ranks are inner groups (`joined_layout`). Of plain
-Ulysses the inner group is the whole cp group: the ring has one rank, and its kernels see the problem of one device, the
-mask as it is, in one contiguous shard, whatever the layout. Who owns what, of U ranks in an inner group, h = H / U:
+An all-to-all within an inner group gives each rank all rows of the group for its heads; another one returns out and
+lse. The inner group acts as one rank of a ring whose ranks are inner groups (`joined_layout`). In plain Ulysses the
+inner group is the whole cp group: the ring has one rank, and in any layout kernels see the problem of one device, with
+the unsharded mask and one contiguous shard. Who owns what, with U ranks in an inner group and h = H / U:
 
     q, k, v, out, lse    [B, heads, S_local, D], all heads of this rank's rows
     q_h, k_h, ...        [B, h, rows of the group, D], this rank's heads, in the order of the joined shard
 
-Where kv heads do not divide by U each is sent several times, as many as make the groups of query heads equal on every
-rank; its gradients are then summed in fp32 where it came from. Terms of the scores by head are cut to the rank's heads,
-and rows of a bias travel as those of q do. Sinks and delta are dealt with before, on the rank's own rows.
+If U does not divide the kv heads, each is sent several times, so that every rank has equal groups of query heads per kv
+head; the owner of the rows then sums the gradients in fp32. Score terms by head are narrowed to the rank's heads, and
+rows of a bias are exchanged like those of q. The backward applies sinks and delta before the exchange, to the rank's
+own rows, or after it, to the rank's heads, if the forward kept tensors.
 
 The hybrid, Fang and Zhao 2024 (arXiv:2405.07719), has smaller groups: rank r of the cp axis has number r mod U in inner
-group r // U, and visits the keys of the other groups, for its heads, by the stages of the ring. Heads limit U, not the
-number of ranks; and the inner groups may be hosts, so that what travels between hosts is the ring's alone.
+group r // U, and fetches keys of the other groups, for its heads, in the stages of the ring. Heads limit U, not the
+number of ranks. If inner groups are hosts, only the ring sends between hosts.
 """
 
 from __future__ import annotations
@@ -55,18 +56,19 @@ from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
 
 FEW = 2
-"""Pieces of a rank that are put to their places one by one, as of zigzag: each takes a launch for each rank."""
+"""The most pieces of a rank that are copied to their places one by one, as in zigzag: a launch per piece and rank."""
 
 
 class UlyssesSettings(NamedTuple):
-    """What is decided for a call.
+    """The settings of a call.
 
     Attributes:
         head_chunks: parts of a rank's heads that are exchanged and computed one after the other.
-        gradient_dtype: in which dk and dv travel between inner groups, as in `StageSettings`.
+        gradient_dtype: the dtype in which dk and dv are sent between inner groups, as in `StageSettings`.
         degree: ranks of an inner group.
         repeats: how often each kv head is sent.
-        home_dtype: in which dk and dv travel home: rounded where they are complete, else the accumulation dtype.
+        home_dtype: the dtype in which the all-to-all returns dk and dv: q's if they are complete sums, else the
+            accumulation dtype.
     """
 
     head_chunks: int
@@ -77,7 +79,7 @@ class UlyssesSettings(NamedTuple):
 
 
 def choose_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
-    """All ranks; see `Method.choose_degree`."""
+    """The degree of plain Ulysses: all ranks; see `Method.choose_degree`."""
     num_heads = q.shape[1]
     if num_heads % cp_size:
         near = max(n for n in range(1, cp_size) if num_heads % n == 0)
@@ -88,7 +90,7 @@ def choose_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) 
 
 
 def choose_inner_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
-    """The degree asked for; or the largest that divides the ranks and the kv heads, or if only 1 does, the query heads.
+    """The degree of the hybrid: ``ulysses_degree``; if 0, gcd(cp_size, kv heads), or if that is 1, with query heads.
 
     See `Method.choose_degree`.
     """
@@ -108,7 +110,7 @@ def schedule_of_groups(
     layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 0,
     sources: Seen | None = None,
 ) -> Schedule:  # fmt: skip
-    """The schedule of a ring of inner groups, of all ranks if no ``degree`` is given; see `Method.make_schedule`."""
+    """The schedule of a ring of inner groups (one of all ranks if ``degree`` is 0); see `Method.make_schedule`."""
     degree = degree or cp_size
     joined, outer = join(layout, degree, cp_size), cp_size // degree
     of_groups = None if sources is None else np.any(sources.reshape(outer, degree, outer, degree), (1, 3))
@@ -122,7 +124,7 @@ def settle(
     """The settings of a call; see `Method.settle`."""
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // degree
-    group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, on every rank alike
+    group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, equal on all ranks
     wanted, of_kv = options.head_chunks, of_rank // group
     if wanted and of_kv % wanted:
         near = max(n for n in range(1, wanted) if of_kv % n == 0)
@@ -136,9 +138,9 @@ def settle(
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Attention of this rank's queries over all keys; see `cp_mesh.call.ring_loop.forward_by_stages`.
 
-    With `AttentionSpec.keeps` there follow, where they are as large as this rank's own, the q, k and v that arrived
-    [rows, features], out [rows, features] and lse [B, h, rows] of this rank's heads; and lse has no element unless it
-    has a gradient.
+    With `AttentionSpec.keeps`, and if kv heads are sent once, it also returns for this rank's heads the q, k and v that
+    arrived [rows, features], out [rows, features] and lse [B, h, rows]. The first lse is then empty unless it has a
+    gradient.
     """
     if plan.settings.degree == 1:
         return forward_by_stages(q, k, v, plan, group)
@@ -149,7 +151,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
     kept: list[Tensor] = []
 
     def compute(chunk: int, scores: Scores, qkv: Sequence[Tensor]) -> list[Tensor]:
-        # a function, so that what arrived is given back
+        # a function, so that the arrived tensors are freed when it returns
         arrived = call.exchange.to_heads(call.swaps, qkv)
         q_h, k_h, v_h = arrived.tensors
         out_h, lse_h = forward_of_heads(q_h, k_h, v_h, scores, call.plan, call.outer, None)
@@ -171,17 +173,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
 
 
 def _chunk_of(x: Tensor, chunks: int, chunk: int) -> Tensor:
-    """A view [n, m, ...] of one of the chunks that lie one after the other in a buffer [n, chunks · m, ...]."""
+    """A view [n, m, ...] of one chunk in a buffer [n, chunks · m, ...], in whose memory chunks follow one another."""
     return x if chunks == 1 else x.view(chunks, x.shape[0], x.shape[1] // chunks, *x.shape[2:])[chunk]
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """[rows, features] of a [B, heads, rows, D] tensor that is dense in this order: a view."""
+    """A [B, heads, rows, D] tensor as [rows, features]: a view if its memory has this order."""
     return x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
 
 
 def kept_shapes(q: Tensor, k: Tensor, v: Tensor, seq_len: int, cp_size: int, degree: int) -> list[tuple[int, ...]]:
-    """Of what `forward` returns beside out and lse; see `Method.kept_shapes`."""
+    """The shapes of the tensors that `forward` returns beside out and lse; see `Method.kept_shapes`."""
     per_kv_head, of_rank = q.shape[1] // k.shape[1], q.shape[1] // degree
     if degree == 1 or of_rank % per_kv_head:
         return []
@@ -205,8 +207,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients; see `cp_mesh.call.ring_loop.backward_by_stages`.
 
-    With ``kept``, the q, k and v that arrived in the forward, out and lse are those of this rank's heads too, as the
-    forward returned them, and of q, k and v only shapes without rows, and strides, are read.
+    ``kept`` holds the q, k and v that arrived in the forward. out and lse are then also those of this rank's heads, as
+    the forward returned them, and q, k and v have no rows: only their other sizes and strides are read.
     """
     if plan.settings.degree == 1:
         return backward_by_stages(dout, q, k, v, out, lse, dlse, plan, group, wanted)
@@ -219,7 +221,7 @@ def backward(
         dout_h, *others = call.exchange.to_heads(call.swaps, parts).tensors
         if kept is None:
             q_h, k_h, v_h, out_or_delta, lse_h = others
-            # kernels read numbers of rows with stride 1
+            # kernels read one number per row with stride 1
             out_or_delta = out_or_delta[..., 0].contiguous() if kernel.uses_delta else out_or_delta
             given = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
         else:
@@ -259,32 +261,32 @@ def backward(
 
 
 class _Call:
-    """What one pass needs to compute this rank's heads; entered around it.
+    """The state of one pass that computes this rank's heads; a context manager around the pass.
 
     Attributes:
         outer: the group of the ring.
-        swaps, exchange: heads against rows, in the inner group.
-        plan: of the ring of inner groups.
-        scores: of this rank's heads, and the rows of its inner group.
+        swaps, exchange: the all-to-alls of heads against rows in the inner group.
+        plan: the plan for the ring of inner groups.
+        scores: for this rank's heads and the rows of its inner group.
     """
 
     swaps: Swaps
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores) -> None:
         degree, name = plan.settings.degree, plan.options.transport
-        # Of a ring of one rank nothing travels, and nothing is asked of its group.
+        # A ring of one rank sends nothing, so its group is not used.
         self.outer, self._inner = (group, group) if degree == group.size() else parts_of(group, degree)
         if name == "symmetric_memory" and degree < group.size() and plan.seq_len:
-            choose_transport(name, group, plan.device)  # parts of a group may differ in what they have
+            choose_transport(name, group, plan.device)  # refuses on all ranks: only some inner groups may lack it
         self.exchange = _exchange(plan, degree, group, self._inner)
         self._size, self._settings, self._num_heads = degree, plan.settings, num_heads
         self.plan = plan
-        if plan.reads_tensors:  # at positions of the layout
+        if plan.reads_tensors:  # positions come from the layout
             self.plan = replace(plan, layout=join(plan.layout, degree, group.size()))
         rank, of_rank = self._inner.rank(), num_heads // degree
         self._heads = rank * of_rank, (rank + 1) * of_rank
         self.scores = scores.heads(*self._heads)
-        # Of a rank with one row a bias may be that of all rows, or of its own.
+        # If a rank has one row, a bias of one row may be for all rows or for that row.
         bias = scores.bias
         self._bias_travels = bias is not None and (bias.shape[2] != 1 or self.exchange.fewest_rows < 2)
         self._bias = bias if self._bias_travels else None
@@ -304,14 +306,14 @@ class _Call:
 
     def _exchange_bias(self, bias: Tensor) -> None:
         bias = bias.expand(-1, -1, self.exchange.own_rows, -1)
-        bias = bias.expand(-1, self._size, -1, -1) if bias.shape[1] == 1 else bias  # one for all heads
+        bias = bias.expand(-1, self._size, -1, -1) if bias.shape[1] == 1 else bias  # equal for all heads
         arrived = self.exchange.to_heads(self.swaps, (by_rank(bias, self._size),))
         self.scores = replace(self.scores, bias=arrived.tensors[0])
 
     def by_parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Scores, tuple[Tensor, ...]]]:
-        """Views [U, S_local, B, heads, D] of [B, heads, S_local, D] tensors, a chunk of each rank's at a time.
+        """Views [U, S_local, B, heads, D] of [B, heads, S_local, D] tensors, one chunk of each rank's heads at a time.
 
-        With them come the scores of this rank's chunk.
+        Each comes with the scores of this rank's chunk.
         """
         chunks, num_heads = self._settings.head_chunks, self._heads[1] - self._heads[0]
         for chunk in range(chunks):
@@ -322,12 +324,12 @@ class _Call:
     def bring_home(
         self, computed: Sequence[Tensor], into: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
     ) -> None:
-        """`HeadExchange.home`, copied; a function, so that what arrived is given back before the next chunk."""
+        """Copy from `HeadExchange.home`; a function, so that the arrived tensors are freed before the next chunk."""
         for part, x in zip(into, self.exchange.home(self.swaps, computed, dtypes), strict=True):
             part.copy_(x)
 
     def views(self, kept: Tensor, out: Tensor, chunk: int, likes: Sequence[Tensor]) -> list[Tensor]:
-        """q, k, v and out [B, h, rows, D] of a chunk, of what a forward kept; ``likes`` are [B, heads, any, D]."""
+        """q, k, v and out [B, h, rows, D] of a chunk, as views of the kept tensors; ``likes``: [B, heads, any, D]."""
         chunks = self._settings.head_chunks
         q, k, v = ((x.shape[0], x.shape[1] // (self._size * chunks), x.shape[3]) for x in likes)
         found: list[Tensor] = []
@@ -336,27 +338,27 @@ class _Call:
         return found
 
     def repeated(self, x: Tensor) -> Tensor:
-        """kv heads as often as they are sent."""
+        """kv heads, each repeated as often as it is sent."""
         return x if self._settings.repeats == 1 else x.repeat_interleave(self._settings.repeats, dim=1)
 
     def sent_back(self, x: Tensor, num_rows: int) -> Tensor:
-        """Where gradients of `repeated` kv heads arrive."""
+        """An empty tensor for the gradients of `repeated` kv heads."""
         if self._settings.repeats == 1:
             return dense_like(x, num_rows=num_rows)
         heads = x.shape[1] * self._settings.repeats
         return x.new_empty((x.shape[0], heads, *x.shape[2:]), dtype=self._settings.home_dtype)
 
     def summed(self, arrived: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x, rounded once."""
+        """The gradient of x: the sum over `repeated` heads, rounded once."""
         if self._settings.repeats == 1:
             return arrived
         return dense_like(x).copy_(arrived.unflatten(1, (x.shape[1], self._settings.repeats)).sum(2))
 
     def shares(self, scores: Scores, of_own: ScoreGradients) -> dict[str, Tensor]:
-        """This rank's shares of the gradients of tensors of the scores, from those of its heads and all rows."""
+        """This rank's partial gradients of score tensors, from the gradients of its heads and all rows."""
         found = {}
         for name, grad in of_own.items():
-            if name not in TERMS:  # captured, of all heads
+            if name not in TERMS:  # a captured tensor, which is not cut by heads
                 found[name] = grad
                 continue
             x = getattr(scores, name)
@@ -370,7 +372,7 @@ class _Call:
 
 
 def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.ProcessGroup) -> HeadExchange:
-    """Of the inner group; kept with the plan, since it may hold an order on the device."""
+    """The exchange of the inner group; cached with the plan, since it may hold an order on the device."""
     stream, of_group = stream_of(plan.device), (plan.layout, degree, plan.seq_len, group.size())
 
     def make() -> HeadExchange:
@@ -391,7 +393,7 @@ def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.Pro
 def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
     begin, parts, rises = 0, [], True
     for piece in pieces:
-        if isinstance(piece, Run):  # made on the device: nothing is copied, so that a CUDA graph may hold it
+        if isinstance(piece, Run):  # made on the device without a copy, so that a CUDA graph can capture it
             parts.append(
                 torch.arange(piece.start, piece.start + piece.stride * piece.length, piece.stride, device=device)
             )
@@ -404,7 +406,7 @@ def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
 
 
 def _slices(pieces: Sequence[Piece], shard_lens: Sequence[int]) -> list[list[slice]] | None:
-    """Those of each rank, of whose rows there are so many; None where they are more than `FEW` of a rank, or lists."""
+    """The slices of each rank's rows; None if a rank has more than `FEW` pieces, or a list."""
     found, left = [], [*pieces]
     for length in shard_lens:
         own: list[slice] = []

@@ -1,9 +1,9 @@
-"""How rows move between ranks, and how ranks compare what they are given.
+"""Communication: transports that move rows between ranks, and comparisons of the ranks' arguments.
 
-Read `contract` (what a transport does), then `functional` and `symmetric_memory` (two of them), and `exchange`, which
-chooses. `heads` swaps heads against rows; `shards` and `symmetric_shards` move rows of linears, `whole` small tensors.
-`packing` and `waiting` are what they share; `groups` are parts of the cp group, and `group_state` is what is kept by
-group. `agreement` finds ranks that differ before the first collective, `first_calls` says which calls it compares:
-`store_messages` leaves words in the store and deletes them, `fingerprints` says tensors in short, and `model_groups`
-who hears of a refusal.
+`contract` defines transports, `functional` and `symmetric_memory` implement them, `exchange` chooses one. `heads` does
+the all-to-all of heads and rows; `shards` and `symmetric_shards` move rows for linears, `whole` moves small tensors.
+`packing` and `waiting` are shared helpers; `groups` makes groups within the cp group, `group_state` keeps state by
+group. `agreement` compares ranks before the first collective, and `first_calls` selects the calls to compare:
+`store_messages` writes messages to the store, `fingerprints` makes digests of tensors, `model_groups` lists the groups
+that are informed of a refusal.
 """

@@ -1,11 +1,11 @@
-"""Compare what the ranks of a group have, and tell the others what one of them refuses.
+"""Compare arguments over the ranks of a group, and send an error of one rank to the others.
 
-The first call of each kind (`first_calls`) is compared through the store in which the process group was made: that
-needs no collective, and a rank that refuses its arguments leaves word there and raises, without waiting for anybody.
+The first call of each kind (`first_calls`) is compared through the store with which the process group was made. That
+needs no collective: a rank that refuses its arguments writes its error to the store and raises, without waiting.
 
-Check mode compares every call, by a collective. It is on in `cp_mesh.verify`, inside ``with check_mode():``, and where
-the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` turn first calls off as well.
-Any other word but those of `WORDS` is refused, where no `check_mode` decides.
+Check mode compares every call, by a collective. It is on in `cp_mesh.verify`, inside ``with check_mode():``, and if the
+environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` also turn off the comparison of
+first calls. Values of the variable that are not in `WORDS` are refused, unless a `check_mode` is active.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe
 
 PATIENCE = timedelta(minutes=10)
-"""How long a first call waits for the other ranks, if the timeout of their group is not shorter."""
+"""How long a first call waits for the other ranks, unless the timeout of their group is shorter."""
 STEP_PATIENCE = timedelta(seconds=10)
-"""How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come."""
+"""How long a first optimizer step waits. Ranks whose optimizer holds no parameter of the model never take part."""
 
 PASS, ORDER = "pass", "order of calls"
-"""Names of what check mode compares of the order of calls."""
+"""Names of the fields in which check mode compares the order of calls."""
 
 WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
-"""What ``CP_MESH_CHECK`` may say, in any case: whether every call is compared, or none."""
+"""Values of ``CP_MESH_CHECK``, in any case: True compares every call, False none."""
 
-_TOLD = "_cp_mesh_told"  # of an error: names of the groups whose ranks were told, or None if none is to be
+_TOLD = "_cp_mesh_told"  # attribute of an error: names of the groups that got it; None: send it to no group
 
 
 class Forward(NamedTuple):
-    """A forward of attention: how many came before it over its group, and the module of a plan that called it."""
+    """A forward of attention: its number over its group, and the module of a plan that called it."""
 
     number: int
     where: str
 
 
 class Check(NamedTuple):
-    """Of the code that runs: whether calls are compared, and in check mode what tells their order.
+    """The state of comparisons in the running code.
 
     Attributes:
-        enabled: what `check_mode` says; None outside of it.
+        enabled: the argument of `check_mode`; None outside of it.
         where: the module of a plan that calls attention.
         backward_of: the forward whose backward runs, in eager mode.
     """
@@ -67,7 +67,7 @@ CHECK: ContextVar[Check] = ContextVar("cp_mesh_check", default=Check())  # noqa:
 
 @contextmanager
 def checked(**fields: Any) -> Iterator[None]:
-    """With other fields of `CHECK`."""
+    """Set fields of `CHECK` inside the context."""
     token = CHECK.set(CHECK.get()._replace(**fields))
     try:
         yield
@@ -77,10 +77,10 @@ def checked(**fields: Any) -> Iterator[None]:
 
 @dataclass
 class _Compared:
-    """What this rank compared over one group.
+    """This rank's comparisons over one group.
 
-    ``times`` begins anew with each of the ``plans`` over it.
-    ``last``: to which all ranks came and refused nothing, and which is in the store until they come to the next one.
+    ``times`` counts comparisons since the last of the ``plans`` over the group.
+    ``last``: the latest comparison that all ranks joined without a refusal; its messages stay until the next such one.
     """
 
     times: int = 0
@@ -96,9 +96,9 @@ class _Compared:
 def check_mode(enabled: bool = True) -> Iterator[None]:
     """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
 
-    Also the whole inputs of a `ShardedModel`, and what `decode` and `ShardedCache.append` must be given alike. Every
-    rank raises `RankMismatchError` if anything that must agree does not, and if any rank refused its arguments while
-    others accepted theirs.
+    It also compares the whole inputs of a `ShardedModel`, and the arguments of `decode` and `ShardedCache.append` that
+    must be equal. Every rank raises `RankMismatchError` if anything that must agree does not, and if some ranks refused
+    their arguments while others accepted theirs.
 
     Args:
         enabled: False turns the mode off inside the context, and the comparison of first calls too. Must be the same
@@ -109,7 +109,7 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
 
 
 def checking(group: dist.ProcessGroup) -> bool:
-    """Whether check mode is on. Ranks of the group hear of a ``CP_MESH_CHECK`` that is refused here."""
+    """Return whether check mode is on. An invalid ``CP_MESH_CHECK`` is refused, and the other ranks get the error."""
     enabled = CHECK.get().enabled
     if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
         enabled = _meaning(group, word)
@@ -117,7 +117,7 @@ def checking(group: dist.ProcessGroup) -> bool:
 
 
 def turned_off(group: dist.ProcessGroup) -> bool:
-    """Whether somebody asked for no comparison at all; see `checking`."""
+    """Return whether all comparisons are turned off; see `checking`."""
     enabled = CHECK.get().enabled
     if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
         enabled = _meaning(group, word)
@@ -134,10 +134,10 @@ def _meaning(group: dist.ProcessGroup, word: str) -> bool:
 
 
 def count_plan(group: dist.ProcessGroup) -> int:
-    """There is a new model over the group, whose comparisons are counted anew.
+    """Count a new model over the group, and restart the numbers of its comparisons.
 
     Returns:
-        How many models it had before.
+        How many models the group had before.
     """
     own = state_of(group, _Compared)
     own.times = 0
@@ -146,7 +146,7 @@ def count_plan(group: dist.ProcessGroup) -> int:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is captured, in which nothing may be read."""
+    """Return whether a CUDA graph is being captured; the host may not read from the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -155,9 +155,9 @@ def agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patien
 
     Args:
         group: of ranks along ``axis``, "cp" or "tp".
-        fields: values by name; that of "call" says what is called, if not attention.
+        fields: values by name; "call" is the name of the called function, if it is not attention.
         axis: for messages.
-        patience: how long this rank waits for the others, if not as long as in a first call.
+        patience: how long this rank waits for the others; None: as long as in a first call.
 
     Raises:
         RankMismatchError: also if a rank refused its arguments, or did not come.
@@ -168,7 +168,7 @@ def agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patien
 
 
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """What the ranks of the group say, for whoever compares it otherwise than by equality."""
+    """Return the fields of all ranks of the group, for comparisons other than equality."""
     if turned_off(group) or group.size() == 1 or store_of(group) is None:
         return [dict(fields)]
     answers = _exchange(group, fields)
@@ -179,9 +179,9 @@ def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[d
 
 
 def compare_step(group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> Answers:
-    """What the ranks of the group say at a first optimizer step; none if not all of them came in time.
+    """Return the fields of all ranks at a first optimizer step; empty if some rank did not come in time.
 
-    The first that knows decides, so that all of them have the same answers, and none raises alone.
+    The first rank that has waited decides for all: all ranks return the same answers, and none raises alone.
     """
     if turned_off(group) or group.size() == 1 or store_of(group) is None:
         return {group.rank(): dict(fields)}
@@ -191,22 +191,22 @@ def compare_step(group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]
 
 
 def leave_word(text: str) -> None:
-    """For ranks that learn of a refusal by a collective, and then call `read_word`."""
+    """Write an error to the store, for ranks that learn of a refusal by a collective and then call `read_word`."""
     if (store := store_of(dist.group.WORLD)) is not None:
         store.set("cp_mesh/word", text)
 
 
 def read_word() -> str:
-    """What some rank left for the others."""
+    """Return the text that some rank wrote by `leave_word`."""
     store = store_of(dist.group.WORLD)
     return "" if store is None else store.get("cp_mesh/word").decode()
 
 
-@untraced  # which would trace it by itself, behind a graph break
+@untraced  # else it would be traced as a graph of its own, behind a graph break
 def _exchange(
     group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp", patience: timedelta | None = None
 ) -> list[dict[str, str]]:
-    """What every rank of the group left in the store for this comparison; a first call waits `PATIENCE` at most."""
+    """Return every rank's fields in this comparison through the store; a first call waits `PATIENCE` at most."""
     patience = patience or min(PATIENCE, timeout_of(group))
     compared = state_of(group, _Compared)
     words = Words(group, compared.next_topic(), fields)
@@ -218,33 +218,33 @@ def _exchange(
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
         said = (
             f"expected every {axis} rank in the first call of a kind, or in each batch of a model, got none from ranks "
-            f"{absent} in {patience}; they ended or are late, run other code, or calls of a shape that they had before"
+            f"{absent} in {patience}; they have ended, are late, run other code, or call with a shape they had before"
         )
         _raise_mismatch(group, fields, said)
     return [answers[rank] for rank in range(group.size())]
 
 
-@untraced  # which would trace it by itself, behind a graph break
+@untraced  # else it would be traced as a graph of its own, behind a graph break
 def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
-    """Tell the other ranks, which may have accepted their arguments, that this one has not.
+    """Send an error of this rank to the other ranks, which may have accepted their arguments.
 
-    Those of the cp group are waiting for this rank in check mode, which compares all calls of attention; else they, and
-    those of tp and of the groups beside this one, find it in the store if theirs is a first call.
+    In check mode, which compares all calls of attention, the ranks of cp wait in a collective, and get it there.
+    Otherwise they, and the ranks of tp and of the groups beside this one, read it from the store in their first call.
 
     Args:
         group: of ranks along ``axis``, "cp" or "tp".
-        error: what this rank is about to raise. It is told to each group once, however many frames it passes through.
-        axis: for how they are told.
-        in_check_mode: whether check mode compares what was refused, so that ranks of cp wait for this one there.
+        error: what this rank is about to raise. Each group gets it once, however many frames it passes through.
+        axis: decides how it is sent.
+        in_check_mode: whether check mode compares the refused call, so that ranks of cp wait for this one.
     """
     told: set[str] | None = vars(error).get(_TOLD, set())
     if isinstance(error, StopRecomputation):
-        return  # no refusal: a checkpoint ends its recomputation by it, in every step
+        return  # no refusal: checkpoints raise it in every step to end a recomputation
     if told is None or (isinstance(error, RankMismatchError) and not told):
-        return  # of one that nobody was told of, all ranks raise their own
+        return  # all ranks raise their own RankMismatchError
     waiting = group if axis == "cp" and in_check_mode and not told else None
     said, enabled = {"error": f"{type(error).__name__}: {error}"}, CHECK.get().enabled
-    if enabled is None:  # a CP_MESH_CHECK that is refused counts as none
+    if enabled is None:  # an invalid CP_MESH_CHECK counts as unset
         enabled = WORDS.get(os.environ.get("CP_MESH_CHECK", "").lower())
     for other, its_axis in (*beside(group).items(), (group, axis)):
         if other.group_name in told:
@@ -252,20 +252,20 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         vars(error)[_TOLD] = told = told | {other.group_name}
         if its_axis == "cp" and enabled and (in_check_mode or other is not group):
             if other is waiting:
-                with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
+                with suppress(RuntimeError):  # they wait in another collective; this rank must still raise the error
                     require_agreement(group, said)
         elif enabled is not False and other.size() > 1 and store_of(other) is not None:
             Words(other, state_of(other, _Compared).next_topic(), said).wait(None)
 
 
 def announce_error(group_name: str, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
-    """`announce_refusal`, but not while torch.compile traces: there all ranks are to refuse alike."""
+    """Call `announce_refusal`, except while torch.compile traces: all ranks must refuse alike there."""
     if not torch.compiler.is_compiling():
         announce_refusal(resolve_group(group_name), error, axis, in_check_mode)
 
 
 class refusing:
-    """``with refusing(group_name):`` tells the other ranks of a group what is refused inside; not in a trace.
+    """``with refusing(group_name):`` sends errors raised inside to the other ranks of a group, except in a trace.
 
     Args:
         group_name: of ranks along ``axis``, "cp" or "tp".
@@ -284,14 +284,14 @@ class refusing:
 
 
 def keep_to_itself(error: Exception) -> None:
-    """Tell no other rank of an error: they are past the comparison, and wait for rows."""
+    """Do not send this error to other ranks: they have passed the comparison, and wait for rows."""
     vars(error)[_TOLD] = None
 
 
 def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
-    """Add to the error of a collective over the group what other ranks have refused: why they may not have come.
+    """Add to the error of a collective a note with the refusals of other ranks, which may be why they did not come.
 
-    They refused a call that is not the first of its kind here, and so was not compared.
+    They refused a call that is not the first of its kind on this rank, so it was not compared.
     """
     if isinstance(error, RuntimeError) and group.size() > 1:
         compared = state_of(group, _Compared)
@@ -301,14 +301,14 @@ def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
 
 
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The fields of every rank; raises on ranks that refused nothing if another one did, see `require_agreement`."""
+    """Return the fields of every rank; raise on ranks without a refusal if another refused, see `require_agreement`."""
     answers: list[dict[str, str]] = [{} for _ in range(group.size())]
     try:
         dist.all_gather_object(answers, dict(fields), group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"attention: what check mode compares never came from all of ranks {dist.get_process_group_ranks(group)}: "
-            f"one ended, raised, or came later than the timeout of their group ({error})"
+            f"attention: arguments for check mode never came from all of ranks {dist.get_process_group_ranks(group)}: "
+            f"one has ended, raised, or exceeded the timeout of their group ({error})"
         ) from error
     _require_accepted(group, answers, fields)
     return answers
@@ -329,7 +329,7 @@ def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> No
 
     Args:
         group: the cp group.
-        fields: values by name; a rank that refused its arguments says so under the name "error".
+        fields: values by name; a rank that refused its arguments has its error under the name "error".
     """
     answers = exchange(group, fields)
     _require_equal(group, answers, fields)
@@ -340,21 +340,21 @@ def _require_equal(
 ) -> None:
     if "error" in fields:
         return  # this rank raises its own error
-    for name in dict.fromkeys(name for answer in answers for name in answer):  # what this rank does not have, too
+    for name in dict.fromkeys(name for answer in answers for name in answer):  # also fields that this rank lacks
         values = [answer.get(name, "missing") for answer in answers]
-        if name == "tokens" and "" in values:  # which not all ranks know
+        if name == "tokens" and "" in values:  # unknown on some ranks
             continue
         if len(set(values)) > 1:
             shown = "; ".join(f"{axis} rank {rank}: {value}" for rank, value in enumerate(values))
             hint = f"give every rank of a {axis} group the same batch and options"
             if name in (PASS, ORDER):
-                hint = "call modules and losses in one order on all ranks; a set has another one in each process"
+                hint = "call modules and losses in one order on all ranks; the order of a set differs by process"
             said = f"expected the same {name} on every {axis} rank, got {shown}; {hint}"
             _raise_mismatch(group, fields, said)
 
 
 def _raise_mismatch(group: dist.ProcessGroup, fields: Mapping[str, str], said: str) -> NoReturn:
-    """On every rank of the group; those of the groups beside it hear of it."""
+    """Raise on every rank of the group, and send the error to the groups beside it."""
     error = RankMismatchError(f"{fields.get('call', 'attention')}: {said}")
     vars(error)[_TOLD] = {group.group_name}
     announce_refusal(group, error)

@@ -1,9 +1,9 @@
 """The contract between the loops and the transports that move rows between ranks.
 
-Addressed by owner, not by neighbour. In step i every rank fetches rows straight from rank ``r - i`` and serves rank
-``r + i``, instead of passing on what its neighbour passed to it: the volume is that of a rotation at most, but only the
-rows that the receiver's mask needs travel, steps that nobody needs are skipped, and no hop waits for the one before.
-A gradient goes to its owner in one hop and is summed there, in a fixed order, so results do not depend on timing.
+Ranks address owners, not neighbours. In step i every rank fetches rows straight from rank ``r - i`` and serves rank
+``r + i``, instead of passing on what its neighbour sent. The volume is at most that of a rotation, but only rows that
+the receiver's mask needs travel, steps that no rank needs are skipped, and no hop waits for the hop before. A gradient
+goes to its owner in one hop and is summed there, in a fixed order, so results do not depend on timing.
 
 A pass opens a transport, fetches and delivers in the order of the stages, and closes it, also after an exception.
 """
@@ -35,20 +35,20 @@ class Incoming(Protocol):
     """Rows under way to this rank, stage by stage."""
 
     def next(self) -> tuple[Tensor, ...] | None:
-        """The tensors [B, H, rows, D] of the next stage, in the order of its buffer; None if it brings nothing."""
+        """Return the tensors [B, H, rows, D] of the next stage, in the order of its buffer; None if it has no rows."""
 
 
 class Outgoing(Protocol):
     """Gradients on their way to the owners of the rows they belong to."""
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
-        """Where gradients [B, H, rows, D] of the rows fetched in ``stage`` are to be written; None if it has none."""
+        """Return the tensors for gradients [B, H, rows, D] of the rows fetched in ``stage``; None if it has no rows."""
 
     def send(self, stage: Stage) -> None:
-        """Start sending what was written. Every rank calls it for every stage, in order."""
+        """Start sending the buffer of a stage. Every rank calls it for every stage, in order."""
 
     def collect(self) -> Iterator[Arrived]:
-        """What has arrived for this rank's rows, in the order of the stages; all of it once every stage was sent."""
+        """Yield gradients that have arrived for this rank's rows, in order of stages; all once every stage was sent."""
 
 
 class Transport(Protocol):
@@ -61,19 +61,19 @@ class Transport(Protocol):
         """Prepare to send gradients with this packing to the owners of the rows fetched on this route."""
 
     def close(self) -> None:
-        """The pass is over, perhaps by an exception: memory of its buffers may be used again."""
+        """End the pass, also after an exception: the memory of its buffers may be used again."""
 
 
 class Swap(NamedTuple):
-    """An all-to-all of rows as one rank sees it. A buffer holds what goes to one rank after what goes to another.
+    """An all-to-all of rows as one rank sees it. The send buffer holds the rows for each rank in rank order.
 
     Attributes:
-        to: rows for each rank, [cp_size].
-        origin: rows from each rank, [cp_size].
-        firsts: where this rank's rows begin in the buffer of each rank, [cp_size].
+        to: number of rows for each rank, [cp_size].
+        origin: number of rows from each rank, [cp_size].
+        firsts: first row for this rank in the buffer of each rank, [cp_size].
         most: rows of the largest buffer of any rank.
-        places: where the rows from each rank belong in what arrives, piece by piece; None: in rank order.
-        picks: of the rows of each rank's buffer, the pieces that are for this rank; None: those that lie in a row.
+        places: where the rows from each rank go in the received buffer, piece by piece; None: in rank order.
+        picks: the pieces for this rank in each rank's buffer; None: they are consecutive.
     """
 
     to: list[int]
@@ -88,7 +88,7 @@ class Swaps(Protocol):
     """The all-to-alls of one pass, one after the other.
 
     Attributes:
-        pulls: whether each rank takes its rows itself, so that `Swap.places` and `Swap.picks` are served.
+        pulls: whether each rank reads its rows itself, so that `Swap.places` and `Swap.picks` are used.
     """
 
     pulls: bool
@@ -96,17 +96,17 @@ class Swaps(Protocol):
     def start(
         self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
     ) -> Callable[[], Sequence[Tensor]]:
-        """Start to move buffers [rows, features], one of each packing, which ``write`` fills.
+        """Start to move buffers [rows, features], one per packing, which ``write`` fills.
 
-        What is returned waits for what came from all ranks, in rank order.
+        The returned function waits for the rows of all ranks and returns them, in rank order.
         """
 
     def close(self) -> None:
-        """The pass is over, perhaps by an exception: memory of its buffers may be used again."""
+        """End the pass, also after an exception: the memory of its buffers may be used again."""
 
 
 def split_arrived(buffer: Tensor, serve: Iterable[tuple[int, tuple[Rows, ...]]], packing: Packing) -> Iterator[Arrived]:
-    """Gradients [rows, features] that came back for the rows served, receiver after receiver, range after range."""
+    """Yield gradients [rows, features] that returned for served rows, receiver after receiver, range after range."""
     offset = 0
     for _, ranges in serve:
         for begin, end in ranges:

@@ -1,4 +1,4 @@
-"""Transports by name, and the choice that ``transport="auto"`` makes, once a group."""
+"""Transports by name, and the choice for ``transport="auto"``, made once per group."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Way(NamedTuple):
     """A way to move rows between ranks.
 
     Attributes:
-        lacks: (group, device) -> why these ranks cannot move rows so, the same on all of them; None if they can.
-        transport: (group, rows of a rank at most, device, copy of rows) -> one pass of the ring or of all-gather.
+        lacks: (group, device) -> why it does not work on these ranks, the same on all of them; None if it works.
+        transport: (group, most rows of a rank, device, copy function) -> one pass of the ring or of all-gather.
         swaps: (group, device) -> the all-to-alls of one pass of Ulysses.
     """
 
@@ -53,22 +53,22 @@ WAYS = {
     ),
     "symmetric_memory": Way(lambda group, device: unavailable(group, device), SymmetricTransport, SymmetricSwaps),
 }
-"""By name; "auto" takes the last that ranks can use."""
+"""By name; "auto" takes the last one that works."""
 TRANSPORTS = ("auto", *WAYS)
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
-    """The transport that a call over this group uses: the one asked for, or for "auto" the fastest that works.
+    """Return the transport of a call over this group: the one asked for, or for "auto" the fastest that works.
 
-    The first call over a group compares its ranks, which is a collective; the answer is kept with the group.
+    The first call over a group compares its ranks by a collective; the answer is kept with the group.
 
     Args:
-        name: of `TRANSPORTS`.
+        name: one of `TRANSPORTS`.
         group: the cp group.
         device: of the tensors.
 
     Raises:
-        UnsupportedError: if one is asked for where it does not work, on every rank alike.
+        UnsupportedError: on every rank, if the named transport does not work.
     """
     if group.size() == 1:
         return "functional"
@@ -81,10 +81,10 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
 def make_transport(
     chosen: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
 ) -> Transport:
-    """A transport for one pass, that `choose_transport` has chosen."""
+    """Make a transport for one pass; `choose_transport` has chosen it."""
     return WAYS[chosen].transport(group, max(schedule.shard_lens), device, copy)
 
 
 def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:
-    """All-to-alls for one pass; see `choose_transport`. Where there is no row, nothing is asked."""
+    """Make the all-to-alls for one pass; see `choose_transport`. Without rows it asks for no transport."""
     return WAYS[choose_transport(name, group, device) if seq_len else "functional"].swaps(group, device)

@@ -1,7 +1,7 @@
-"""Which calls over a group are the first of their kind, and in which order calls come.
+"""First calls of each kind over a group, and the order of calls.
 
-First calls are compared over the ranks (`agreement`), later ones pay for one look-up. In check mode the order of calls
-of attention is compared too.
+First calls are compared over the ranks (`agreement`); later calls cost one look-up. Check mode also compares the order
+of calls of attention.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.store_messages import store_of
 
 MOST_KINDS = 256
-"""Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
+"""Most kinds of calls per group that are compared: if every batch has a new length, comparisons must end some time."""
 
 
 @dataclass
 class _Calls:
-    """What this rank called over one group: which kinds were compared, and which it looked at alone, ``here``.
+    """This rank's calls over one group: the ``kinds`` that were compared, and those that it checked alone, ``here``.
 
     ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not.
     """
@@ -46,10 +46,10 @@ class _Calls:
 
 
 def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """Whether a call of this kind is to be compared over the group, by `agree_first`; one look-up for later calls.
+    """Return whether `agree_first` must compare a call of this kind over the group; one look-up for later calls.
 
-    Not while a CUDA graph is captured: its first call is the warm-up before. Ranks must count kinds alike, so a kind is
-    made of what must be equal on all of them.
+    False while a CUDA graph is captured: the warm-up before it was the first call. Ranks must count kinds alike, so a
+    kind is made of values that must be equal on all of them.
     """
     kinds = state_of(group, _Calls).kinds
     if kind in kinds or len(kinds) >= MOST_KINDS:
@@ -60,7 +60,7 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
 
 
 def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str], axis: str = "cp") -> None:
-    """`agree` of a call that is the first of its kind."""
+    """Call `agree` for the first call of its kind."""
     agree(group, fields, axis)
     state_of(group, _Calls).kinds.add(kind)
 
@@ -71,10 +71,10 @@ def agree_on_shapes(
     tensors: Mapping[str, Tensor | None],
     contents: Callable[[Tensor | None], str] = fingerprint,
 ) -> bool:
-    """Compare shapes and dtypes of a batch in every call, and in the first of a kind what ``contents`` says of each.
+    """Compare shapes and dtypes of a batch in every call, and in the first call of a kind ``contents`` of each tensor.
 
-    A call is a few requests to the store. Ranks that went on with rows of unlike numbers would end within gloo. In
-    check mode contents are compared in every call, by a collective, as other ranks tell what they refuse.
+    A comparison takes a few requests to the store. Without it, unequal numbers of rows would end the process in gloo.
+    In check mode every call compares contents by a collective, which also carries the refusals of other ranks.
 
     Returns:
         Whether contents were compared.
@@ -89,7 +89,7 @@ def agree_on_shapes(
     if is_new:
         agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
     elif backward_number() != -1:
-        return False  # what a checkpoint computes again was compared before
+        return False  # a recomputation of a checkpoint; its forward was compared
     elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
         agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
     return is_new
@@ -98,7 +98,7 @@ def agree_on_shapes(
 def agree_once(
     group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Mapping[str, str]], axis: str = "cp"
 ) -> None:
-    """`agree_first` of a kind that is new since the last plan over this group; one look-up for later calls.
+    """Call `agree_first` for a kind that is new since the last plan over this group; one look-up for later calls.
 
     Raises:
         RankMismatchError: as `agree`.
@@ -108,10 +108,10 @@ def agree_once(
 
 
 def look_again(group: dist.ProcessGroup) -> int:
-    """Compare first calls once more: there is a new model. Every rank of the group says so at the same place.
+    """Compare first calls again, for a new model. Every rank of the group must call this at the same place.
 
     Returns:
-        How many models it had before.
+        How many models the group had before.
     """
     for calls in states_of_all(_Calls):
         calls.here.clear()
@@ -120,7 +120,7 @@ def look_again(group: dist.ProcessGroup) -> int:
 
 
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """Whether this rank is yet to look at this kind over the group, which it does now; no other rank hears of it."""
+    """Return True in this rank's first call of a kind over the group; no other rank takes part."""
     here = state_of(group, _Calls).here
     if kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing():
         return False
@@ -129,14 +129,14 @@ def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
 
 
 def last_forward(group: dist.ProcessGroup) -> Forward:
-    """The one that has just run over the group."""
+    """Return the forward that has just run over the group."""
     return Forward(state_of(group, _Calls).forwards - 1, CHECK.get().where)
 
 
 def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
-    """What tells the place of a call of attention among the calls over its group, for check mode.
+    """Return a string for the place of a call of attention among the calls over its group, for check mode.
 
-    A backward in compiled code knows no forward: there it is how many calls were of this kind and direction.
+    A backward in compiled code does not know its forward; its string counts calls of this kind and direction.
     """
     calls, of = state_of(group, _Calls), CHECK.get().backward_of
     if direction == "forward":
@@ -146,7 +146,7 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
 
 def note_call(group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
-    """Of attention, in every call that was not refused."""
+    """Count a call of attention that was not refused."""
     own = state_of(group, _Calls)
     own.forwards += direction == "forward"
     if len(own.calls) < MOST_KINDS or (direction, kind) in own.calls:

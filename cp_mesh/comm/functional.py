@@ -1,4 +1,4 @@
-"""The portable transport: functional collectives (gloo, NCCL across hosts), one ragged all-to-all a stage.
+"""The portable transport: functional collectives (gloo, NCCL across hosts), one unequal all-to-all per stage.
 
 A collective is asynchronous until its wait; one stage is under way while another is computed.
 """
@@ -27,7 +27,7 @@ class _Exchange:
         self._received = funcol.all_to_all_single(sent, received_rows, sent_rows, group_name)
 
     def wait(self) -> Tensor:
-        """The received buffer [rows, features], rank after rank."""
+        """Wait for the received buffer [rows, features], rank after rank."""
         what = "attention: rows of other ranks"
         received: Tensor = call(wait_for, self._received, what, self._group_name, self._rows)
         del self._sent
@@ -38,8 +38,8 @@ class FunctionalTransport:
     """Hops over functional collectives.
 
     Args:
-        group: the cp group, or a part of it.
-        copy: of rows that are sent.
+        group: the cp group, or a group within it.
+        copy: copies the rows that are sent.
     """
 
     def __init__(self, group: dist.ProcessGroup, copy: Copy) -> None:
@@ -85,7 +85,7 @@ class FunctionalSwaps:
 
 
 class FunctionalIncoming:
-    """One stage is under way ahead of the one that is waited for."""
+    """Receives stage after stage; the next stage is under way while the caller uses one."""
 
     def __init__(self, transport: FunctionalTransport, tensors: Sequence[Tensor], stages: Sequence[Stage]) -> None:
         self._transport, self._tensors, self._stages = transport, tensors, deque(stages)

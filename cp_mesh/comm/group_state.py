@@ -1,4 +1,4 @@
-"""What is kept by process group, of every floor: one table."""
+"""State kept by process group, for all parts of the library: one table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-# Keyed by the group itself: names are used again after a group is destroyed. No value holds its group, so that an entry
-# goes with it.
+# Keyed by the group itself, as names are reused after a group is destroyed. No value holds its group, so that an entry
+# is dropped with the group.
 _KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[Callable[[], Any], Any]] = WeakKeyDictionary()
 
 
 def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
-    """What this kind of state is for a group: one instance, made by ``kind()`` when it is first asked for."""
+    """Return the group's state of this kind: one instance, made by ``kind()`` in the first call."""
     if (kinds := _KEPT.get(group)) is None:
         kinds = _KEPT.setdefault(group, {})
     if (own := kinds.get(kind)) is None:
@@ -25,11 +25,11 @@ def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
 
 
 def groups_with(kind: Callable[[], T]) -> list[tuple[dist.ProcessGroup, T]]:
-    """The groups that have an instance, with it."""
+    """Return the groups that have an instance, with the instance."""
     groups = (ref() for ref in _KEPT.keyrefs())  # a copy: other threads may add groups
     return [(group, kinds[kind]) for group in groups if group is not None and kind in (kinds := _KEPT.get(group, {}))]
 
 
 def states_of_all(kind: Callable[[], T]) -> list[T]:
-    """The instances of all groups."""
+    """Return the instances of all groups."""
     return [own for _, own in groups_with(kind)]

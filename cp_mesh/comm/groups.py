@@ -1,7 +1,7 @@
-"""Groups within the cp group: neighbours in inner groups, and ranks with one place in these in outer groups.
+"""Groups within the cp group: inner groups of consecutive ranks, and outer groups of ranks with one place in these.
 
-Rank r of a group is ``outer_rank * inner_size + inner_rank``. Groups are made when they are first asked for, and kept
-with the group that they are part of.
+Rank r of a group is ``outer_rank * inner_size + inner_rank``. Groups are made at their first use, and kept with the
+group that they are part of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 
 
 def as_mesh(mesh: Any) -> Any:
-    """Of a ProcessGroup a mesh, whose axis is named "cp"; anything else as it is."""
+    """Return a mesh with an axis "cp" for a ProcessGroup; return anything else unchanged."""
     if not isinstance(mesh, dist.ProcessGroup):
         return mesh
     device_type = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
@@ -27,28 +27,28 @@ def as_mesh(mesh: Any) -> Any:
 
 
 class Parts(NamedTuple):
-    """This rank's groups: ``inner`` has the ranks beside it, ``outer`` those with its rank in other inner groups."""
+    """This rank's groups: ``inner`` has its neighbours, ``outer`` the ranks with its place in other inner groups."""
 
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup
 
 
 class _Parts(dict[int, Parts]):
-    """Of a group, by the size of inner groups."""
+    """Parts of a group, by the size of inner groups."""
 
 
 class _Axes(list[tuple[str, str]]):
-    """Of meshes that were flattened to a group, the names of the groups of both axes."""
+    """Names of the groups of both axes, for meshes that were flattened to one group."""
 
 
 _MAKING = threading.Lock()
 
 
 def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
-    """The outer and inner group of this rank; the first question about a group and a size is a collective.
+    """Return the outer and inner group of this rank; the first call for a group and a size is a collective.
 
     Args:
-        group: of which every rank asks, for the same sizes in the same order.
+        group: all of its ranks must call this, for the same sizes in the same order.
         inner_size: ranks of an inner group, a divisor of the group's size that is neither 1 nor all of it.
 
     Raises:
@@ -62,29 +62,29 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
 
 
 def known_parts(group: dist.ProcessGroup) -> list[Parts]:
-    """All that `parts_of` has, and needs not make."""
+    """Return all parts that `parts_of` has made."""
     return [*state_of(group, _Parts).values()]
 
 
-@constant_in_traces  # Dynamo cannot trace it
+@constant_in_traces  # Dynamo cannot trace the look-up
 def names_of_axes(group_name: str) -> list[tuple[str, str]]:
-    """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
+    """Return the names of the groups of both axes, for each mesh that `flat` flattened to the group of this name."""
     return [*state_of(resolve_group(group_name), _Axes)]
 
 
 def is_cp_axis(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has one axis, or two that are the cp axis together: their names begin with "cp".
+    """Return whether a mesh has one axis, or two that form the cp axis together: their names begin with "cp".
 
-    Of others it cannot be known: a whole mesh of dp and cp has two axes too.
+    Names must decide: a whole mesh of dp and cp has two axes too.
     """
     return mesh.ndim == 1 or (mesh.ndim == 2 and all(name[:2] == "cp" for name in mesh.mesh_dim_names or ("", "")))
 
 
 def flat(mesh: DeviceMesh) -> DeviceMesh:
-    """Of a mesh that `is_cp_axis`, the 1-D one: itself, or flattened, of whose group its own are then parts.
+    """Return a 1-D mesh for one that `is_cp_axis`: itself, or flattened; its own groups are then parts of the new one.
 
-    A 2-D mesh has its outer axis first and its inner one last. The first question about it makes a group, by
-    `DeviceMesh._flatten`: on all ranks of the root mesh.
+    A 2-D mesh has its outer axis first and its inner axis last. The first call makes a group by
+    `DeviceMesh._flatten`, on all ranks of the root mesh.
 
     Raises:
         ArgumentError: if its ranks do not rise along the inner axis and then along the outer one.
@@ -113,10 +113,10 @@ def _keep_axes(mesh: DeviceMesh) -> bool:
 def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         hint = "run one forward and backward before the capture"
-        refuse("CUDA graph capture", "groups that are there", "a first call, which makes them", hint, UnsupportedError)
+        refuse("CUDA graph capture", "existing groups", "a first call, which makes them", hint, UnsupportedError)
     if not _MAKING.acquire(blocking=False):
-        hint = "call attention once over each group, one after the other, before threads do"
-        got = "two, which would mix their names"
+        hint = "call attention once over each group, one after the other, before threads call it"
+        got = "two, which would mix up group names"
         refuse("groups within the cp group", "one thread at a time", got, hint, UnsupportedError)
     try:
         return _make_alone(group, inner_size)
@@ -128,7 +128,7 @@ def _make_alone(group: dist.ProcessGroup, inner_size: int) -> Parts:
     size = group.size()
     inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
     outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]
-    # PyTorch names a new group by how many a rank is in, and ranks with other names would never meet.
+    # PyTorch names a new group by the number of groups that a rank has; ranks with different names never connect.
     counts: list[int] = [0] * size
     dist.all_gather_object(counts, len(world().pg_names), group)
     if len(set(counts)) > 1:
@@ -139,9 +139,9 @@ def _make_alone(group: dist.ProcessGroup, inner_size: int) -> Parts:
 
 
 def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGroup:
-    """The new group of this rank, of several that have all ranks of a group between them."""
+    """Make the new group of this rank; ``parts`` contain all ranks of a group."""
     if dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
-        # NCCL then splits communicators, which all ranks of the one that is split must do together.
+        # NCCL then splits communicators, which all ranks of the parent must do together.
         made = dist.split_group(group, parts)
         assert made is not None, "every rank is in a part"
         return made

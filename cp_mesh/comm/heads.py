@@ -1,9 +1,8 @@
-"""Heads against rows: after an all-to-all a rank holds all rows of some heads, and after another its rows of all heads.
+"""Exchange heads for rows (Ulysses): one all-to-all gives a rank all rows of some heads, another its rows of all heads.
 
-A buffer holds rows in rank order, which is the order of the layout; ``order`` puts them where their positions are, so
-that whoever computes on all rows sees one plain sequence. Where a rank has few pieces, and pulls rows itself, it puts
-them there at once. Tensors of one dtype travel in one buffer, into which they
-are copied at once where that can be.
+A buffer holds rows in rank order, which is the order of the layout. ``order`` moves them to their positions, so that
+the computation sees one plain sequence. If ranks have few pieces and pull rows themselves, they copy the pieces there
+at once. Tensors of one dtype travel in one buffer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Like = tuple[int, int, int, torch.dtype]
 
 
 class AllRows(NamedTuple):
-    """What arrived of this rank's heads.
+    """All rows of this rank's heads.
 
     Attributes:
         tensors: [B, heads, S, D] by position, views of the buffers.
@@ -37,17 +36,17 @@ class AllRows(NamedTuple):
 
 
 class HeadExchange:
-    """The all-to-alls of a group; holds nothing of a pass.
+    """The all-to-alls of a group; it holds no state of a pass.
 
     Args:
-        group: the cp group, or a part of it.
+        group: the cp group, or a group within it.
         shard_lens: rows of each rank, [size of the group].
         order: int64 [S] on the tensors' device, the positions of all rows in rank order; None if they rise one by one.
-        pieces: the same as slices, of each rank; None: there are too many, or some are none.
+        pieces: the same as slices, for each rank; None if there are too many, or some piece is not a run.
 
     Attributes:
-        seq_len: rows of all ranks.
-        own_rows, fewest_rows: of this rank, and of the one that has fewest.
+        seq_len: rows of all ranks together.
+        own_rows, fewest_rows: rows of this rank, and of the rank with the fewest.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class HeadExchange:
         self._placed = self._out._replace(places=pieces), self._home._replace(picks=pieces[rank] if pieces else None)
 
     def to_heads(self, swaps: Swaps, tensors: Sequence[Tensor]) -> AllRows:
-        """Send rank r what `by_rank` has for it, [r, S_local, B, heads, D] of each tensor; what came from all ranks."""
+        """Send rank r its part of `by_rank`, [r, S_local, B, heads, D] of each tensor; return the rows of all ranks."""
         packings = _packings(tuple((*x.shape[2:], x.dtype) for x in tensors), tensors[0].device)
 
         def write(buffers: Sequence[Tensor]) -> None:
@@ -82,15 +81,15 @@ class HeadExchange:
     def home(
         self, swaps: Swaps, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
     ) -> tuple[Tensor, ...]:
-        """Send what was computed of this rank's heads, [B, heads, S, D] each, to the owners of the rows.
+        """Send results of this rank's heads, [B, heads, S, D] each, to the owners of the rows.
 
         Args:
             swaps: of the pass.
             tensors: by position.
-            dtypes: in which they travel; None: as they are.
+            dtypes: in which they travel; None: their own.
 
         Returns:
-            What all ranks computed of this rank's rows, [rank, S_local, B, heads, D] of each, as `by_rank` has it.
+            Results of all ranks for this rank's rows, [rank, S_local, B, heads, D] of each, as in `by_rank`.
         """
         each = [x.dtype for x in tensors] if dtypes is None else dtypes
         likes = tuple((x.shape[0], x.shape[1], x.shape[3], dtype) for x, dtype in zip(tensors, each, strict=True))
@@ -104,7 +103,7 @@ class HeadExchange:
                     continue
                 if len(group) == 1 and group[0].is_contiguous() and group[0].dtype == buffer.dtype:
                     torch.index_select(group[0].view(buffer.shape), 0, order, out=buffer)
-                elif self._pieces is not None:  # more launches, and half of the bytes
+                elif self._pieces is not None:  # more launches, but half the bytes moved
                     at = 0
                     for place in chain.from_iterable(self._pieces):
                         of_piece = [x[place] for x in group]
@@ -128,7 +127,7 @@ class HeadExchange:
 
 
 def by_rank(x: Tensor, size: int, chunks: int = 1, chunk: int = 0) -> Tensor:
-    """A view [size, S, B, heads, D] of [B, size · chunks · heads, S, D]: each rank's heads, or a chunk of these."""
+    """View [B, size · chunks · heads, S, D] as [size, S, B, heads, D]: each rank's heads, or a chunk of these."""
     (B, H, S, D), (batch, head, row, last) = x.shape, x.stride()
     heads = H // (size * chunks)
     strides = chunks * heads * head, row, batch, head, last
@@ -136,7 +135,7 @@ def by_rank(x: Tensor, size: int, chunks: int = 1, chunk: int = 0) -> Tensor:
 
 
 def _pack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write tensors [..., B, heads, D] side by side into rows [rows, features]: in one launch where that can be."""
+    """Write tensors [..., B, heads, D] side by side into rows [rows, features], in one launch where possible."""
     x = tensors[0]
     rows, (B, _, D) = x.shape[:-3], x.shape[-3:]
     if len(tensors) == 1:
@@ -149,7 +148,7 @@ def _pack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _split(buffer: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Parts of a buffer [..., features], of the shapes of the tensors that lie in its rows."""
+    """Return the parts of a buffer [..., features] that hold the tensors in its rows, in their shapes."""
     widths = [x.shape[-3:].numel() for x in likes]
     return [part.unflatten(-1, x.shape[-3:]) for part, x in zip(buffer.split(widths, -1), likes, strict=True)]
 
@@ -170,15 +169,15 @@ class _Packings:
         self._of = [[i for i, dtype in enumerate(dtypes) if dtype == packing.dtype] for packing in self.each]
 
     def grouped(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Those of each packing."""
+        """Return the tensors of each packing."""
         return [list(tensors)] if len(self.each) == 1 else [[tensors[i] for i in of_dtype] for of_dtype in self._of]
 
     def views(self, buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors [B, heads, rows, D] that lie in the buffers, in their own order."""
+        """Return the tensors [B, heads, rows, D] that lie in the buffers, in their original order."""
         return self._in_order([packing.views(buffer) for packing, buffer in zip(self.each, buffers, strict=True)])
 
     def parts(self, buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors [..., B, heads, D] that lie in buffers [..., features], in their own order."""
+        """Return the tensors [..., B, heads, D] that lie in buffers [..., features], in their original order."""
         found = []
         for packing, buffer in zip(self.each, buffers, strict=True):
             widths = [batch * heads * dim for batch, heads, dim in packing.shapes]

@@ -1,4 +1,4 @@
-"""Which groups models have styles over beside a group: ranks of all of them hear of a refusal over one."""
+"""Groups of a model's styles beside a group: ranks of all of them get an error that is raised over one of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cp_mesh.comm.group_state import state_of
 
 
 class _Beside(weakref.WeakKeyDictionary[dist.ProcessGroup, str]):
-    """Groups, and the axis of each, "cp" or "tp"; kept by group those beside it, of all models together."""
+    """For one group, the groups beside it and the axis of each, "cp" or "tp", for all models together."""
 
 
 def stand_beside(groups: Mapping[dist.ProcessGroup, str]) -> None:
-    """Let ranks of all these groups, and of those known beside them, hear of a refusal over one of them.
+    """Connect these groups, and those known beside them: ranks of all get an error that is raised over one of them.
 
     Args:
-        groups: those that a model has styles over, and the axis of each, "cp" or "tp".
+        groups: the groups of a model's styles, and the axis of each, "cp" or "tp".
     """
     together = dict(groups)
     for group in groups:
@@ -29,10 +29,10 @@ def stand_beside(groups: Mapping[dist.ProcessGroup, str]) -> None:
 
 
 def beside(group: dist.ProcessGroup) -> dict[dist.ProcessGroup, str]:
-    """The other groups of models over this one."""
+    """Return the other groups of models over this one."""
     return dict(state_of(group, _Beside))
 
 
 def ranks_of_tp(group: dist.ProcessGroup) -> int:
-    """Of the groups that stand beside this one: how many ranks have other heads; 1 without styles over tp."""
+    """Return the number of ranks that share the heads, from the tp groups beside this one; 1 without styles over tp."""
     return math.prod(other.size() for other, axis in beside(group).items() if axis == "tp")

@@ -1,8 +1,8 @@
-"""Packing: rows of several tensors side by side in one buffer, so that one transfer moves all that a row has.
+"""Packing: rows of several tensors side by side in one buffer, so that one transfer moves all data of a row.
 
 A buffer is [rows, features]: row by row, the heads of the first tensor for every batch entry, then those of the next.
-Any range of rows is one contiguous piece of memory, and each tensor is a strided view [B, H, rows, D] of it whose last
-stride is 1, which is what kernels ask for.
+Any range of rows is one contiguous piece of memory. Each tensor is a strided view [B, H, rows, D] of the buffer with
+last stride 1, which kernels require.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Packing:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Packing:
-        """The packing of [B, H, S, D] tensors."""
+        """Return the packing of [B, H, S, D] tensors."""
         shapes = []
         for x in tensors:
             batch, heads, _, head_dim = x.shape
@@ -40,7 +40,7 @@ class Packing:
 
     @cached_property
     def features(self) -> int:
-        """Elements of a row."""
+        """Number of elements in a row."""
         return sum(batch * heads * head_dim for batch, heads, head_dim in self.shapes)
 
     @cached_property
@@ -48,11 +48,11 @@ class Packing:
         return self.features * self.dtype.itemsize
 
     def empty(self, num_rows: int) -> Tensor:
-        """A buffer [num_rows, features]."""
+        """Return a new buffer [num_rows, features]."""
         return torch.empty(num_rows, self.features, dtype=self.dtype, device=self.device)
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """The tensors [B, H, rows, D] that lie in a buffer."""
+        """Return the tensors [B, H, rows, D] that lie in a buffer."""
         views, offset = [], buffer.storage_offset()
         num_rows, row = buffer.shape[0], buffer.stride(0)
         for batch, heads, head_dim in self.shapes:
@@ -63,4 +63,4 @@ class Packing:
 
 
 make_packing = lru_cache(maxsize=256)(Packing)
-"""A `Packing`, kept."""
+"""Makes a `Packing`, cached."""

@@ -1,10 +1,10 @@
-"""Rows of the sequence on their way between ranks, such as those of tp: gathered, or summed and given to their owners.
+"""Rows of the sequence on their way between ranks, such as tp ranks: gathered, or summed and scattered to their owners.
 
-What begins here is under way until its result is asked for; products run in between. Shards are those of
-`torch.chunk`, or of any sizes: those that differ are padded to the largest while they travel.
+Each function starts a collective and returns a function that waits for it; matrix products run in between. Shards have
+`torch.chunk` sizes, or any others: unequal shards are padded to the largest while they travel.
 
-A `Moves` is one pass whose products begin before all rows have come, or before all are computed; it takes equal shards.
-Shapes: B batch rows, n rows of a rank or a part of them, D features.
+A `Moves` is one pass whose products begin before all rows have arrived, or before all are computed; its shards are
+equal. Shapes: B batch rows, n rows of a rank or a part of them, D features.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cp_mesh.comm.waiting import wait_for
 from cp_mesh.geometry.layouts import chunk_bounds
 
 Result = Callable[[], Tensor]
-"""Waits for a collective and returns what came."""
+"""Waits for a collective and returns its result."""
 
 
 class Shards(NamedTuple):
@@ -32,9 +32,9 @@ class Shards(NamedTuple):
     Attributes:
         num_rows: of all ranks together.
         group_name: of the group.
-        what: the user's function, for messages.
-        lens: how many rows each rank holds, where these are not the sizes of `torch.chunk`.
-        rank: this one, if the caller knows it: code that torch.compile traces cannot ask the group.
+        what: the function that the user called, for errors.
+        lens: rows of each rank, if they are not `torch.chunk` sizes.
+        rank: this rank, if the caller knows it: code that torch.compile traces cannot ask the group.
     """
 
     num_rows: int
@@ -49,25 +49,25 @@ class Shards(NamedTuple):
 
     @property
     def own(self) -> int:
-        """How many rows this rank holds."""
+        """Number of rows on this rank."""
         return self.sizes[self.group.rank() if self.rank is None else self.rank]
 
     @property
     def sizes(self) -> list[int]:
-        """How many rows each rank holds."""
+        """Number of rows on each rank."""
         if self.lens:
             return [*self.lens]
         size = self.group.size()
         return [end - begin for begin, end in (chunk_bounds(self.num_rows, size, rank) for rank in range(size))]
 
     def of(self, rank: int, part: slice | None = None) -> slice:
-        """The rows of a rank, or a part of them, where shards are equal."""
+        """Return the rows of a rank, or a part of them, for equal shards."""
         own = self.num_rows // self.group.size()
         begin, end = (0, own) if part is None else (part.start, part.stop)
         return slice(rank * own + begin, rank * own + end)
 
     def gather(self, x: Tensor) -> Result:
-        """Begin to gather x [..., own, D] to [..., num_rows, D]."""
+        """Start to gather x [..., own, D] to [..., num_rows, D]."""
         sizes = self.sizes
         if len(sizes) == 1:
             return lambda: x
@@ -84,7 +84,7 @@ class Shards(NamedTuple):
         return result
 
     def scatter_sum(self, x: Tensor) -> Result:
-        """Begin to sum x [..., num_rows, D] over the ranks, of which each gets its own rows."""
+        """Start to sum x [..., num_rows, D] over the ranks; each rank gets its own rows."""
         sizes = self.sizes
         if len(sizes) == 1:
             return lambda: x
@@ -97,7 +97,7 @@ class Shards(NamedTuple):
         return lambda: self._wait(started, sent).view(*x.shape[:-2], most, x.shape[-1])[..., :own, :].contiguous()
 
     def all_sum(self, x: Tensor) -> Result:
-        """Begin to sum x over the ranks, of which each gets all."""
+        """Start to sum x over the ranks; each rank gets the whole sum."""
         if len(self.sizes) == 1:
             return lambda: x
         sent = x.contiguous()
@@ -105,7 +105,7 @@ class Shards(NamedTuple):
         return lambda: self._wait(started, sent)
 
     def _wait(self, started: Tensor, sent: Tensor) -> Tensor:
-        """``sent`` is what the collective reads until then."""
+        """Wait for a collective; the argument ``sent`` keeps its input alive until then."""
         return wait_for(started, f"{self.what}: rows of other ranks", self.group_name)
 
 
@@ -115,7 +115,7 @@ def _padded(x: Tensor, num_rows: int) -> Tensor:
 
 
 Whole = Literal["lent", "kept"]
-"""All rows of a gather: until the end of the pass, or for as long as the caller likes."""
+"""How long the rows of a gather stay valid: until the end of the pass, or as long as the caller keeps them."""
 Write = Callable[[slice, Tensor], None]
 """Computes rows of the sequence into a buffer [B, n, D]."""
 
@@ -124,17 +124,17 @@ class Gather(Protocol):
     """Rows of all ranks on their way to this one."""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Those of other ranks, [B, n, D] each, as soon as they are there, and where they are in the sequence."""
+        """Yield rows of other ranks, [B, n, D] each, as they arrive, with their place in the sequence."""
 
     def whole(self) -> Tensor:
-        """All of them, [B, rows, D], if they were asked for."""
+        """Return all rows, [B, rows, D], if the gather was asked for them."""
 
 
 class Sums(Protocol):
-    """Rows that every rank has computed in part, on their way to their owners.
+    """Partial sums of rows, which every rank has computed, on their way to the owners of the rows.
 
     Attributes:
-        out: [B, rows of this rank, D], whose sums are without this rank's own part.
+        out: [B, rows of this rank, D], the sums of the other ranks' parts.
         chunks: parts of a rank's rows, which travel one after the other.
     """
 
@@ -142,27 +142,27 @@ class Sums(Protocol):
     chunks: list[slice]
 
     def send(self, chunk: slice, write: Write) -> None:
-        """Have this chunk of all other ranks' rows computed, and begin to send it; chunk after chunk."""
+        """Compute this chunk of all other ranks' rows by ``write``, and start to send it; chunk after chunk."""
 
     def receive(self, chunk: slice) -> Tensor:
-        """This chunk of ``out``, when the other ranks' parts have come; in the order of the sends."""
+        """Return this chunk of ``out`` once the other ranks' parts have arrived; in the order of the sends."""
 
 
 class Moves(Protocol):
-    """One pass; what is lent goes with its end."""
+    """One pass; its "lent" memory is valid until its end."""
 
     def gather(self, x: Tensor, whole: Whole | None) -> Gather:
-        """Begin to gather x [B, n, D]; once a pass."""
+        """Start to gather x [B, n, D]; once per pass."""
 
     def sums(self, like: Tensor, features: int, num_chunks: int) -> Sums:
-        """Of rows [B, *, features], of the dtype, device and B of a tensor; once a pass."""
+        """Prepare sums of rows [B, *, features] with the dtype, device and B of ``like``; once per pass."""
 
     def close(self) -> None:
-        """After it, also after an exception."""
+        """End the pass, also after an exception."""
 
 
 class FunctionalMoves:
-    """Over functional collectives: an all-gather, and an all-to-all for each chunk in the place of a reduce-scatter."""
+    """Moves over functional collectives: an all-gather, and an all-to-all per chunk instead of a reduce-scatter."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -218,6 +218,6 @@ class FunctionalSums:
 
 
 def chunks_of(num_rows: int, num_chunks: int) -> list[slice]:
-    """Slices of rows, none empty."""
+    """Return slices of rows, none of them empty."""
     bounds = (chunk_bounds(num_rows, num_chunks, chunk) for chunk in range(num_chunks))
     return [slice(begin, end) for begin, end in bounds if begin < end]

@@ -1,4 +1,4 @@
-"""What ranks leave in the store of their process group, for others to read."""
+"""Messages that ranks write to the store of their process group, for other ranks to read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch.distributed as dist
 from cp_mesh._torch import world
 
 Answers = dict[int, dict[str, str]]
-"""What ranks of a group say, by rank."""
+"""The messages of a group's ranks, by rank."""
 
 
-_clients = threading.local()  # of stores, by the store; none of the main thread
+_clients = threading.local()  # clients by store, for threads other than the main one
 
 
 def store_of(group: dist.ProcessGroup | None) -> Any:
-    """The store of a group, for this thread; None where it was made without one.
+    """Return the store of a group, for this thread; None if the group was made without a store.
 
-    A wait holds the lock of its client, so that no other thread could leave a word: each has a client of its own.
+    A waiting client holds its lock and would block other threads, so each thread has its own client.
     """
     store = _store_of(group)
     if store is None or threading.current_thread() is threading.main_thread():
@@ -41,7 +41,7 @@ def _store_of(group: dist.ProcessGroup | None) -> Any:
 
 
 class Words:
-    """What the ranks of a group leave in its store, each a word of its own.
+    """One comparison: each rank of a group writes one message to the group's store.
 
     Attributes:
         rank, size: of the group.
@@ -49,16 +49,16 @@ class Words:
 
     def __init__(self, group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> None:
         self.rank, self.size = group.rank(), group.size()
-        # PyTorch drops its own object when it destroys the group
+        # PyTorch drops the store object when it destroys the group
         self._group_store, self._store = weakref.ref(_store_of(group)), dist.PrefixStore("cp_mesh", store_of(group))
-        # a group made under the name of one that was destroyed finds in the store what that one left
+        # a group with the name of a destroyed group finds the messages of that group in the store
         self._topic, self._made_before = topic, (self._store.add(topic, 1) - 1) // self.size
         self._room = f"{topic}/{self._made_before}"
         self._keys = [f"{self._room}/{rank}" for rank in range(self.size)]
         self._store.set(self._keys[self.rank], json.dumps(dict(fields)))
 
     def wait(self, patience: timedelta | None) -> Answers:
-        """The words of those that come in time."""
+        """Return the messages of the ranks that write them in time; without ``patience`` do not wait."""
         if patience is not None:
             with suppress(RuntimeError):
                 self._store.wait(self._keys, patience)
@@ -66,12 +66,12 @@ class Words:
         keys = [self._keys[self.rank], f"{self._room}/when"]
         finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
         finalizer.atexit = False
-        with suppress(RuntimeError):  # the store is gone with the rank that served it
+        with suppress(RuntimeError):  # the rank that served the store has ended
             return {} if patience is None else self.read()
         return {}
 
     def read(self) -> Answers:
-        """The words that are there."""
+        """Return the messages that are in the store."""
         return self._of([rank for rank, key in enumerate(self._keys) if self._store.check([key])])
 
     def _of(self, present: Sequence[int]) -> Answers:
@@ -79,20 +79,20 @@ class Words:
         return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
 
     def forget(self) -> None:
-        """Leave nothing of a comparison that all ranks have read: they have come to a later one."""
-        for before in range(self._made_before + 1):  # a refusal may have left one in an earlier room
+        """Delete the messages of a comparison that all ranks have read: they have joined a later one."""
+        for before in range(self._made_before + 1):  # a refusal may have left a message in an earlier room
             self._store.delete_key(f"{self._topic}/{before}/{self.rank}")
         if self.rank == 0:
             self._store.delete_key(self._topic)
 
     def settle(self, name: str, value: str) -> str:
-        """What the first rank to settle this says."""
+        """Return the value that the first rank sets under this name."""
         return self._store.compare_set(f"{self._room}/{name}", "", value).decode()
 
 
 def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) -> None:
-    """Words that not all ranks came to read, so that no group of the same name takes them for its own."""
-    with suppress(RuntimeError):  # whoever holds the store may have gone
+    """Delete messages that not all ranks have read, so that a later group of the same name does not read them."""
+    with suppress(RuntimeError):  # the rank that serves the store may have ended
         if store.add(topic, 0) % size:
             store.add(topic, -1)
             for key in keys:
@@ -100,7 +100,7 @@ def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) ->
 
 
 def left_for(group: dist.ProcessGroup, topic: str) -> Answers:
-    """What others left for a comparison to which this rank has not come; none if their store is gone."""
+    """Return messages of other ranks in a comparison that this rank has not joined; empty if their store is gone."""
     if (store := store_of(group)) is None:
         return {}
     size, mine = group.size(), dist.PrefixStore("cp_mesh", store)

@@ -1,25 +1,25 @@
-"""Transport over symmetric memory, for the GPUs of one NVLink host: copy engines move rows, no SM does.
+"""Transport over symmetric memory, for the GPUs of one NVLink host: copy engines move rows, without SMs.
 
-A pass publishes its rows in memory that every rank of the group can read; peers pull what they need on a side stream,
-stage after stage, none waiting for another rank's hop. Gradients are pushed into slots of their owner's memory, one
-slot a sender, on a second stream. Of two ranks the slot lies where the rows did: their one reader has pulled them all
-before it sends.
+A pass publishes its rows in memory that every rank of the group can read. Peers pull the rows that they need on a side
+stream, stage after stage; no pull waits for another rank's hop. Gradients are pushed on a second stream into slots of
+the owner's memory, one slot per sender. With two ranks the slot is where the rows were: their one reader has pulled all
+of them before it sends.
 
-What keeps it correct, with no state that a CUDA graph's replay could miss:
+These barriers keep it correct, without state that the replay of a CUDA graph could miss:
 
-    barrier                 all ranks are done with what the pass before published, and with their slots
+    barrier                 all ranks are done with the rows and slots of the pass before
     write the rows
     barrier                 all rows are written: pulls begin; slots may be pushed to
     ... pulls, tiles, pushes ...
     barrier (push stream)   all pushes have landed: the owner sums its slots
 
-Every barrier is in stream order on the device, the host waits for nothing. A rank that never comes makes the others'
-barrier fail with a device error after the group's timeout, as a lost collective does.
+Every barrier is in stream order on the device; the host never waits. If a rank never comes, the barrier of the others
+fails with a device error after the group's timeout, like a lost collective.
 
 The memory and the two streams belong to the group and are shared by all of its passes. An eager pass waits for the
-eager pass before it, whichever stream that was on. A CUDA graph cannot be waited for so: all passes of a group inside
+eager pass before it, on whichever stream that was. This wait is impossible for a CUDA graph: all passes of a group in
 one capture must be on one stream, and replays in one order with the group's other passes. Memory grows when a pass
-needs more, which is a collective: a graph is captured after a warm-up call with the same shapes.
+needs more, by a collective, so a graph is captured after a warm-up call with the same shapes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from cp_mesh.geometry.schedule import Route, Stage, num_rows
 from cp_mesh.tape import Memory, call, give_up, on_error, told
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
-_GROWTH = 4  # memory that grows does so by a quarter at least: slowly rising lengths must not make it grow every time
-_MAX_VIEWS = 1024  # of one workspace
+_GROWTH = 4  # memory grows by at least a quarter, so that slowly rising lengths do not make it grow every time
+_MAX_VIEWS = 1024  # cached views of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
 
 class Workspace(Memory):
-    """Memory of a group, as many bytes on every rank, that every rank can read and write."""
+    """Memory of a group, equally many bytes on every rank, that every rank can read and write."""
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         super().__init__()
@@ -65,26 +65,26 @@ class Workspace(Memory):
         self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
+        """Return a buffer [num_rows, features] at ``offset`` bytes in a rank's memory, and the tensors in it."""
         self.hold()
         key = rank, offset, num_rows, packing
         made = self._views.get(key)
         if made is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            # Kept: making them takes longer on the host than the copy that they are for. The offset counts elements.
+            # Cached: making views takes the host longer than the copy takes the device. The offset counts elements.
             shape, first = (num_rows, packing.features), offset // packing.dtype.itemsize
             buffer = self._handle.get_buffer(rank, shape, packing.dtype, first)
             made = self._views[key] = buffer, packing.views(buffer)
         return made
 
     def barrier(self, channel: int) -> None:
-        """On the current stream: wait until every rank's stream got here."""
+        """Wait on the current stream until every rank's stream has reached the barrier."""
         call(self._handle.barrier, channel=channel, timeout_ms=self._timeout_ms)
 
 
 class _CudaLane:
-    """A stream beside the caller's."""
+    """A side stream beside the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._forked = False
@@ -92,29 +92,29 @@ class _CudaLane:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._caller = torch.cuda.current_stream(device)
         self._forking, self._joining = torch.cuda.Event(), torch.cuda.Event()
-        self._marks: list[torch.cuda.Event] = []  # used again by every pass, which waits for all of its own
+        self._marks: list[torch.cuda.Event] = []  # reused by every pass; a pass waits for all of its marks
         self._num_marks = 0
 
     def begin(self, caller: torch.cuda.Stream) -> None:
-        """A pass begins on the caller's stream."""
+        """Begin a pass on the caller's stream."""
         self._caller, self._num_marks = caller, 0
 
     def fork(self) -> None:
-        """What follows on the lane comes after all that the caller's stream was given so far."""
+        """Order later work of the lane after all work that the caller's stream has so far."""
         call(torch.cuda.Event.record, self._forking, self._caller)
         call(torch.cuda.Stream.wait_event, self._stream, self._forking)
         self._forked = True
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Work begun inside goes to the lane."""
+        """Launch work inside on the lane."""
         with torch.cuda.stream(self._stream):
             told(torch.cuda.set_stream, self._stream)
             yield
         told(torch.cuda.set_stream, self._caller)
 
     def mark(self) -> torch.cuda.Event:
-        """A point on the lane."""
+        """Record an event on the lane."""
         if self._num_marks == len(self._marks):
             self._marks.append(torch.cuda.Event())
         mark = self._marks[self._num_marks]
@@ -123,11 +123,11 @@ class _CudaLane:
         return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """The caller's stream goes on after a point of the lane."""
+        """Make the caller's stream wait for a mark of the lane."""
         call(torch.cuda.Stream.wait_event, self._caller, mark)
 
     def join(self) -> None:
-        """The caller's stream goes on after all that the lane was given so far."""
+        """Make the caller's stream wait for all work that the lane has so far."""
         # A capture may not wait for a stream that did not fork from it.
         if self._forked:
             call(torch.cuda.Event.record, self._joining, self._stream)
@@ -136,9 +136,9 @@ class _CudaLane:
 
 
 class GroupMemory(Memory):
-    """What outlives a call: a group's symmetric memory and the streams beside the caller's.
+    """A group's symmetric memory and the streams beside the caller's, which outlive a call.
 
-    Made by all ranks of the group together: they tell each other their hosts.
+    All ranks of the group make it together: they exchange the names of their hosts.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -148,7 +148,7 @@ class GroupMemory(Memory):
         dist.all_gather_object(answers, (host_name(), device.index or 0, _local_obstacle(device)), group=group)
         self.obstacle: str | None = _obstacle(answers)
         if self.obstacle is None:
-            # What forbids it in the end only a try tells: containers, other backends of symmetric memory.
+            # Only a try shows all obstacles, such as containers or other backends of symmetric memory.
             problem = None
             try:
                 Workspace(group, _ALIGNMENT, device).barrier(_MAIN)
@@ -157,7 +157,7 @@ class GroupMemory(Memory):
             dist.all_gather_object(answers, problem, group=group)
             self.obstacle = next((answer for answer in answers if answer), None)
         self._workspaces: dict[str, Workspace] = {}
-        self._kept: list[Workspace] = []  # outgrown, but a captured graph holds their addresses
+        self._kept: list[Workspace] = []  # replaced by larger ones, but a captured graph holds their addresses
         self._done: torch.cuda.Event | None = None  # the end of the last eager pass
         self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
 
@@ -165,7 +165,7 @@ class GroupMemory(Memory):
         """Order a pass after the one before, whichever stream that was on."""
         self.hold()
         stream = torch.cuda.current_stream(self._device)
-        # A capture begins after a device-wide wait, and may not wait for what was begun outside.
+        # A capture begins after a device-wide wait, and may not wait for work from outside.
         if self._done is not None and not torch.cuda.is_current_stream_capturing():
             call(torch.cuda.Stream.wait_event, stream, self._done)
         self.pulls.begin(stream)
@@ -173,7 +173,7 @@ class GroupMemory(Memory):
         on_error(partial(self._recover, stream))
 
     def end(self) -> None:
-        """All that the pass began comes before what the caller's stream is given next."""
+        """Order all work of the pass before later work of the caller's stream."""
         self.pulls.join()
         self.pushes.join()
         if not torch.cuda.is_current_stream_capturing():
@@ -181,7 +181,7 @@ class GroupMemory(Memory):
             call(torch.cuda.Event.record, self._done, torch.cuda.current_stream(self._device))
 
     def _recover(self, stream: torch.cuda.Stream) -> None:
-        """A recorded pass on this stream ended with an exception, wherever it was."""
+        """Clean up after a recorded pass on this stream that ended with an exception at any point."""
         torch.cuda.set_stream(stream)
         for lane in (self.pulls, self.pushes):
             lane.begin(stream)
@@ -189,7 +189,7 @@ class GroupMemory(Memory):
         self.end()
 
     def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Workspace:
-        """Memory for "rows" or for "gradients", of at least ``nbytes``; every rank asks for as many."""
+        """Return memory for "rows" or "gradients" of at least ``nbytes``; every rank must ask for the same size."""
         capturing = torch.cuda.is_current_stream_capturing()
         workspace = self._workspaces.get(purpose)
         if workspace is None or workspace.nbytes < nbytes:
@@ -198,7 +198,7 @@ class GroupMemory(Memory):
                     f"transport='symmetric_memory': the group's memory must grow to {nbytes} bytes, which a CUDA graph "
                     "capture cannot do; run one forward and backward with these shapes before the capture"
                 )
-            # Peers may still be reading the memory that is given back here.
+            # Peers may still read the memory that is freed here.
             torch.cuda.synchronize(self._device)
             give_up("memory that grows")
             if workspace is not None:
@@ -212,7 +212,7 @@ class GroupMemory(Memory):
         return workspace
 
     def wait(self) -> None:
-        """The host waits until the device is done; tapes of this memory end."""
+        """Let the host wait until the device is done, and end the tapes of this memory."""
         torch.cuda.synchronize(self._device)
         self.give_back()
 
@@ -223,13 +223,13 @@ class GroupMemory(Memory):
 
 @dataclass
 class Held:
-    """Of a group: its memory, from the first question about it on, until `release`."""
+    """A group's memory, from its first use until `release`."""
 
     memory: GroupMemory | None = None
 
 
 def group_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
-    """The memory of a group; the first question about a group is a collective."""
+    """Return the memory of a group; the first call for a group is a collective."""
     held = state_of(group, Held)
     if held.memory is None:
         if torch.cuda.is_current_stream_capturing():
@@ -242,10 +242,10 @@ def group_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
 
 
 def unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this group has no symmetric memory, or None if it has.
+    """Return why this group has no symmetric memory, or None if it has.
 
-    The first question about a group of CUDA ranks is a collective: its ranks tell each other their hosts. The answer is
-    kept, and equal on all ranks.
+    The first call for a group of CUDA ranks is a collective: its ranks exchange their hosts. The answer is cached, and
+    equal on all ranks.
     """
     if device.type != "cuda":
         return f"it joins CUDA devices, the tensors are on {device.type}"
@@ -253,7 +253,7 @@ def unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def host_name() -> str:
-    """Containers of one machine may share a name, and machines too: the boot id tells them apart."""
+    """Return the host name with the boot id, since containers and even machines may share a name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()} {file.read().strip()}"
@@ -262,7 +262,7 @@ def host_name() -> str:
 
 
 def _obstacle(answers: Sequence[tuple[str, int, str | None]]) -> str | None:
-    """What hinders ranks with these hosts, device indices and obstacles of their own."""
+    """Return what prevents symmetric memory, from the hosts, device indices and local obstacles of the ranks."""
     hosts, devices = {host for host, _, _ in answers}, {index for _, index, _ in answers}
     if len(hosts) > 1:
         return f"the group's ranks are on {len(hosts)} hosts"
@@ -283,16 +283,16 @@ def _local_obstacle(device: torch.device) -> str | None:
 
 
 def symmetric_memory_bytes() -> int:
-    """Bytes of symmetric memory that this process holds, for all groups; the caching allocator does not count them."""
+    """Return this process's bytes of symmetric memory, for all groups; the caching allocator does not count them."""
     return sum(held.memory.nbytes for held in states_of_all(Held) if held.memory is not None)
 
 
 def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) -> None:
-    """Give back a group's symmetric memory; every rank of the group calls it, and no captured graph may replay after.
+    """Free a group's symmetric memory; every rank of the group calls it, and no captured graph may replay after.
 
     Args:
         group: the cp group.
-        within: groups of this rank within it, whose memory goes too: those of `cp_mesh.comm.groups.known_parts`.
+        within: this rank's groups within it, whose memory is freed too: those of `cp_mesh.comm.groups.known_parts`.
     """
     of_groups = [state_of(each, Held) for each in (group, *within)]
     for held in of_groups:
@@ -300,7 +300,7 @@ def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) 
             held.memory.wait()
     dist.barrier(group)
     for held in of_groups:
-        if held.memory is not None and held.memory.obstacle is None:  # else there is none, which ranks know together
+        if held.memory is not None and held.memory.obstacle is None:  # else keep the answer of all ranks
             held.memory = None
 
 
@@ -308,10 +308,10 @@ class SymmetricTransport:
     """Hops of one pass over symmetric memory.
 
     Args:
-        group: the cp group, or a part of it.
-        most_rows: rows that a rank publishes, at most.
+        group: the cp group, or a group within it.
+        most_rows: most rows that a rank publishes.
         device: this rank's CUDA device.
-        copy: of rows that are published.
+        copy: copies the rows that are published.
     """
 
     def __init__(self, group: dist.ProcessGroup, most_rows: int, device: torch.device, copy: Copy) -> None:
@@ -325,15 +325,15 @@ class SymmetricTransport:
         return SymmetricOutgoing(self, packing, route)
 
     def close(self) -> None:
-        # Also after an exception: buffers that copies still use go back to the caller's stream now.
+        # Also after an exception: the caller's stream waits for copies before it reuses their buffers.
         self.memory.end()
 
 
 class SymmetricIncoming:
-    """All stages are pulled ahead, in order, while the caller computes.
+    """Pulls all stages ahead, in order, while the caller computes.
 
-    Rows are published at once. The pulls, which may begin then, are given to the device when the first stage is asked
-    for: what the caller launched before, its local tiles, need not wait until the host is done with them.
+    Rows are published at once. The pulls are launched when the first stage is asked for, so that the caller's local
+    tiles, launched before, do not wait until the host has launched the pulls.
     """
 
     def __init__(self, transport: SymmetricTransport, tensors: Sequence[Tensor], route: Route) -> None:
@@ -349,7 +349,7 @@ class SymmetricIncoming:
         workspace.barrier(_MAIN)
         self._workspace: Workspace = workspace
         self._buffers = [packing.empty(stage.num_fetched) for stage in route.stages]
-        # After the barrier, and after whatever used the memory of these buffers before.
+        # After the barrier, and after earlier work that used the memory of these buffers.
         self._lane.fork()
 
     def _pull(self) -> None:
@@ -375,7 +375,7 @@ class SymmetricIncoming:
 
 
 class SymmetricOutgoing:
-    """Gradients are pushed to a slot of their own in the owner's memory: slots of a rank lie sender after sender."""
+    """Pushes gradients to slots in the owner's memory; the slots of an owner lie sender after sender."""
 
     def __init__(self, transport: SymmetricTransport, packing: Packing, route: Route) -> None:
         memory, self._group = transport.memory, transport.group
@@ -410,11 +410,11 @@ class SymmetricOutgoing:
                 self._workspace.barrier(_PUSHED)
             self._sent.append((self._written, self._lane.mark()))
         self._written = None
-        if len(self._sent) > 2:  # long since pushed: its memory may be used again
+        if len(self._sent) > 2:  # pushed long before: its memory may be used again
             self._lane.wait(self._sent.popleft()[1])
 
     def collect(self) -> Iterator[Arrived]:
-        """Nothing before the last stage was sent: the slots are complete all at once."""
+        """Yield nothing before the last stage was sent: all slots are complete at once."""
         if self._collected or self._num_sent < len(self._route.stages):
             return
         assert self._workspace is not None
@@ -422,7 +422,7 @@ class SymmetricOutgoing:
         self._lane.join()
         self._sent.clear()
         rank, packing = self._group.rank(), self._packing
-        for stage in self._route.stages:  # the order of sums is that of the other transport
+        for stage in self._route.stages:  # sums in the same order as the other transport
             for receiver, ranges in stage.serve:
                 first = self._route.slots[receiver][rank] * packing.row_bytes
                 slot, tensors = self._workspace.rows(rank, first, num_rows(ranges), packing)
@@ -433,10 +433,10 @@ class SymmetricOutgoing:
 
 
 class SymmetricSwaps:
-    """All-to-alls of all rows: each rank publishes what it sends, and pulls what is meant for it from each other.
+    """All-to-alls of all rows: each rank publishes the rows that it sends, and pulls its rows from each other rank.
 
-    On the caller's stream, as what arrives is waited for at once. The barrier before rows are written is that of a
-    pass: all ranks have pulled what the all-to-all before published.
+    They run on the caller's stream, as the caller waits for the result at once. The barrier before rows are written is
+    that of a pass: all ranks have pulled the rows of the all-to-all before.
     """
 
     pulls = True
@@ -459,7 +459,7 @@ class SymmetricSwaps:
         received = [packing.empty(sum(swap.origin)) for packing in packings]
         for (offset, packing), buffer in zip(places, received, strict=True):
             parts = buffer.split(swap.origin)
-            for step in range(size):  # no two ranks pull from one at a time
+            for step in range(size):  # so that no two ranks pull from the same rank at a time
                 source = (rank - step) % size
                 if count := swap.origin[source]:
                     first = offset + swap.firsts[source] * packing.row_bytes
@@ -478,16 +478,16 @@ class SymmetricSwaps:
 
 
 def _copy_pieces(pieces: Sequence[Tensor], rows: Tensor, back: bool = False) -> None:
-    """Pieces into rows, one after the other; or ``back``, rows into the pieces."""
+    """Copy pieces into rows, one after the other; with ``back``, rows into the pieces."""
     for piece, part in zip(pieces, rows.split([piece.shape[0] for piece in pieces]), strict=True):
         piece.copy_(part) if back else part.copy_(piece)
 
 
 def _part(buffer: Tensor, first: int, count: int) -> Tensor:
-    """Rows of a buffer; most have a single source, and are moved whole."""
+    """Return rows of a buffer; most buffers have a single source and are moved whole."""
     return buffer if buffer.shape[0] == count else buffer[first : first + count]
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes of memory in which so many lie."""
+    """Return the size of aligned memory for ``nbytes``."""
     return max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)

@@ -1,15 +1,15 @@
-"""Rows of the sequence between the ranks of tp over symmetric memory: copy engines move them, beside products.
+"""Rows of the sequence between tp ranks over symmetric memory: copy engines move them while products run.
 
-    barrier                     all ranks are done with what the pass before left in the memory
+    barrier                     all ranks are done with the memory of the pass before
     gather: push this rank's rows into each other rank's memory, a barrier after each (side stream)
-        ... the product of this rank's rows; of each other rank's as they come, read where they lie ...
+        ... products: of this rank's rows, then of each other rank's rows as they arrive, read in place ...
     sums: products for the rows of other ranks, written into this rank's memory; a barrier
-          pull what the others have computed for this rank's rows (side stream), to which its own product is added
+          pull the other ranks' results for this rank's rows (side stream), and add this rank's own product
         ... products for the next chunk, or others ...
 
-Pushed rows need no copy before they travel, and pulled sums none after. A gather's barriers are on its side stream,
-where they wait for copies alone; those of sums are on the caller's, since a kernel that fills the GPU could keep a
-barrier of another stream from beginning, and the copies behind it.
+Pushed rows need no copy before they travel, and pulled sums no copy afterwards. The barriers of a gather are on its
+side stream, where they wait for copies alone. The barriers of sums are on the caller's stream: a kernel that fills the
+GPU could delay a barrier on another stream, and the copies after it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SymmetricMoves:
         self._is_clear = False
 
     def workspace(self, purpose: str, nbytes: int) -> Workspace:
-        """Memory for this pass, with which all ranks are done."""
+        """Return memory for this pass that no rank uses any more."""
         workspace = self.memory.workspace(purpose, aligned(nbytes), self.group)
         if not self._is_clear:
             workspace.barrier(_MAIN)
@@ -62,14 +62,14 @@ class _Slots:
         self._packing = make_packing(((1, 1, features),), like.dtype, like.device)
 
     def at(self, rank: int, first: int, num_rows: int, count: int = 1) -> Tensor:
-        """[count, B, num_rows, D], ``first`` rows of B from the begin of a rank's memory."""
+        """Return [count, B, num_rows, D], ``first`` rows of B after the begin of a rank's memory."""
         offset, total = first * self._batch * self._packing.row_bytes, count * self._batch * num_rows
         rows, _ = self._workspace.rows(rank, offset, total, self._packing)
         return rows.view(count, self._batch, num_rows, self._features)
 
 
 class SymmetricGather:
-    """Every rank's memory has a slot for each rank's rows."""
+    """A gather: every rank's memory has a slot for each rank's rows."""
 
     def __init__(self, moves: SymmetricMoves, x: Tensor, whole: Whole | None) -> None:
         self._shards, self._lane, self._size = moves.shards, moves.memory.pulls, moves.group.size()
@@ -110,7 +110,7 @@ class SymmetricGather:
 
 
 class SymmetricSums:
-    """Every rank's memory has a slot for each other rank, in the order of `_slot`: chunk after chunk in each."""
+    """Sums: every rank's memory has a slot for each other rank, in the order of `_slot`, chunk after chunk."""
 
     def __init__(self, moves: SymmetricMoves, like: Tensor, features: int, num_chunks: int) -> None:
         self._shards, self._lane, self._size = moves.shards, moves.memory.pushes, moves.group.size()
@@ -122,7 +122,7 @@ class SymmetricSums:
         self._pulled = like.new_empty(self._size - 1, *self.out.shape) if self._size > 2 else None
 
     def _slot(self, rank: int, step: int, chunk: slice) -> Tensor:
-        """[B, n, D] in a rank's memory, for the rank ``step`` ranks further."""
+        """Return [B, n, D] in a rank's memory, for the rank that is ``step`` ranks ahead of it."""
         return self._slots.at(rank, (step - 1) * self._own + chunk.start, chunk.stop - chunk.start)[0]
 
     def send(self, chunk: slice, write: Write) -> None:
@@ -135,7 +135,7 @@ class SymmetricSums:
             for step in range(1, self._size):
                 pulled = out if self._pulled is None else self._pulled[step - 1, :, chunk]
                 slot = self._slot((self._rank - step) % self._size, step, chunk)
-                for rows, theirs in zip(pulled, slot, strict=True):  # contiguous: what copy engines move
+                for rows, theirs in zip(pulled, slot, strict=True):  # contiguous, as copy engines require
                     rows.copy_(theirs)
             if self._pulled is not None:
                 torch.sum(self._pulled[:, :, chunk], 0, out=out)

@@ -1,6 +1,6 @@
-"""Waiting for a functional collective, so that an error of it says what was waited for, and for which ranks.
+"""Wait for a functional collective; an error names the data that was waited for, and the ranks.
 
-An error comes to the host over gloo alone; NCCL's ends the process, with the name of the collective.
+Only gloo reports an error to the host; NCCL ends the process, and prints the name of the collective.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from cp_mesh._torch import funcol, resolve_group
 
 
 def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[Sequence[int]] = ()) -> Tensor:
-    """The result of a functional collective.
+    """Return the result of a functional collective.
 
     Args:
         started: what the collective returned.
-        what: the rank waits for, with the name of the function that the user called.
+        what: the data, and the name of the function that the user called, for errors.
         group_name: of its group.
-        peers: for each rank of the group what it takes part in, 0 for nothing, list after list; none: all do.
+        peers: lists of one number per rank of the group, 0 for no data; empty: all ranks take part.
 
     Raises:
         RuntimeError: if a rank ended, or did not come within the group's timeout.
@@ -35,6 +35,6 @@ def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[Sequen
         ranks = dist.get_process_group_ranks(group)
         others = [x for i, x in enumerate(ranks) if i != group.rank() and (not peers or any(n[i] for n in peers))]
         raise RuntimeError(
-            f"{what} never came: rank {ranks[group.rank()]} waited for ranks {others}, of which one ended, raised, or "
-            f"came later than the timeout of their group; the rank that printed an error first tells why ({error})"
+            f"{what} never came: rank {ranks[group.rank()]} waited for ranks {others}, of which one has ended, raised, "
+            f"or exceeded the timeout of their group; the first error that a rank printed shows the cause ({error})"
         ) from error

@@ -1,7 +1,7 @@
-"""A whole tensor of the shards of all ranks, and back: for tensors that are small beside keys and values.
+"""Gather the shards of all ranks to a whole tensor, and back: for tensors that are small beside keys and values.
 
-Shards may be unequal, and lie in any order: ``lens`` are their lengths by rank, ``inverse`` tells for each row of the
-whole where it is among the shards, rank after rank; None: in that order.
+Shards may be unequal, and in any order. ``lens`` are their lengths by rank; ``inverse`` gives for each row of the
+whole its index among the shards, rank after rank (None: the same order).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cp_mesh.comm.shards import Shards
 
 
 def gather(x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, group_name: str, what: str) -> Tensor:
-    """The whole tensor, contiguous, of this rank's shard along a dim; ``what`` names the call in an error."""
+    """Return the whole tensor, contiguous, from each rank's shard along a dim; ``what`` names the call in an error."""
     rows = x.movedim(dim, 0)
     whole = Shards(sum(lens), group_name, what, tuple(lens)).gather(_flat(rows))()
     whole = whole if inverse is None else whole.index_select(0, inverse)
@@ -24,9 +24,9 @@ def gather(x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, gro
 def scatter_sum(
     x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, rank: int, group_name: str, what: str
 ) -> Tensor:
-    """This rank's shard of the sum over ranks of whole tensors, contiguous, summed in their dtype.
+    """Return this rank's shard of the sum of whole tensors over ranks, contiguous, summed in their dtype.
 
-    Of rows that several ranks hold the first one has the sum, the others zeros.
+    For rows that several ranks hold, the first of these ranks gets the sum, the others zeros.
     """
     rows = x.movedim(dim, 0)
     rows = rows if inverse is None else rows.new_zeros(sum(lens), *rows.shape[1:]).index_copy(0, inverse, rows)

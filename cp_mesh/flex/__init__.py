@@ -1,8 +1,8 @@
-"""Functions of users as scores and masks: `flex_attention` under context parallelism.
+"""`flex_attention` under context parallelism: score_mod and mask_mod are functions of the user.
 
-Read `function` (what users call), `trace` (a function becomes a graph) and `rank_mask` (whose keys a mask needs).
-`block_mask` reads PyTorch's BlockMask, and `fingerprint` says when a function may be taken for traced. The kernel that
-runs them is in `kernels/flex`.
+Read `function` (what users call), `trace` (a function becomes a graph) and `rank_mask` (which ranks' keys a mask
+needs). `block_mask` reads PyTorch's BlockMask, and `fingerprint` decides when an earlier trace of a function is still
+valid. The kernel that runs the functions is in `kernels/flex`.
 """
 
 from cp_mesh._aliases import moved_from

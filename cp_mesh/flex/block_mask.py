@@ -1,4 +1,4 @@
-"""Masks of `flex_attention`: `create_block_mask`, and what is read of PyTorch's BlockMask."""
+"""Masks of `flex_attention`: `create_block_mask`, and reading PyTorch's BlockMask."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class PairMask:
-    """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant.
+    """What `create_block_mask` returns: a mask_mod, and the sizes that it is for.
 
-    ``sources``: which ranks' keys it shows to whom, if it was made for a sequence; nothing else is computed of it.
+    ``sources``: which ranks' keys it shows to which ranks, if it was built with a sequence; else None.
     """
 
     mask_mod: MaskMod
@@ -43,29 +43,30 @@ def create_block_mask(
     KV_LEN: int,
     sequence: ShardedSequence | None = None,
 ) -> PairMask:
-    """A mask for `flex_attention`, as torch's function of this name; it has no blocks and takes no memory.
+    """A mask for `flex_attention`, like torch's function of this name, but without blocks and their memory.
 
-    With ``sequence`` every cp rank calls it alike. Each looks at all pairs of its own queries, some at a time, and one
-    all-gather of a bit for each source tells the others which ranks' keys it needs: others neither travel to it nor are
-    computed, in both passes. That holds in this layout, of what mask_mod reads now; calls of the mask in another one,
-    or after a write to what it reads, are refused. Make it once for each batch, not in each layer.
+    With ``sequence``, call it on every cp rank with the same arguments. Each rank evaluates mask_mod on all pairs of
+    its own queries, part by part, and one small all-gather shares which ranks' keys it needs. Other keys are neither
+    sent to it nor computed, in both passes. The mask is then valid for this layout and for the tensors that mask_mod
+    reads as they are now: a call in another layout, or after a write to such a tensor, raises. Build it once per batch,
+    not once per layer.
 
     Args:
-        mask_mod: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key, of global indices. With ``sequence`` it
-            reads plain tensors.
-        B, H: batch rows and query heads, or None or 1 where the mask is the same for all. With ``sequence`` they are
-            those of the calls, global ones of DTensors, where mask_mod reads these indices.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, on global indices: whether the query sees the key. With ``sequence`` it
+            may only read plain tensors.
+        B, H: batch rows and query heads, or None or 1 where the mask is the same for all. With ``sequence`` pass the
+            sizes of the calls (global ones for DTensors) if mask_mod reads these indices.
         Q_LEN, KV_LEN: tokens of the whole sequence.
-        sequence: in which mesh and layout the calls will be. None: all keys travel that their ``mask=`` leaves.
+        sequence: the mesh and layout of the calls. None: all keys that ``mask=`` of a call keeps are sent.
 
     Raises:
-        ArgumentError: if ``sequence`` is of another length.
-        UnsupportedError: if the lengths differ; with ``sequence``, for what mask_mod may not read then.
-        RankMismatchError: with ``sequence``, if ranks differ, in the first call of each mask_mod, layout and length; in
-            any call if another rank raised while it looked.
+        ArgumentError: if ``sequence`` has another length.
+        UnsupportedError: if Q_LEN and KV_LEN differ; with ``sequence``, if mask_mod reads DTensors or inference ones.
+        RankMismatchError: with ``sequence``, if ranks differ (checked at the first call of each mask_mod, layout and
+            length), or if another rank raised while it evaluated mask_mod.
     """
     if Q_LEN != KV_LEN:
-        hint = "keys are those of the same sequence"
+        hint = "only self-attention is supported: queries and keys of one sequence"
         refuse("create_block_mask", "Q_LEN and KV_LEN that are equal", (Q_LEN, KV_LEN), hint, UnsupportedError)
     sources = None if sequence is None else find_sources(mask_mod, B, H, Q_LEN, sequence)
     return PairMask(mask_mod, B, H, Q_LEN, sources)
@@ -74,14 +75,14 @@ def create_block_mask(
 def read_mask(
     block_mask: Any, query: Tensor, sizes: tuple[int, int, int], last: int | None = None
 ) -> tuple[ScalarFunction, tuple[Tensor, ...]]:
-    """The mask_mod of a mask; refuses masks of another size than batch, heads and length."""
+    """The traced mask_mod of a mask and its captured tensors; refuses a mask whose batch, heads or length differ."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if isinstance(block_mask, PairMask):
         given: tuple[Any, ...] = block_mask.batch, block_mask.heads, block_mask.seq_len, block_mask.seq_len
     elif isinstance(block_mask, BlockMask):
         if getattr(block_mask.mask_mod, "__name__", "") == SLICED_MASK_MOD:
-            hint = "pass the mask of the whole sequence, heads and batch as create_block_mask made it, on every rank"
+            hint = "pass the whole mask, as create_block_mask made it, on every rank"
             refuse("block_mask", "a whole mask", "a slice of one, block_mask[...]", hint)
         given = *block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths
     else:
@@ -90,10 +91,10 @@ def read_mask(
     batch, heads, length = sizes
     if given[0] not in (None, 1, batch) or given[1] not in (None, 1, heads) or set(given[2:]) != {length}:
         expected = f"the whole sequence: B 1 or {batch}, H 1 or {heads}, {length} queries and keys"
-        hint = "make it of the global length, and never slice it; pass seq_len= where shards are of unequal lengths"
+        hint = "build it for the global length and do not slice it; pass seq_len= if shards have unequal lengths"
         refuse("block_mask", expected, given, hint)
     if block_mask.mask_mod is None:
-        refuse("block_mask", "a mask with a mask_mod", None, "block_mask=None shows every pair")
+        refuse("block_mask", "a mask with a mask_mod", None, "block_mask=None hides nothing")
     function, captured = trace("mask_mod", block_mask.mask_mod, query, last, 0 not in sizes)
     assert function is not None
     function.check(captured, (*sizes, sizes[2]))
@@ -101,8 +102,8 @@ def read_mask(
         block_mask.sources.check(function, captured, batch, heads)
     if isinstance(block_mask, BlockMask):
         if any(isinstance(x, DTensor) for x in captured):
-            hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) has none"
-            refuse("block_mask", "blocks of plain tensors", "a mask_mod of DTensors", hint, UnsupportedError)
+            hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) takes DTensors"
+            refuse("block_mask", "a BlockMask of plain tensors", "a mask_mod of DTensors", hint, UnsupportedError)
         if 0 not in sizes:
             _check_blocks(block_mask, function, captured, sizes)
     return function, captured
@@ -114,9 +115,9 @@ _checked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def _check_blocks(
     block_mask: Any, function: ScalarFunction, captured: Sequence[Tensor], sizes: tuple[int, int, int]
 ) -> None:
-    """Refuse blocks that are not those of mask_mod: it would not be the whole mask. Looks at each mask once.
+    """Refuse a BlockMask whose blocks contradict its mask_mod, which alone decides here. Checks each mask once.
 
-    That takes as many pairs as PyTorch's function looked at.
+    The check evaluates as many pairs as PyTorch's function evaluated to build the mask.
     """
     key = function.handle, sizes, Unchanged(captured)
     if _checked.get(block_mask) == key:
@@ -136,11 +137,11 @@ def _check_blocks(
             all_of = torch.stack([x.all(-1).all(-1) for x in blocks], -1)
             alike = not (whole[:, :, i, : len(blocks)] & ~all_of).any()
         if not alike:
-            hint = "say the whole mask in mask_mod: cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
+            hint = "express the whole mask in mask_mod: cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
             refuse("block_mask", "blocks that follow from its mask_mod", "others", hint, UnsupportedError)
     _checked[block_mask] = key
 
 
 def _indices(mask_mod: ScalarFunction, sizes: tuple[int, int, int], device: torch.device) -> list[Tensor]:
-    """Of batch rows and heads in which a mask_mod differs, and of tokens."""
+    """Indices of the batch rows and heads in which mask_mod differs, and of all tokens."""
     return [torch.arange(n, device=device) for n in (*mask_mod.sizes(*sizes[:2]), sizes[2])]

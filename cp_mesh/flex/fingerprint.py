@@ -1,7 +1,7 @@
-"""What a function of users can depend on: the tensors, numbers and code that it reaches, where these are all there is.
+"""Fingerprint of a user's function: all tensors, numbers and code that it can depend on.
 
-A function that reaches what one reached before does what that did, so it need not be traced again. Where something else
-is reached, such as a module's attributes, a list or what another package says, nothing is known.
+A function with the fingerprint of an earlier one does the same, so it need not be traced again. A function that may
+read anything else, such as attributes of a module, a list or state of another package, has no fingerprint.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_PACKAGES = ("torch", "math", "operator")  # whose modules and functions are what they are
+_PACKAGES = ("torch", "math", "operator")  # their modules and functions are taken as constant
 _BUILTINS = frozenset(
     ("abs", "bool", "float", "int", "isinstance", "len", "max", "min", "pow", "range", "round", "sum")
 )
 _NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OTHERS = ("STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "STORE_NAME", "DELETE_", "IMPORT_", "LOAD_NAME", "LOAD_BUILD",
            "LOAD_FROM", "LOAD_LOCALS", "YIELD", "SEND")  # fmt: skip
-"""Instructions that write where others read, or read what is not looked at here."""
+"""Instructions that write shared state, or read state that the fingerprint does not cover."""
 _STATES = ("is_", "are_", "get_", "_", "backends", "cuda", "distributed", "random", "initial_seed", "current_", "grad")
-"""Beginnings of attributes that tell what is so now: of torch, and of tensors."""
+"""Prefixes of attributes of torch and of tensors that read changing state."""
 
 
 class Reached(NamedTuple):
-    """``key`` is equal where code, numbers, and shapes and the like of tensors are; each of these is listed once."""
+    """``key``: the code, the numbers and the metadata of the tensors. ``tensors``: each tensor once."""
 
     key: tuple[Hashable, ...]
     tensors: list[Tensor]
 
 
 def reached_by(function: Any) -> Reached | None:
-    """None if the function may depend on something else."""
+    """The fingerprint of a function; None if it may depend on anything else."""
     found = _Found()
     return Reached(tuple(found.key), found.tensors) if type(function) is FunctionType and found.add(function) else None
 
@@ -48,7 +48,7 @@ class _Found:
         self._functions: list[FunctionType] = []
 
     def add(self, x: Any) -> bool:
-        """Whether what it is was written down."""
+        """Add a value to the key; False if the key cannot cover it."""
         if type(x) in (Tensor, nn.Parameter, nn.Buffer):
             place = next((i for i, y in enumerate(self.tensors) if y is x), len(self.tensors))
             self.tensors += [x] * (place == len(self.tensors))
@@ -79,7 +79,7 @@ class _Found:
         self.key += [function.__code__, names]
         try:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # a cell is still empty
             return False
         defaults = (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()))
         of_globals = function.__globals__
@@ -95,7 +95,7 @@ def _is_of(module: str | None) -> bool:
 
 @lru_cache(maxsize=256)
 def _names_in(code: CodeType) -> tuple[str, ...] | None:
-    """Of what is global in a function and those within it; None if it may depend on more than is looked at here."""
+    """Names of the globals that a function and its inner functions read; None if it may depend on other state."""
     names = dict[str, None]()
     for x in dis.get_instructions(code):
         if x.opname.startswith(_OTHERS) or (x.opname == "STORE_DEREF" and x.argval in code.co_freevars):

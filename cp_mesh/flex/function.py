@@ -1,7 +1,7 @@
-"""`flex_attention`: attention whose scores and mask are functions of users, on the global indices of a pair.
+"""`flex_attention`: score_mod and mask_mod are functions of the user on the global indices of query and key.
 
-Each call traces them (`flex.trace`): what they capture becomes arguments of the op, with gradients, and graphs go
-by their handles (`cp_mesh.kernels.functions`).
+Each call traces the functions (`flex.trace`). The tensors that they capture become arguments of the op, with gradients.
+The op receives the traced graphs as string handles (`cp_mesh.kernels.functions`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cp_mesh.kernels.functions import ScalarFunction
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MESH = ContextVar[DeviceMesh | None]("MESH", default=None)
-"""Of calls without one: a mesh of this rank alone, where a model runs on whole sequences beside other ranks."""
+"""Default for calls without a mesh: a mesh of this rank alone, set while a model runs on whole sequences."""
 
 
 @untraced
@@ -60,39 +60,37 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`torch.nn.attention.flex_attention.flex_attention` over a sequence sharded on the cp axis of a mesh.
 
-    score_mod and mask_mod are functions of scalar tensors, and see what they would see on one device: *global* indices
-    of batch row, query head, query and key, whichever rank computes them. (Of local tensors, heads and batch rows count
-    from 0 on this rank; of DTensors they are global.) They may read other tensors, captured ones, at any index: whole
-    tensors, equal on all cp ranks, or DTensors. Captured tensors that score_mod reads get gradients: this rank's share,
-    whose sum over ranks is the gradient, summed in float32 (float64) and rounded once. What mask_mod reads has none.
+    score_mod and mask_mod are functions of scalar tensors and get the indices that they would get on one device:
+    *global* indices of batch row, query head, query and key, on every rank. (With local tensors, heads and batch rows
+    count from 0 on this rank; with DTensors they are global.) The functions may read captured tensors at any index.
+    These are whole tensors, equal on all cp ranks, or DTensors. Those that score_mod reads get partial gradients, whose
+    sum over ranks is the gradient, summed in float32 (float64) and rounded once. Those of mask_mod get none.
 
-    A captured DTensor is on query's mesh, or beside local tensors on the cp axis alone. Sharded over cp, by its
-    sequence dim in layout order, or over axes that shard heads or batch of query, it is read by global indices, and
-    its gradient is that of its shard. Where it is replicated over an axis that shards query, the gradient is partial.
+    A captured DTensor lies on query's mesh, or with local q, k and v on the cp axis alone. It may be sharded over cp
+    by its sequence dim in layout order, and over axes that shard query's heads or batch. The functions still read it by
+    global indices, and its gradient has the same shards. On an axis that shards only query, its gradient is Partial.
 
-    On GPUs functions are compiled, kernel="flex", and blocks that mask_mod hides are skipped; the reference kernel
-    computes every pair that ``mask`` leaves. torch.compile leaves the call out of its graph; with fullgraph=True it
-    raises.
+    On GPUs the functions are compiled (kernel="flex"), and blocks that mask_mod hides are skipped. The reference kernel
+    computes every pair that ``mask`` keeps. torch.compile breaks the graph at this call; fullgraph=True raises.
 
-    Without a mesh, in a process without other ranks, it is PyTorch's function.
-    In a core of `ContextParallel` call it as PyTorch's function, without the keywords from ``mesh`` on: the style says
-    them, and its mask is Mask(causal=False). Rows of padding have there the index of the last token.
+    Without a mesh, in a process without other ranks, this calls PyTorch's function.
+    In a core of `ContextParallel` call it like PyTorch's function, without ``mesh`` and the keywords after it: the
+    style sets them, with Mask(causal=False). Padding rows then get the index of the last token.
 
     Args:
         query, key, value: local tensors or DTensors, as in `cp_mesh.attention`.
-        score_mod: (score, b, h, q_idx, kv_idx) -> the score: scalars; the first is scale · q·k in float32 (float64),
-            the others are int64. No branch on their values, no writes, no random numbers: what torch can trace.
-            None: the score as it is.
-        block_mask: of `cp_mesh.create_block_mask`, or a `BlockMask` of torch's function of this name, made of the whole
-            sequence. Its mask_mod decides; blocks that say something else are refused. None: every query sees all keys.
-            Made with ``sequence=``, it leaves out the keys of ranks that it hides all of.
+        score_mod: (score, b, h, q_idx, kv_idx) -> the new score, all scalars. score is scale · q·k in float32
+            (float64), the indices are int64. torch must be able to trace it: no branch on values, no writes, no random
+            numbers. None: the score is unchanged.
+        block_mask: from `cp_mesh.create_block_mask`, or a `BlockMask` from torch's function of the same name, built for
+            the whole sequence. Its mask_mod decides; blocks that contradict mask_mod are refused. None: every query
+            sees all keys. With ``sequence=`` given there, ranks are not sent shards that it hides from them.
         scale: factor on q·k; None: 1 / sqrt(D).
-        enable_gqa: must be True if there are fewer kv heads than query heads, as in torch. `cp_mesh.attention` takes
-            them as they are, and has no such keyword.
+        enable_gqa: must be True if there are fewer kv heads than query heads, as in torch.
         return_lse: as in `cp_mesh.attention`.
         mesh, seq_dim, seq_len, layout: as in `cp_mesh.attention`.
-        mask: hides pairs too. Keys that it hides from all queries of a rank do not travel, so say here what of
-            the mask can be said so, such as Mask(causal=True).
+        mask: hides further pairs. Keys that it hides from all queries of a rank are not sent there, so express as much
+            of the mask here as you can, such as Mask(causal=True).
         method, kernel, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
             `cp_mesh.attention`.
 
@@ -100,21 +98,21 @@ def flex_attention(
         out, or with ``return_lse`` (out, lse), as `cp_mesh.attention` returns them.
 
     Raises:
-        ArgumentError, UnsupportedError, RankMismatchError: as `cp_mesh.attention` does; also for functions that cannot
-            be traced, and in first calls for functions or captured tensors that differ between ranks.
+        ArgumentError, UnsupportedError, RankMismatchError: as in `cp_mesh.attention`; also if a function cannot be
+            traced, and at first calls if functions or captured tensors differ between ranks.
 
     Example:
         >>> def score_mod(score, b, h, q_idx, kv_idx):  # doctest: +SKIP
         ...     return score + table[h, q_idx - kv_idx]
         >>> out = flex_attention(q, k, v, score_mod, mesh=mesh["cp"], mask=Mask(causal=True))  # doctest: +SKIP
-        >>> out.sum().backward()  # table.grad is this rank's share  # doctest: +SKIP
+        >>> out.sum().backward()  # table.grad is partial: sum it over ranks  # doctest: +SKIP
 
     Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
     """
     options = {name: x for name, x in locals().items() if name in _DEFAULTS} | {"seq_len": as_int(seq_len)}
     if (core := _core()) is not None:
         if given := [name for name, x in options.items() if x is not _DEFAULTS[name]]:
-            hint = "leave it out: ContextParallel says it"
+            hint = "leave it out: ContextParallel sets it"
             refuse("flex_attention in a core", "functions, a mask of the whole sequence and a scale", given[0], hint)
         core.count()
         return core.attend_by_functions(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
@@ -147,17 +145,17 @@ def flex_attention(
 _DEFAULTS = {
     name: x.default for name, x in inspect.signature(flex_attention).parameters.items() if x.kind is x.KEYWORD_ONLY
 }
-"""Of the keywords that PyTorch's function has not."""
+"""Defaults of the keywords that PyTorch's function does not have."""
 
 
 def _core() -> Any:
-    """The mode of the core of a `ContextParallel` whose forward runs."""
+    """The function mode of the `ContextParallel` core whose forward is running, or None."""
     return next((mode for mode in function_modes() if hasattr(mode, "attend_by_functions")), None)
 
 
 @dataclass(frozen=True, eq=False)
 class Functions:
-    """score_mod and mask_mod of a call, traced, what each of them reads, and which sources the mask shows, if known."""
+    """score_mod and mask_mod of a call, traced; the tensors that each reads; and the mask's `Sources`, if known."""
 
     score_mod: ScalarFunction | None
     mask_mod: ScalarFunction | None
@@ -174,15 +172,15 @@ class Functions:
         sizes: tuple[int, int, int],
         last: int | None = None,
     ) -> Functions:
-        """Of arguments of `flex_attention`.
+        """Trace the functions of a `flex_attention` call.
 
         Args:
-            sizes: batch rows, query heads and tokens of the whole, of which the mask must be.
-            last: the last index of a token. Greater ones, of padding, are this one in functions.
+            sizes: batch rows, query heads and tokens of the whole sequence, for which the mask must be built.
+            last: the index of the last token. Functions see it in place of the greater indices of padding.
         """
         given = score_mod is not None or block_mask is not None
         if given and (in_transform() or forward_level() >= 0):
-            # The tensors that functions read would be taken for ones without derivatives.
+            # Tracing would treat captured tensors as constants and lose their derivatives.
             expected, hint = "no transform of torch.func around functions", "use torch.autograd.grad, or backward()"
             refuse("flex_attention", expected, "torch.func.grad, a dual level or the like", hint, UnsupportedError)
         score_function, of_score = trace("score_mod", score_mod, query, last, 0 not in sizes)
@@ -194,13 +192,13 @@ class Functions:
         return cls(score_function, mask_mod, of_score, of_mask, getattr(block_mask, "sources", None))
 
     def check_heads(self, sizes: tuple[int, int, int], tp_size: int) -> None:
-        """Refuse tensors of the heads of all tp ranks, where h counts those of this one."""
+        """Refuse captured tensors with the heads of all tp ranks, where h counts this rank's heads."""
         for function, read in ((self.score_mod, self.of_score), (self.mask_mod, self.of_mask)):
             if function is not None and tp_size > 1:
                 function.check(read, (*sizes, sizes[2]), tp_size)
 
     def keywords(self) -> dict[str, Any]:
-        """What `attend` is told of them."""
+        """The keywords that `attend` takes for these functions."""
         score_mod, mask_mod = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))
         sources, read = self.sources and self.sources.of_call, (*self.of_score, *self.of_mask)
         return {"score_mod": score_mod, "mask_mod": mask_mod, "captured": read, "sources": sources}

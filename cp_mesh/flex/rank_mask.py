@@ -1,8 +1,8 @@
-"""Which ranks' keys a mask_mod shows to each rank: found once, for a layout, so that the others do not travel.
+"""Which ranks' keys a mask_mod shows to each rank: computed once per layout, so that other keys are not sent.
 
-Ranks must agree on what is sent before they send, and know a mask_mod by its values at pairs alone. So each rank looks
-at its own queries against the keys of all ranks, part by part, and one all-gather of a bit for each source tells all
-ranks the table. It is true of what mask_mod read then; a call that would read something else is refused.
+Ranks must agree on what is sent before they send, and only evaluating mask_mod shows which pairs it keeps. So each rank
+evaluates it on its own queries and the keys of all ranks, part by part. One all-gather of a flag per source rank gives
+every rank the table. The table holds for the captured tensors as they were; a call that would read others is refused.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
 PAIRS = 1 << 24
-"""Pairs that are looked at together."""
+"""Pairs that are evaluated at once."""
 FAILED = 2
-"""What a rank tells of all sources if it raised while it looked."""
+"""The flag that a rank sends for all sources if it raised during the evaluation."""
 AGAIN = "call create_block_mask again, or leave its sequence= out"
 
 
 class Unchanged:
-    """Tensors as they were when this was made, held weakly: equal to another of the same ones, written to since or not.
+    """A snapshot of tensors, held weakly. Two are equal if they hold the same tensors, not written to in between.
 
-    Never equal if they are inference tensors, which do not tell of writes.
+    Snapshots of inference tensors are never equal, as those do not count writes.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -60,13 +60,13 @@ class Unchanged:
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """Which sources each rank sees, and of what that is true.
+    """Which ranks' keys each rank needs, and the mask and sequence for which the table holds.
 
     Attributes:
-        table: as `cp_mesh.geometry.survey.say_sources` writes it.
-        of_mask: the handle of mask_mod, and in how many batch rows and heads it differs.
-        read: by mask_mod.
-        place: name of the group, layout and length of the sequence, with padding.
+        table: as written by `cp_mesh.geometry.survey.say_sources`.
+        of_mask: the handle of mask_mod, and the numbers of batch rows and heads in which it differs.
+        read: the tensors that mask_mod reads.
+        place: name of the group, layout and padded length of the sequence.
     """
 
     table: str
@@ -75,25 +75,25 @@ class Sources:
     place: tuple[str, Layout, int]
 
     def check(self, mask_mod: ScalarFunction, read: Sequence[Tensor], batch: int, heads: int) -> None:
-        """Refuse another mask_mod, other batch rows and heads, and what was written to since."""
+        """Refuse another mask_mod, other numbers of batch rows and heads, and captured tensors written to since."""
         if (mask_mod.handle, mask_mod.sizes(batch, heads)) != self.of_mask or Unchanged(read) != self.read:
             expected = "mask_mod, what it reads, and B and H as they were when the mask was made for a sequence"
             refuse("block_mask", expected, "others, or tensors that were written to since", AGAIN)
 
     def of_call(self, *place: str | Layout | int) -> str:
-        """The table, for `AttentionSpec`; refuses a call in another place."""
+        """The table, for `AttentionSpec`; refuses a call with another group, layout or length."""
         if place != self.place:
             refuse("block_mask", f"one for the call's group, layout and length, {written(place)}", self.place, AGAIN)
         return self.table
 
 
 class _Asked(NamedTuple):
-    """What is looked at, alike on all ranks.
+    """The arguments of an evaluation, equal on all ranks.
 
     Attributes:
-        function, read: mask_mod, and what it reads.
-        sizes: batch rows and heads in which it differs.
-        layout, seq_len: of the sequence, with padding.
+        function, read: mask_mod, and the tensors that it reads.
+        sizes: the numbers of batch rows and heads in which it differs.
+        layout, seq_len: of the padded sequence.
         keys: positions of each rank's keys.
     """
 
@@ -106,7 +106,7 @@ class _Asked(NamedTuple):
 
     @property
     def said(self) -> dict[str, str]:
-        """In words that ranks compare."""
+        """The same as text, which ranks compare."""
         place = {"layout": self.layout.spec(), "seq_len": f"{self.seq_len}"}
         return place | {"B and H": f"{self.sizes}", "mask_mod": self.function.said}
 
@@ -115,12 +115,12 @@ class _Asked(NamedTuple):
 def find_sources(
     mask_mod: Callable[..., Tensor], batch: int | None, heads: int | None, length: int, sequence: ShardedSequence
 ) -> Sources:
-    """Look at all pairs of this rank's queries, and tell the other ranks of the sequence.
+    """Evaluate mask_mod on all pairs of this rank's queries, and share the result with the sequence's other ranks.
 
-    ``length``: of the sequence with its padding or without; in the place of padding is the last token then.
+    ``length``: of the sequence, with or without its padding. Without it, padding gets the index of the last token.
     """
     if not isinstance(sequence, ShardedSequence):
-        refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it tells mesh and layout")
+        refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it has mesh and layout")
     group = sequence.mesh.get_group()
     with refusing(group.group_name, in_check_mode=False):
         asked = _checked(mask_mod, batch, heads, length, sequence, group)
@@ -151,10 +151,10 @@ def _checked(
     sequence: ShardedSequence,
     group: dist.ProcessGroup,
 ) -> _Asked:
-    """Refuses what cannot be looked at."""
+    """The arguments of the evaluation; refuses those that it cannot serve."""
     layout, what = sequence.layout, "create_block_mask with a sequence"
     if sequence.length is not None and length not in (sequence.length, sequence.seq_len):
-        refuse(f"{what}: Q_LEN", f"{sequence.length}, as it has", length, "sequence.for_batch(Q_LEN) has that")
+        refuse(f"{what}: Q_LEN", f"{sequence.length}, its length", length, "sequence.for_batch(Q_LEN) has this length")
     seq_len = sequence.seq_len or length
     device = torch.empty(0, device=sequence.mesh.device_type).device
     last = length - 1 if length < seq_len else None
@@ -162,12 +162,12 @@ def _checked(
     (function, read), (_, again) = trace(*given), trace(*given)
     assert function is not None
     if any(x is not y for x, y in zip(read, again, strict=True)):
-        refuse(what, "a mask_mod that reads the same tensors in each call", "it makes one", "make it outside of it")
+        refuse(what, "a mask_mod that reads the same tensors in each call", "it makes one", "make it outside mask_mod")
     for name, number, used in zip(("B", "H"), (batch, heads), function.sizes(2, 2), strict=True):
         if number is None and used > 1:
             refuse(f"{what}: {name}", "a number, since mask_mod reads the index", None, f"pass {name}=")
     if any(isinstance(x, DTensor) or x.is_inference() for x in read):
-        got = "DTensors, or tensors of torch.inference_mode, which notes no writes"
+        got = "DTensors, or tensors of torch.inference_mode, which do not count writes"
         refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
     function.check(read, (batch or 1, heads or 1, seq_len, seq_len))
     keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
@@ -175,7 +175,7 @@ def _checked(
 
 
 def _look(asked: _Asked, group: dist.ProcessGroup, kind: Hashable) -> list[bool]:
-    """Whether this rank's queries see each source; tells the other ranks if it raises."""
+    """Whether this rank's queries see each source; reports an error to the other ranks before raising it."""
     try:
         with torch.no_grad():
             own = asked.keys[group.rank()]
@@ -183,7 +183,7 @@ def _look(asked: _Asked, group: dist.ProcessGroup, kind: Hashable) -> list[bool]
     except Exception as error:
         if is_first(group, kind):
             announce_refusal(group, error, in_check_mode=False)
-        else:  # the others look, and wait for what this rank tells
+        else:  # the other ranks wait in the all-gather for this rank's flags
             leave_word(f"{type(error).__name__}: {error}")
             keep_to_itself(error)
             _tell(group, [FAILED] * group.size(), asked.keys[0].device)
@@ -192,14 +192,14 @@ def _look(asked: _Asked, group: dist.ProcessGroup, kind: Hashable) -> list[bool]
 
 
 def _tell(group: dist.ProcessGroup, seen: Sequence[int], device: torch.device) -> NDArray[np.uint8]:
-    """What each rank of the group tells of each source."""
+    """All-gather the flags: a row for each rank of the group, a column for each source."""
     told, name = torch.tensor(seen, dtype=torch.uint8, device=device), group.group_name
     told = wait_for(funcol.all_gather_into_tensor(told, len(seen), name), "create_block_mask", name)
     return told.view(len(seen), -1).cpu().numpy()
 
 
 def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:
-    """As calls read them: floating point ones in float32 at least, or in float64, which may see other pairs."""
+    """The tensors in the dtypes in which calls read them: float32 and float64, which may show different pairs."""
     rounded = any(x.is_floating_point() and x.dtype != torch.float64 for x in read)
     return [
         [x.detach().to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x for x in read]
@@ -208,7 +208,7 @@ def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _keys(pieces: Sequence[Piece], own: bool) -> Tensor:
-    """Positions of a source's keys, which are not all of its rows where every rank has copies."""
+    """Positions of a source's keys; rows that every rank has as copies count for this rank alone."""
     seen = [x.positions() for x in pieces if own or not (isinstance(x, Run) and x.copied)]
     return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *seen])
 
@@ -216,7 +216,7 @@ def _keys(pieces: Sequence[Piece], own: bool) -> Tensor:
 def _seen(
     mask_mod: ScalarFunction, read: Sequence[Tensor], sizes: tuple[int, int], own: Tensor, keys: Sequence[Tensor]
 ) -> list[bool]:
-    """Whether some query, of positions ``own``, sees some key of each source."""
+    """For each source: whether some query at the positions ``own`` sees one of its keys."""
     if not len(own):
         return [False] * len(keys)
     b, h = (torch.arange(n, device=own.device) for n in sizes)
@@ -227,11 +227,11 @@ def _seen(
         return mask_mod.of_pairs(None, (b, h, i, j), read).any()
 
     def parts(x: Tensor, num: int) -> list[Tensor]:
-        """Of one length, so that one program serves all: the last is filled with the last position."""
+        """Parts of equal length, so that one program serves all; the last position fills up the last part."""
         at = torch.arange(num, device=x.device)
         return [x[(at + begin).clamp(max=len(x) - 1)] for begin in range(0, len(x), num)]
 
-    queries = parts(own, num_q)[::-1]  # of a causal mask the last ones see most
+    queries = parts(own, num_q)[::-1]  # under a causal mask the last queries see most keys
     inputs = b, h, own[:num_q], own.new_zeros(num_k), *read
     run = program(("sources", mask_mod.handle), inputs, lambda options: some)
     return [any(bool(run(b, h, i, j, *read)) for j in parts(x, num_k) for i in queries) for x in keys]

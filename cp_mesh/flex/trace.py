@@ -1,8 +1,8 @@
-"""Functions of users as graphs: what a score_mod or mask_mod does with one pair is written down, and what it reads.
+"""Tracing a score_mod or mask_mod: a graph of what it computes for one pair, and the tensors that it reads.
 
-What a function reads may be another tensor in each call, or another number. So it is traced in every call, but where
-`flex.fingerprint` knows all that it can depend on, and that is as it was. Captured tensors become arguments of the
-graph, and may then have gradients. `cp_mesh.kernels.functions` keeps the graph by its handle.
+A function may read other tensors or numbers in each call. So it is traced in every call, unless `flex.fingerprint`
+shows that nothing it depends on has changed. Captured tensors become arguments of the graph and may then have
+gradients. `cp_mesh.kernels.functions` keeps the graph under its handle.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from cp_mesh.kernels.functions import ScalarFunction
 TRACEABLE = "a function of one pair that torch can trace"
 BY_VALUE = "torch.where chooses by value, without a branch, and x.float() converts x"
 KEPT = 64
-"""Functions that are known again."""
-_known: OrderedDict[Hashable, tuple[ScalarFunction, tuple[int, ...]]] = OrderedDict()  # and which tensors they read
+"""Traces that are kept."""
+_known: OrderedDict[Hashable, tuple[ScalarFunction, tuple[int, ...]]] = OrderedDict()  # with indices of read tensors
 _VALUES = frozenset((
     Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item, Tensor.tolist,
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr,
     Tensor.untyped_storage,
 ))  # fmt: skip
-"""Ways to numbers and text of a tensor, some of them without an operator: in a trace they are those of one pair."""
+"""Functions that read values of a tensor, some without an operator: a trace would fix the values of its one pair."""
 _OF_NUMBERS = frozenset((
     torch.tensor, torch.as_tensor, torch.asarray, torch.sparse_coo_tensor, Tensor.new_tensor, Tensor.new
 ))  # fmt: skip
@@ -58,7 +58,7 @@ _DIMS_READ: dict[Any, Callable[..., Sequence[int]]] = {
     torch.ops.aten.take.default: lambda x, index: range(x.ndim),
     torch.ops.aten.embedding.default: lambda x, *_: [0],
 }
-"""Of operators that read a tensor at an index, the dims that it counts."""
+"""Operators that read a tensor at an index, and the dims that they index."""
 _SUMS = (torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.rsub)
 
 
@@ -69,9 +69,9 @@ def trace(
     last: int | None = None,
     has_pairs: bool = True,
 ) -> tuple[ScalarFunction | None, tuple[Tensor, ...]]:
-    """A function of scalars as a graph, and the tensors that it reads.
+    """Trace a function of scalars: its graph, and the tensors that it reads.
 
-    ``has_pairs``: the call has some. Else, as where there are no tokens, the tensors may have no elements.
+    ``has_pairs``: the call has pairs of query and key. Without any (no tokens) captured tensors may be empty.
     """
     if function is None:
         return None, ()
@@ -88,7 +88,7 @@ def trace(
     if what == "score_mod":
         dtype = accumulation_dtype(query.dtype)
         names, dtypes = ["score", *names], [dtype, *dtypes]
-    with without_modes():  # such as those of selective checkpoints, which count operators
+    with without_modes():  # such as the mode of selective checkpointing, which counts operators
         scalars = [torch.zeros((), dtype=x, device=query.device) for x in dtypes]
         recorder = _Recorder(what, dict(zip(names, scalars, strict=True)), has_pairs)
         functions = _Reading(what, recorder)
@@ -116,7 +116,7 @@ def trace(
 
 
 def _key(what: str, reached: Reached, query: Tensor, last: int | None, has_pairs: bool) -> Hashable:
-    """All on which a trace depends, but the tensors themselves; None where a mode may change what functions do."""
+    """The cache key of a trace: all that it depends on except the captured tensors; None if a mode may change it."""
     device = query.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     if any(not type(x).__module__.startswith("cp_mesh.") for x in function_modes()):
@@ -125,10 +125,10 @@ def _key(what: str, reached: Reached, query: Tensor, last: int | None, has_pairs
 
 
 class _Reading(TorchFunctionMode):
-    """While a function is traced: reads at tensors are reads of all pairs at once, and no grad mode is lost.
+    """Function mode of a trace: makes indexing by scalar tensors traceable, replaces DTensors, refuses grad modes.
 
     Attributes:
-        dtensors: those that were read, by the id of the plain tensor of their global shape that the trace has instead.
+        dtensors: the DTensors read, by the id of the plain tensor of their global shape that stands in for each.
     """
 
     def __init__(self, what: str, recorder: _Recorder) -> None:
@@ -143,12 +143,12 @@ class _Reading(TorchFunctionMode):
             hint = "x.detach() has no gradient"
             refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
         if func in _VALUES:
-            got = f"what depends on values, Tensor.{func.__name__}"
+            got = f"an operation that depends on values, Tensor.{func.__name__}"
             refuse(self._what, TRACEABLE, got, BY_VALUE, UnsupportedError)
         if func in _OF_NUMBERS:
             lists = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, list | tuple)]
             if any(isinstance(x, Tensor) for x in tree_leaves(lists)):
-                got = f"what depends on values, {func.__name__} of tensors in a list"
+                got = f"an operation that depends on values, {func.__name__} of tensors in a list"
                 refuse(self._what, TRACEABLE, got, "torch.stack joins tensors", UnsupportedError)
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -161,15 +161,15 @@ class _Reading(TorchFunctionMode):
     def _stand_in(self, x: DTensor) -> Tensor:
         if id(x) not in self._stand_ins:
             if self._recorder.knows(local_tensor(x)):
-                hint = "make it outside: of this one no gradient would come back"
-                refuse(self._what, "DTensors that were there before", "a DTensor made in it", hint, UnsupportedError)
+                hint = "make it outside of the function, as this one would get no gradient"
+                refuse(self._what, "DTensors made before the call", "a DTensor made in it", hint, UnsupportedError)
             with without_modes():
                 self._stand_ins[id(x)] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)  # they may be indices
             self.dtensors[id(self._stand_ins[id(x)])] = x
         return self._stand_ins[id(x)]
 
     def _index(self, x: Tensor, i: Any) -> Tensor | None:
-        """As aten.index takes it; PyTorch would read the number in a scalar tensor."""
+        """An index as aten.index takes it; PyTorch's indexing would read the value of a scalar tensor."""
         if isinstance(i, Tensor) and not i.is_floating_point() and i.dtype != torch.bool:
             return i
         if type(i) is int:
@@ -181,17 +181,17 @@ class _Reading(TorchFunctionMode):
 
 
 class _Recorder(DispatchMode):
-    """While a function is traced: writes down its operators as a graph of which tensors that it reads are arguments.
+    """Dispatch mode of a trace: records operators in a graph whose arguments include the tensors that it reads.
 
-    Refuses what is no function of a pair, before it is done. `make_fx` would write the same graph, in ten times the
-    time: a function is traced in every call.
+    Refuses writes, random numbers, collectives and operators that depend on values, before they run. `make_fx` would
+    make the same graph but takes ten times as long, and a function may be traced in every call.
     """
 
     def __init__(self, what: str, scalars: dict[str, Tensor], has_pairs: bool) -> None:
         super().__init__()
         self._what, self._graph, self._captured, self._has_pairs = what, Graph(), list[Tensor](), has_pairs
         self._nodes: dict[int, Node] = {}
-        self._alive: list[Tensor] = []  # so that no other tensor has their id
+        self._alive: list[Tensor] = []  # keeps tensors alive, as `_nodes` has them by id
         for name, x in scalars.items():
             self._note(x, self._graph.placeholder(name))
         self._last_argument = next(iter(reversed(self._graph.nodes)))
@@ -205,19 +205,19 @@ class _Recorder(DispatchMode):
         elif torch.Tag.data_dependent_output in tags or (
             torch.Tag.dynamic_output_shape in tags and func is not torch.ops.aten.index.Tensor
         ):
-            got, hint = f"what depends on values, {func}", BY_VALUE
+            got, hint = f"an operation that depends on values, {func}", BY_VALUE
         elif "c10d" in func.namespace:
-            got, hint = f"communication, {func}", "read the DTensor itself, or x.full_tensor() of before"
+            got, hint = f"communication, {func}", "read the DTensor itself, or call x.full_tensor() before"
         if got:
             refuse(self._what, TRACEABLE, got, hint, UnsupportedError)
-        if func is torch.ops.aten.lift_fresh.default:  # of a constant, which is captured as it is
+        if func is torch.ops.aten.lift_fresh.default:  # its constant is captured as it is
             return args[0]
         if func is torch.ops.aten.log_sigmoid_forward.default:
             with self:
                 return _log_sigmoid(*args)
         kwargs = kwargs or {}
         if func.overloadpacket in _SUMS and (alpha := [*args[2:], *kwargs.values()]):
-            dtype = func(*args, **kwargs).dtype  # and PyTorch refuses an alpha that is not of it
+            dtype = func(*args, **kwargs).dtype  # PyTorch refuses an alpha of another dtype here
             if dtype != torch.bool:
                 with self:
                     return _sum(func.overloadpacket, args[0], args[1], alpha[0], dtype)
@@ -234,22 +234,22 @@ class _Recorder(DispatchMode):
         return found
 
     def _readable(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments that can be read: of a tensor without elements, which no pair may read, the zero of another one."""
+        """Arguments that can be read: zeros of one element or more in place of an empty tensor that is indexed."""
         if func not in _DIMS_READ or args[0].numel():
             return args
         x, dims = args[0], _DIMS_READ[func](*args)
         if self._has_pairs and any(x.shape[dim] == 0 for dim in dims):
-            what, hint = f"{self._what}: a tensor that is read at an index", "one of tokens has the whole sequence"
+            what, hint = f"{self._what}: a tensor that is read at an index", "a tensor by token has the whole sequence"
             refuse(what, "1 element or more of each dim", tuple(x.shape), hint)
         filled = x.new_zeros([max(1, n) if dim in dims else n for dim, n in enumerate(x.shape)])
         return filled, *tree_map_only(Tensor, torch.zeros_like, args[1:])
 
     def knows(self, x: Tensor) -> bool:
-        """Whether it was read, or made."""
+        """Whether the function read or made this tensor."""
         return id(x) in self._nodes
 
     def _node(self, x: Any) -> Any:
-        """A tensor's; others as they are."""
+        """The graph node of a tensor, which is captured if it is new; other values unchanged."""
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self._nodes:
@@ -268,7 +268,7 @@ class _Recorder(DispatchMode):
         node.meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
     def finish(self, result: Tensor) -> tuple[Graph, tuple[Tensor, ...]]:
-        """The graph, and what it reads of what it uses."""
+        """The graph without unused arguments, and the captured tensors that it uses."""
         self._graph.output(self._node(result))
         self._graph.eliminate_dead_code()
         read = [node for node in self._graph.find_nodes(op="placeholder") if node.name.startswith("captured_")]
@@ -288,16 +288,16 @@ def _kind(of: Tensor | torch.dtype) -> tuple[bool, bool]:
 
 
 def _converted(x: Any, dtype: torch.dtype) -> Any:
-    """Tensors of another dtype of the kind."""
+    """A tensor converted to a dtype of the same kind; other values unchanged."""
     if not isinstance(x, Tensor) or x.dtype == dtype or _kind(x) != _kind(dtype):
         return x
     return to_copy(x, dtype=dtype)
 
 
 def _dtype_of_mixed(args: Sequence[Any]) -> torch.dtype | None:
-    """Of scalars of several dtypes of one kind: in which PyTorch computes with them.
+    """The dtype in which PyTorch computes with scalars of several dtypes of one kind; None for other arguments.
 
-    Of all pairs at once some have dims, and then PyTorch would take the dtype of these.
+    For all pairs at once some of these have dims, and PyTorch would then take the dtype of those with dims.
     """
     tensors = [x for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
     if any(x.ndim for x in tensors) or len({_kind(x) for x in tensors}) != 1 or len({x.dtype for x in tensors}) == 1:
@@ -306,7 +306,7 @@ def _dtype_of_mixed(args: Sequence[Any]) -> torch.dtype | None:
 
 
 def _sum(packet: Any, x: Any, y: Any, alpha: float, dtype: torch.dtype) -> Tensor:
-    """In operators without alpha: kernels make tensors of numbers, and alpha has no overload of a tensor."""
+    """The sum without alpha: kernels turn numbers into tensors, and alpha has no overload that takes a tensor."""
     if packet is torch.ops.aten.rsub:
         x, y = y, x
     if isinstance(y, Tensor) and y.dtype != dtype:
@@ -316,5 +316,5 @@ def _sum(packet: Any, x: Any, y: Any, alpha: float, dtype: torch.dtype) -> Tenso
 
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As PyTorch's operator, which vmap cannot batch on CUDA: its second result is empty there."""
+    """PyTorch's operator in others, as vmap cannot batch it on CUDA, where its second result is empty."""
     return torch.minimum(x, torch.zeros_like(x)) - (-x.abs()).exp().log1p(), x

@@ -1,7 +1,7 @@
-"""Who holds which tokens, and who sees whom: integers, without process groups or devices.
+"""Layouts and masks as integers: which rank holds which tokens, and which queries see which keys.
 
-Read `layout` (what a layout says), `layouts` and `tensor_layouts` (the layouts), `mask` and `batch_mask`.
-`block_table` and `survey` say which rows of each rank see which keys of the others, and what all ranks must know alike.
-`schedule` makes tiles and stages of that; `varlen` makes documents sequences of unequal length. `balance` makes layouts
-for uneven masks, and `host_tensors` keeps what was read of a tensor.
+`layout` has the interface of layouts, `layouts` and `tensor_layouts` have the layouts, `mask` and `batch_mask` the
+masks. `block_table` and `survey` compute which rows of each rank see which keys of the other ranks. `schedule` turns
+this into tiles and stages, `varlen` turns documents into variable-length sequences. `balance` makes layouts for uneven
+masks. `host_tensors` caches what was computed from the content of a tensor.
 """

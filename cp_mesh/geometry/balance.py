@@ -1,16 +1,16 @@
-"""Balancing: a layout whose ranks hold equally many tokens and equally much of a mask's work.
+"""Balancing: a layout that gives all ranks equally many tokens and equal shares of a mask's work.
 
-Every position weighs the keys that it sees. Documents are dealt to one rank after another, densest against lightest:
+A position's work is the number of keys that it sees. Each rank takes documents, the densest (most work per position)
+together with the lightest:
 
-1.  A rank takes whole documents from the light end as long as its other tokens, taken from the densest document, keep
-    its work at or above its share. Of the next light one it takes all, nothing, or as much as meets the share.
-2.  The rest is taken from the two ends of the densest document, as zigzag does within a sequence: later positions weigh
-    more, so the number taken from its head sets the work, and is chosen to meet the share. If it has too few tokens it
-    is taken whole, and the next densest document goes on.
+1.  It takes whole documents from the light end as long as the rest of its tokens, taken from the densest document,
+    keeps its work at or above its share. Of the next light document it takes all, nothing, or what meets the share.
+2.  The rest comes from both ends of the densest document, as zigzag does within a sequence. Later positions have more
+    work, so the number of tokens from the head sets the work, and is chosen to meet the share. A document with too few
+    tokens is taken whole, and the next densest follows.
 
-Its rows are then sorted by position, and neighbours merged. So most documents stay on one rank, and one that is cut
-gives a rank one or two runs, the first rank's outermost: a stage is a call or two, as in zigzag. Planning is a pass
-over the documents for each rank.
+A rank's rows are then sorted by position and adjacent ranges merged. So most documents stay on one rank, and a cut
+document gives each rank one or two runs, the first rank's outermost: a stage needs one or two calls, as in zigzag.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from cp_mesh.geometry.mask import NONE, Documents, Mask
 
 
 def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
-    """A layout in which every rank computes an equal share of a mask, made anew for every batch of documents.
+    """Return a layout in which every rank computes an equal share of a mask's work; call it for every packed batch.
 
     Args:
-        mask: of positions, documents and blocks. Rows of a batch share a layout: their work is added up. An id of a
-            document that comes back counts as another document.
+        mask: conditions on positions, documents and blocks. Batch rows share one layout: their work is added up. A
+            document id that returns after another one counts as another document.
         seq_len: tokens in the whole sequence.
-        cp_size: number of ranks for which it is balanced; the layout is valid for others too.
+        cp_size: number of ranks to balance for; the layout is valid for other numbers too.
 
     Returns:
         A layout with shards of `torch.chunk` sizes: equal where ``cp_size`` divides ``seq_len``.
 
     Raises:
-        ArgumentError: if documents or blocks are not of ``seq_len`` tokens.
-        UnsupportedError: if the mask has key padding, or documents or blocks without content (on meta).
+        ArgumentError: if documents or blocks do not have ``seq_len`` tokens.
+        UnsupportedError: if the mask has key padding, or if its documents or blocks are meta tensors.
 
     >>> documents = torch.tensor([0] * 8 + [1] * 2 + [2] * 2 + [3] * 4)
     >>> layout = balance(Mask(documents=documents), 16, 2)
@@ -52,16 +52,16 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     """
     given = {name: x for name, x in (("documents", mask.documents), ("blocks", mask.blocks)) if x is not None}
     if mask.key_padding is not None or any(x.is_meta for x in given.values()):
-        what = "key_padding" if mask.key_padding is not None else "meta"
-        hint = "documents with content, no padding"
+        what = "key_padding" if mask.key_padding is not None else "meta tensors"
+        hint = "pass documents with content, and no key_padding"
         refuse("balance", "a mask of positions, documents and blocks", what, hint, UnsupportedError)
     for name, x in given.items():
         if x.shape[-1] != seq_len:
-            hint = "pass their seq_len" + "; cu_seqlens end there" * (name == "documents")
+            hint = "pass their length as seq_len" + "; it is the last entry of cu_seqlens" * (name == "documents")
             refuse(f"balance: mask.{name}", f"{seq_len} tokens", x.shape[-1], hint)
     edges = np.unique(np.concatenate([[0, seq_len], *(x.edges for x in _documents(mask, seq_len))])).tolist()
-    work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # before each position, and in all
-    parts: list[Part] = []  # light to dense
+    work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # work before each position; the last is the total
+    parts: list[Part] = []  # sorted by density
     for begin, end in pairwise(edges):
         _insert(parts, begin, end, work)
     order: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
 
 
 class Part(NamedTuple):
-    """Positions ``begin`` to ``end``, by the mean work of one."""
+    """Positions ``begin`` to ``end``, and their density: the mean work of a position."""
 
     density: float
     begin: int
@@ -95,17 +95,17 @@ def _insert(parts: list[Part], begin: int, end: int, work: Sequence[int]) -> Non
 
 
 def _take(parts: list[Part], tokens: int, share: float, work: Sequence[int]) -> list[tuple[int, int]]:
-    """Take parts of ``tokens`` positions in all whose work is near ``share``; ``parts`` go light to dense."""
+    """Remove ``tokens`` positions of work near ``share`` from ``parts``, sorted by density, and return them."""
     taken: list[tuple[int, int]] = []
     while tokens and parts:
         density, begin, end = dense = parts.pop()
-        whole, rest, excess = 0, tokens, tokens * density - share  # if all were of that density
+        whole, rest, excess = 0, tokens, tokens * density - share  # excess if all had this density
         for part in parts:
             saved = (density - part.density) * part.num
             if part.num > rest or saved > excess:
                 break
             whole, rest, excess = whole + 1, rest - part.num, excess - saved
-        # the next light one, as much of it as meets the share
+        # how much of the next light part meets the share
         cut, light = 0, parts[whole] if whole < len(parts) else None
         if light is not None and excess > 0:
             saved = density - light.density
@@ -142,18 +142,18 @@ def _take(parts: list[Part], tokens: int, share: float, work: Sequence[int]) -> 
 def _peel(
     part: Part, tokens: int, wanted: float, work: Sequence[int]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Take ``tokens`` from the head and the tail of a part, so that their work is near ``wanted``: (taken, left)."""
+    """Take ``tokens`` from the head and the tail of a part so that their work is near ``wanted``: (taken, left)."""
     _, begin, end = part
 
     def of_head(head: int) -> int:
         return work[begin + head] - work[begin] + work[end] - work[end - (tokens - head)]
 
-    if of_head(0) >= of_head(tokens):  # the more from the head the less work
+    if of_head(0) >= of_head(tokens):  # more from the head means less work
         head = bisect_left(range(tokens + 1), -wanted, key=lambda head: -of_head(head))
     else:
         head = bisect_left(range(tokens + 1), wanted, key=of_head)
     nearest = min((max(0, head - 1), min(head, tokens)), key=lambda head: abs(of_head(head) - wanted))
-    for whole in (tokens, 0):  # one run is better than two where the work is all but that
+    for whole in (tokens, 0):  # one run is better than two if the work is nearly the same
         if abs(of_head(whole) - wanted) <= abs(of_head(nearest) - wanted) + SLACK * wanted:
             nearest = whole
             break
@@ -166,7 +166,7 @@ def _nonempty(*parts: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 SLACK = 0.002
-"""Imbalance, as a part of a rank's work, that is accepted where it saves a run."""
+"""Imbalance, as a fraction of a rank's work, that is accepted where it saves a run."""
 
 
 def _with_neighbours(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -179,12 +179,12 @@ def _with_neighbours(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _documents(mask: Mask, seq_len: int) -> tuple[Documents, ...]:
-    """Of each batch row that differs."""
+    """The documents of each batch row; one entry if all batch rows share them."""
     return (Documents(np.array([0, seq_len]), np.zeros(1, dtype=np.int64)),) if mask.documents is None else mask.runs()
 
 
 def keys_seen(mask: Mask, seq_len: int) -> Array:
-    """Keys that each position sees, over all batch rows: int64 [seq_len].
+    """Number of keys that each position sees, summed over all batch rows: int64 [seq_len].
 
     Args:
         mask: without key padding.
@@ -192,10 +192,10 @@ def keys_seen(mask: Mask, seq_len: int) -> Array:
     """
     position, total = np.arange(seq_len), np.zeros(seq_len, dtype=np.int64)
     ends: list[Array | None] = [None]
-    if mask.blocks is not None:  # of the keys that each position sees for its block
+    if mask.blocks is not None:  # end of the keys that each position sees by its block
         ends = [np.bincount(starts, minlength=seq_len).cumsum() for starts in mask.starts.numpy()]
     rows = _documents(mask, seq_len)
-    for i in range(max(len(rows), len(ends)) if rows else 0):  # no batch row has no documents
+    for i in range(max(len(rows), len(ends)) if rows else 0):  # no documents if the batch has no rows
         documents, end_of_block = rows[i % len(rows)], ends[i % len(ends)]
         lens = np.diff(documents.edges)
         excluded = np.repeat(documents.labels < 0, lens)

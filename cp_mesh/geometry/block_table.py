@@ -1,12 +1,12 @@
 """The table of blocks: which rows of each rank see which keys of each other rank, as one table of integers.
 
-A layout gives every rank runs of positions, and a mask says at which distances keys are seen (`Mask.reaches`). Between
-a run of queries and a run of keys of one stride that is a band of local indices, so a whole mask is a table of blocks:
-rows of a receiver, keys of a source, and a band. A plain mask is one document. With packed documents the runs are cut
-where documents begin, and blocks are made within each document alone.
+A layout gives every rank runs of positions, and a mask allows keys at certain distances (`Mask.reaches`). For a run of
+queries and a run of keys with one stride, these pairs are a band of local indices. So a whole mask is a table of
+blocks: rows of a receiver, keys of a source, and a band. A mask without documents is one document. With packed
+documents the runs are cut where documents begin, and blocks are made within each document alone.
 
-A band is said as kernels say it for sequences of unequal length, ``-left <= j - i - (num_k - num_q) <= right``: the
-bottom right corners are aligned. So keys before the queries are a full block, and keys of the same rows a causal one.
+Bands use the convention of variable-length kernels, ``-left <= j - i - (num_k - num_q) <= right``: the bottom right
+corners are aligned. So keys before the queries are a full block, and keys of the same rows a causal block.
 
 Everything here is NumPy on int64 vectors, because there can be millions of pairs of runs (1024 ranks in zigzag: four).
 """
@@ -25,7 +25,7 @@ from cp_mesh.geometry.mask import NONE, Mask, Reach
 Array = NDArray[np.int64]
 RECEIVER, SOURCE, Q, Q_END, K, K_END, LEFT, RIGHT = range(8)  # columns of a table of blocks
 PAIRS = -NONE
-"""In LEFT: no band says which pairs of the block are allowed, only `Mask.allowed` does."""
+"""Value of LEFT in a block without a band: only `Mask.allowed` tells which of its pairs are allowed."""
 
 
 class Pieces(NamedTuple):
@@ -35,13 +35,13 @@ class Pieces(NamedTuple):
         document: the number of its document, or 0.
         rank, row: the rank that holds the piece, and its first local row there.
         low, high: smallest and largest position.
-        stride, length: of the run; the stride of others means nothing.
-        regular: whether it is a run.
-        copied: whether every rank holds these positions; only queries of its own rank see it as keys.
-        nearest, farthest: of keys, the distances ``p - t`` at which queries see them.
-        whole: of keys, whether these distances hold for all of them.
-        labels: [n, rows, 2], its smallest and largest document in each batch row; of no rows if pieces of other
-            documents do not meet, or there are none.
+        stride, length: of the run; the stride means nothing where ``regular`` is False.
+        regular: whether the piece is a run.
+        copied: whether every rank holds these positions; only queries of the same rank see them as keys.
+        nearest, farthest: for keys, the distances ``p - t`` at which queries see them.
+        whole: for keys, whether these distances hold for all positions of the piece.
+        labels: [n, rows, 2], its smallest and largest document in each batch row; ``rows`` is 0 if the mask has no
+            documents, or if pieces of different documents never meet.
     """
 
     document: Array
@@ -67,7 +67,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
-    """The pieces of all shards, rank after rank in local order."""
+    """Return the pieces of all shards, rank after rank in local order."""
     rows = []
     for rank in range(cp_size):
         begin = 0
@@ -86,11 +86,11 @@ def shard_lens_of(pieces: Pieces, cp_size: int) -> tuple[int, ...]:
 
 
 def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
-    """The pieces cut where a part of the sequence ends, and the part that each lies in.
+    """Cut the pieces at the edges of the parts of a sequence; return them and the part in which each lies.
 
     Args:
-        pieces: those that are no runs are not cut, and count to the part of their first position.
-        edges: positions, ascending, at which parts begin; the last is the end, and no position is beyond it.
+        pieces: pieces that are not runs are not cut, and count to the part of their first position.
+        edges: ascending positions at which parts begin; the last one is the end, and no position is beyond it.
     """
     first = np.searchsorted(edges, pieces.low, side="right") - 1
     last = np.searchsorted(edges, np.where(pieces.regular, pieces.high, pieces.low), side="right") - 1
@@ -108,9 +108,9 @@ def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
 
 
 def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
-    """The pieces that some query can see as keys, cut where the distances change at which they are seen.
+    """Return the pieces that some query can see as keys, cut where the distances change at which they are seen.
 
-    Of a mask with blocks, which go on in other pieces, they are cut where the keys of these begin and end, too.
+    Blocks of a mask extend over several pieces. Keys are then also cut where the keys begin or end that a piece needs.
     """
     if mask.blocks is not None:
         pieces = cut(pieces, _ends_of_needed(pieces, mask, seq_len))[0]
@@ -125,17 +125,17 @@ def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
     near, far = np.array([(reach.nearest, reach.farthest) for reach in reaches], dtype=np.int64).T
     nearest, farthest = near[part], far[part]
     whole = last == part
-    for other in range(len(reaches)) if not whole.all() else ():  # positions in any order that lie in several
-        inside = (part <= other) & (other <= last)  # what any of these allow
+    for other in range(len(reaches)) if not whole.all() else ():  # irregular pieces lie in several parts
+        inside = (part <= other) & (other <= last)  # take the union of their distances
         nearest = np.where(inside, np.minimum(nearest, near[other]), nearest)
         farthest = np.where(inside, np.maximum(farthest, far[other]), farthest)
-    if mask.blocks is not None:  # of a piece, the first key is seen the farthest ahead
+    if mask.blocks is not None:  # the first key of a piece is seen from the earliest query
         nearest = np.minimum(nearest, mask.starts.amin(0).numpy()[keys.low] - keys.low)
     return keys._replace(nearest=nearest, farthest=farthest, whole=whole)
 
 
 def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
-    """Positions at which the keys begin or end that queries of a piece need, with 0 and ``seq_len``."""
+    """Return the positions where the keys begin or end that some piece's queries need, with 0 and ``seq_len``."""
     ends = [np.searchsorted(starts, pieces.high, side="right") for starts in mask.starts.numpy()]
     begins = [pieces.low - reach.farthest for reach in mask.reaches(seq_len)]
     every = np.unique(np.concatenate([[0, seq_len], *ends, *begins]))
@@ -143,20 +143,20 @@ def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
 
 
 def sees(q: Pieces, i: Array, k: Pieces, j: Array) -> NDArray[np.bool_]:
-    """Whether distances let some query of q[i] see some key of k[j]."""
+    """Return whether the distances let some query of q[i] see some key of k[j]."""
     seen: NDArray[np.bool_] = (q.high[i] - k.low[j] >= k.nearest[j]) & (q.low[i] - k.high[j] <= k.farthest[j])
     return seen & (~k.copied[j] | (q.rank[i] == k.rank[j])) if k.copied.any() else seen
 
 
 def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own: bool = False) -> Array:
-    """The blocks of pairs of pieces, q[i] with k[j]: [n, 8], trimmed to the rows and keys that their bands reach.
+    """Return the blocks of pairs of pieces, q[i] with k[j]: [n, 8], trimmed to the rows and keys in their bands.
 
-    Pairs of which nothing is seen have none; the order is that of the pairs.
+    A pair in which no query sees a key has no block. The blocks are in the order of the pairs.
 
     Args:
         q, k: pieces of queries and of keys.
-        i, j: which are paired, as many.
-        opaque: no band may be told, because some condition of the mask is read from a tensor.
+        i, j: indices of the paired pieces, equally many.
+        opaque: make no bands, because some condition of the mask is read from a tensor.
         keep_own: keep bounds of a piece against itself that cut nothing: documents of all lengths then have one band.
     """
     if not (seen := sees(q, i, k, j)).all():
@@ -191,17 +191,17 @@ def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own
 
 
 def _whole(q: Pieces, k: Pieces) -> Array:
-    """Blocks of all rows and keys, of which only `Mask.allowed` tells the pairs."""
+    """Return blocks of all rows and keys without a band: only `Mask.allowed` tells their pairs."""
     ends = q.row + q.length, k.row + k.length
     pairs = np.full_like(q.row, PAIRS)
     return np.stack([q.rank, k.rank, q.row, ends[0], k.row, ends[1], pairs, np.zeros_like(pairs)]).T  # by columns
 
 
 def own_causal(pieces: Pieces) -> Array:
-    """Each document of each rank as one causal block: for masks that compare order, in shards of rising positions.
+    """Return one causal block per document and rank: for masks that compare order alone, in shards of rising positions.
 
     Args:
-        pieces: of these shards, sorted by document and rank.
+        pieces: pieces of these shards, sorted by document and rank.
     """
     if not pieces.num:
         return np.empty((0, 8), dtype=np.int64)
@@ -213,7 +213,7 @@ def own_causal(pieces: Pieces) -> Array:
 
 
 def increasing(pieces: Pieces, cp_size: int) -> NDArray[np.bool_]:
-    """Whether local order is that of positions, for each rank."""
+    """Return for each rank whether its local rows are in the order of their positions."""
     result = np.ones(cp_size, dtype=bool)
     result[pieces.rank[~pieces.regular]] = False
     falls = (pieces.rank[1:] == pieces.rank[:-1]) & (pieces.low[1:] <= pieces.high[:-1])
@@ -222,12 +222,12 @@ def increasing(pieces: Pieces, cp_size: int) -> NDArray[np.bool_]:
 
 
 def is_order(mask: Mask, seq_len: int) -> bool:
-    """Whether a mask compares nothing but the order of positions, and documents."""
+    """Return whether a mask compares only the order of positions, and documents."""
     return mask.key_padding is None and mask.reaches(seq_len) == (Reach(0, seq_len, 0, NONE),)
 
 
 def causal_parts(num_q: Any, num_k: Any, right: Any) -> tuple[Any, Any, Any]:
-    """The parts in which causal blocks are computed, given as numbers or arrays: rows, keys, and the bound ``right``.
+    """Return the parts in which causal blocks are computed, from numbers or arrays: rows, keys, the bound ``right``.
 
     Returns:
         Keys that all rows see, rows (and further keys) of the causal square, and rows after it, which see all keys.
@@ -237,14 +237,14 @@ def causal_parts(num_q: Any, num_k: Any, right: Any) -> tuple[Any, Any, Any]:
 
 
 def parts_of(blocks: Array) -> tuple[NDArray[np.bool_], Array, Array, Array]:
-    """Which blocks are causal, and their `causal_parts`; those of others mean nothing."""
+    """Return which blocks are causal, and the `causal_parts` of all; they mean nothing for the other blocks."""
     num_q, num_k = blocks[:, Q_END] - blocks[:, Q], blocks[:, K_END] - blocks[:, K]
     causal = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] < NONE)
     return causal, *causal_parts(num_q, num_k, blocks[:, RIGHT])
 
 
 def squares(blocks: Array) -> Array:
-    """Causal blocks whose last rows see all keys, cut in rows that end with the keys and a full block of the others."""
+    """Cut causal blocks whose last rows see all keys: into rows that end with the keys, and a full block of others."""
     causal, _, square, after = parts_of(blocks)
     loose = causal & (after > 0)
     if not loose.any():
@@ -260,18 +260,18 @@ def squares(blocks: Array) -> Array:
 
 
 def bands_of(blocks: Array) -> Array:
-    """Both bounds of each block as one number."""
+    """Return both bounds of each block as one number."""
     return np.asarray(blocks[:, LEFT] * (4 * NONE) + blocks[:, RIGHT])
 
 
 def cut_in_two(blocks: Array) -> bool:
-    """Whether a causal block has rows after its square: two calls with the same keys."""
+    """Return whether a causal block has rows after its square, so that two calls have the same keys."""
     causal, _, _, after = parts_of(blocks)
     return bool((causal & (after > 0)).any())
 
 
 def shares_keys(blocks: Array, cp_size: int) -> bool:
-    """Whether two calls of one receiver have keys of a source in common."""
+    """Return whether two calls of one receiver have keys of a source in common."""
     owner = (blocks[:, RECEIVER] * cp_size + blocks[:, SOURCE]) * NONE
     order = (owner + blocks[:, K]).argsort(kind="stable")
     begins, ends = (owner + blocks[:, K])[order], (owner + blocks[:, K_END])[order]
@@ -279,9 +279,9 @@ def shares_keys(blocks: Array, cp_size: int) -> bool:
 
 
 def join_full(blocks: Array, same: Sequence[int], begin: int, end: int, in_order: bool = False) -> Array:
-    """Join full blocks that agree in the columns ``same`` and follow each other from ``begin`` to ``end``.
+    """Join full blocks that are equal in the columns ``same`` and adjacent from column ``begin`` to column ``end``.
 
-    ``in_order``: those that do so are neighbours already.
+    ``in_order``: blocks that can be joined are neighbours in the table already.
     """
     full = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] == NONE)
     others, blocks = blocks[~full], blocks[full]
@@ -299,7 +299,7 @@ def join_full(blocks: Array, same: Sequence[int], begin: int, end: int, in_order
 
 
 def unions(owner: Array, begin: Array, end: Array) -> tuple[Array, Array, Array]:
-    """Ranges of each owner, each row once, by owner and row: (owner, begin, end); ``owner`` is below 2**32."""
+    """Merge ranges by owner, so that each row occurs once: (owner, begin, end), sorted; ``owner`` is below 2**32."""
     begins, ends = owner * NONE + begin, owner * NONE + end
     if (begins[1:] < begins[:-1]).any():
         order = begins.argsort(kind="stable")
@@ -312,7 +312,7 @@ def unions(owner: Array, begin: Array, end: Array) -> tuple[Array, Array, Array]
 
 
 def expand(counts: Array) -> tuple[Array, Array]:
-    """For ``counts[i]`` entries of each i: i, and the number of the entry among those of i."""
+    """Return, for ``counts[i]`` entries of each i: i of every entry, and the entry's number among those of its i."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
 

@@ -1,8 +1,8 @@
-"""Tensors on the host that belong to a mask or a layout: what was read of them is remembered, not read again.
+"""Host tensors that belong to a mask or a layout. What was computed from their content is cached on them.
 
-Neither identity nor `Tensor._version` tells that a caller's tensor is what it was: NumPy, as in a data loader, writes
-unseen to memory that it shares with a tensor. So masks and layouts copy their tensors, nobody else writes to the copy,
-and what planning reads of it is kept on it. A tensor that nobody owns is read in every call.
+Neither its identity nor `Tensor._version` shows that a caller's tensor is unchanged: NumPy, as in a data loader, writes
+to shared memory without raising the version. So masks and layouts copy their tensors, nobody else writes to the copy,
+and what planning computes from it is kept on it. A tensor that is not such a copy is read in every call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cp_mesh._torch import times_written
 from cp_mesh.errors import refuse
 
 T = TypeVar("T")
-_NOTES = "_cp_mesh_notes"  # on an owned tensor: what was read of it
+_NOTES = "_cp_mesh_notes"  # attribute of an owned tensor: cached results
 
 
 class _Notes(dict[Any, Any]):
-    """What was read of one tensor, by what reads it and the version of the tensor; no part of a copy of the tensor."""
+    """Results cached for one tensor, by function and version of the tensor; a copy of the tensor does not get them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Notes:
         return _Notes()
@@ -34,11 +34,11 @@ class _Notes(dict[Any, Any]):
 
 
 def owned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy on the CPU that nobody else writes to; a meta tensor stays one."""
+    """Return a copy on the CPU that nobody else writes to; a meta tensor stays on meta."""
     device = "meta" if tensor.is_meta else "cpu"
     if torch.compiler.is_compiling():
         return tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
-    with torch.inference_mode(False):  # tensors of inference have no version
+    with torch.inference_mode(False):  # inference tensors have no version
         copy = tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
     setattr(copy, _NOTES, _Notes())
     return copy
@@ -49,13 +49,13 @@ def is_owned(tensor: Tensor) -> bool:
 
 
 def read_once(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
-    """What ``read`` says of a tensor on the host, remembered on it if it is owned and nothing wrote to it since.
+    """Return ``read(tensor)`` for a host tensor, cached on an owned tensor until something writes to the tensor.
 
     Raises:
-        ArgumentError: if the tensor has no content.
+        ArgumentError: if the tensor is not on the CPU.
     """
     if tensor.device.type != "cpu":
-        refuse("a tensor of a mask or layout", "one with content", tensor.device, "make it of a tensor with content")
+        refuse("a tensor of a mask or layout", "one with content", tensor.device, "make it from a tensor with content")
     notes: _Notes | None = getattr(tensor, _NOTES, None)
     if notes is None:
         return read(tensor)
@@ -67,10 +67,10 @@ def read_once(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
 
 
 class Content:
-    """A tensor on the host as a key of a cache: tensors of equal content are equal keys.
+    """A tensor on the host as a cache key: tensors of equal content are equal keys.
 
     Attributes:
-        tensor: a view of an owned one, or a copy of another: it may be kept, and keeps no tensor of a mask alive.
+        tensor: a view of an owned tensor, or a copy of another one. Keeping it keeps no tensor of a mask alive.
     """
 
     def __init__(self, tensor: Tensor, key: tuple[Any, ...], notes: _Notes | None = None) -> None:
@@ -78,7 +78,7 @@ class Content:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Content:
-        """Of an owned tensor what is known of it; of others, also on a device, what a copy holds now."""
+        """Return the cached key of an owned tensor; for other tensors, on any device, the key of a copy made now."""
         if is_owned(tensor):
             return read_once(tensor, _content)
         copy = owned(tensor)
@@ -86,7 +86,7 @@ class Content:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is of an owned tensor, which is no more."""
+        """Whether the key was made for an owned tensor that no longer exists."""
         return self._notes is not None and self._notes() is None
 
     def __hash__(self) -> int:
@@ -103,9 +103,9 @@ def _content(tensor: Tensor) -> Content:
 
 
 def _digest(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of equal content. No part of the tensor: what is noted on it must not keep it alive."""
+    """Return a digest that is equal for tensors of equal content, and holds no tensor: a cached result must not."""
     flat = tensor.flatten().numpy()
-    # where values change, and to what: all there is, and little for documents and padding
+    # the places where values change and the new values: equivalent to the content, and short for documents and padding
     begins = np.flatnonzero(np.r_[np.ones(min(1, len(flat)), dtype=bool), flat[1:] != flat[:-1]])
     digest = hashlib.blake2b(begins.tobytes() + flat[begins].tobytes(), digest_size=16)
     return tuple(tensor.shape), tensor.dtype, digest.digest()

@@ -1,4 +1,4 @@
-"""Which positions a rank holds, piece by piece, and what every layout says of them.
+"""Which positions a rank holds, piece by piece: the interface of all layouts.
 
 A *position* is the index of a token in the original sequence. A rank's shard is a tuple of pieces: affine `Run`s, or an
 explicit `Index`. Every other part of the library (masks, rotary embedding, labels, documents, un-permutation) reads
@@ -18,7 +18,7 @@ from torch import Tensor
 class Run:
     """Positions ``start + stride * i`` for ``i`` in ``range(length)``; ``stride`` is 1 or more.
 
-    ``copied``: every rank holds these positions, and its queries see its own copy of their keys, once.
+    ``copied``: every rank holds these positions. Its queries see the keys once, in its own copy.
     """
 
     start: int
@@ -44,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Positions listed one by one: the piece of a layout that no affine run describes."""
+    """Positions listed one by one: a piece that is not an affine run."""
 
     values: Tensor
 
@@ -81,7 +81,7 @@ class Layout(ABC):
 
     @property
     def tensor(self) -> Tensor | None:
-        """What travels beside the spec, an int64 CPU tensor; None if the spec says all."""
+        """Data that the spec does not contain, as an int64 CPU tensor; None if the spec is complete."""
         return None
 
     @property
@@ -90,28 +90,28 @@ class Layout(ABC):
         return False
 
     def multiple(self, cp_size: int) -> int:
-        """Sequence lengths divisible by this give every rank equally many tokens, evenly split in runs.
+        """Return a number: sequence lengths divisible by it give all ranks equally many tokens, evenly split in runs.
 
-        Of a layout made for documents or streams, if the length of each is such a multiple.
+        For a layout made for documents or streams, the length of each must be divisible.
         """
         return cp_size
 
     def shard_len(self, seq_len: int, cp_size: int, cp_rank: int) -> int:
-        """Number of tokens that ``cp_rank`` of ``cp_size`` holds of a sequence of ``seq_len``."""
+        """Return the number of tokens that ``cp_rank`` of ``cp_size`` holds of a sequence of ``seq_len``."""
         return sum(piece.length for piece in self.runs(seq_len, cp_size, cp_rank))
 
     def positions(self, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
-        """Positions of the rows of ``cp_rank`` (of ``cp_size``) in local order: int64 CPU tensor [shard_len].
+        """Return the positions of the rows of ``cp_rank`` in local order: int64 CPU tensor [shard_len].
 
         Args:
             seq_len: tokens in the whole sequence, padding included.
-            cp_size, cp_rank: number of ranks, and which.
+            cp_size, cp_rank: number of ranks, and the rank.
         """
         pieces = self.runs(seq_len, cp_size, cp_rank)
         return torch.cat([p.positions() for p in pieces]) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def permutation(self, seq_len: int, cp_size: int) -> Tensor:
-        """int64 CPU tensor [seq_len]; ``x[permutation]`` is the sequence in layout order, over ``cp_size`` ranks.
+        """Return an int64 CPU tensor [seq_len]; ``x[permutation]`` is in layout order, over ``cp_size`` ranks.
 
         It is longer where every rank holds some positions.
 
@@ -122,16 +122,16 @@ class Layout(ABC):
         return torch.cat([self.positions(seq_len, cp_size, rank) for rank in range(cp_size)])
 
     def inverse(self, seq_len: int, cp_size: int) -> Tensor:
-        """int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``, over ``cp_size`` ranks.
+        """Return an int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``, over ``cp_size`` ranks.
 
-        Of positions that every rank holds, the rows of the first one.
+        For positions that every rank holds, it names the rows of the first rank.
         """
         held, rows = self.permutation(seq_len, cp_size).sort(stable=True)
         return rows[held.diff(prepend=held.new_tensor([-1])) > 0] if self.replicated else rows
 
 
 def chunk_bounds(seq_len: int, num_chunks: int, chunk: int) -> tuple[int, int]:
-    """Begin and end of one chunk as `torch.chunk` (and so DTensor) cuts: all of size ceil(S / n) but the last ones."""
+    """Return begin and end of a chunk of `torch.chunk` (and so of DTensor): all but the last ones have ceil(S / n)."""
     size = -(-seq_len // num_chunks)
     return min(size * chunk, seq_len), min(size * (chunk + 1), seq_len)
 

@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Contiguous(Layout):
-    """Rank r holds the r-th chunk. Causal work is unbalanced: the last rank does almost twice the mean.
+    """Rank r holds the r-th chunk. Causal work is unbalanced: the last rank computes almost twice the mean.
 
     >>> [Contiguous().positions(6, 3, r).tolist() for r in range(3)]
     [[0, 1], [2, 3], [4, 5]]
@@ -73,7 +73,7 @@ class ZigZag(Layout):
             return Run(begin, 1, end - begin)
 
         head, tail = chunk(cp_rank), chunk(2 * cp_size - 1 - cp_rank)
-        if head.start + head.length == tail.start:  # the last rank's chunks touch: one run, one kernel call
+        if head.start + head.length == tail.start:  # the last rank's chunks are adjacent: one run, one kernel call
             return non_empty(Run(head.start, 1, head.length + tail.length))
         return non_empty(head, tail)
 
@@ -86,7 +86,7 @@ class ZigZag(Layout):
 
 @dataclass(frozen=True)
 class Striped(Layout):
-    """Rank r holds positions r, r + cp, r + 2·cp, …: every mask that is smooth in position is balanced.
+    """Rank r holds positions r, r + cp, r + 2·cp, …: balances every mask whose work changes smoothly with position.
 
     Striped Attention, Brandon et al. 2023 (arXiv:2311.09431).
 
@@ -102,16 +102,16 @@ class Striped(Layout):
 
 
 def shifted(pieces: Iterable[Piece], begin: int) -> list[Piece]:
-    """The pieces of a part of the sequence that begins at this position."""
+    """Shift the pieces of a part of the sequence by the position at which the part begins."""
     return [replace(x, start=x.start + begin) if isinstance(x, Run) else Index(x.values + begin) for x in pieces]
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """A stream of a `Joint` that every rank holds whole, such as a prefix of text.
+    """A stream of a `Joint` that every rank holds whole, such as a text prefix.
 
-    Its rows are queries on every rank, and their keys count once: a query sees the copy on its own rank. So each rank
-    has its share of the gradients of its copy, and the sum over ranks is the gradient.
+    Its rows are queries on every rank. Its keys count once: a query sees the copy on its own rank. So the gradients of
+    a rank's copy are partial, and their sum over ranks is the gradient.
 
     Args:
         length: tokens in the stream.
@@ -133,15 +133,15 @@ class Replicated:
 
 @dataclass(frozen=True, init=False)
 class Joint(Layout):
-    """Streams that a model concatenates, such as text and image, each sharded in a layout of its own.
+    """Streams that a model concatenates, such as text and image, each sharded in its own layout.
 
-    Rank r holds its part of the first stream, then its part of the second, and so on: what it has when each stream is
-    sharded alone and the model concatenates what it has of each. Positions count through all streams. Streams of any
-    lengths: shards may be unequal, and calls then need ``seq_len``, the sum of the lengths.
+    Rank r holds its part of the first stream, then its part of the second, and so on, as when each stream is sharded
+    alone and the model concatenates the local parts. Positions count through all streams. Streams may have any lengths:
+    shards may be unequal, and calls then need ``seq_len``, the sum of the lengths.
 
     Args:
-        *streams: for each stream its length in tokens, which is sharded contiguously; or (length, layout); or
-            `Replicated`, which every rank holds whole.
+        *streams: for each stream its length in tokens (sharded contiguously), or (length, layout), or `Replicated`,
+            which every rank holds whole.
 
     Raises:
         ArgumentError: if a stream is none of these, or the layout is later used with another ``seq_len``.
@@ -159,7 +159,7 @@ class Joint(Layout):
 
     @property
     def tensor(self) -> Tensor | None:
-        """Those of the streams, one after the other, each after its shape."""
+        """The tensors of all streams, flattened and concatenated, each after its shape."""
         parts = [layout.tensor for _, layout in self.streams if layout.tensor is not None]
         shapes = [torch.tensor([*x.shape, 0][:2], device="cpu") for x in parts]
         return torch.cat([x.flatten() for pair in zip(shapes, parts, strict=True) for x in pair]) if parts else None
@@ -172,8 +172,8 @@ class Joint(Layout):
         total = sum(length for length, _ in self.streams)
         if seq_len != total:
             raise ArgumentError(
-                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}, or to a"
-                f" ShardedSequence length={total} with pad=False; of a padded stream the padded length counts"
+                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}, or "
+                f"ShardedSequence(length={total}, pad=False); a padded stream counts with its padded length"
             )
         found, begin = [], 0
         for length, layout in self.streams:
@@ -189,7 +189,7 @@ class Joint(Layout):
 
     @classmethod
     def parse(cls, fields: str, tensor: Tensor | None) -> Joint:
-        """From what follows the name in the spec, and the tensor."""
+        """Rebuild it from the part of the spec after the name, and the tensor."""
         streams: list[Any] = []
         for stream in fields.split(";") if fields else ():
             length, _, spec = stream.partition("=")
@@ -219,12 +219,12 @@ def _stream(x: Any) -> tuple[int, Layout | Replicated]:
     if not isinstance(length, int) or isinstance(length, bool) or length < 0 or not is_layout:
         raise ArgumentError(
             f"Joint: expected a length, (length, layout) or Replicated(length) for each stream, got {x!r};"
-            " Joint(512, (4096, ZigZag())) are two streams, and streams of a Joint can be given one by one"
+            " Joint(512, (4096, ZigZag())) has two streams; pass the streams of a nested Joint one by one"
         )
     if layout.tensor is not None and not isinstance(layout, OfTensor):
         raise ArgumentError(
-            f"Joint: expected streams in layouts of this library, or in one of yours that its spec says alone, got a "
-            f"{type(layout).__name__} with a tensor; Permuted says any order in equal parts"
+            f"Joint: expected streams in layouts of this library, or in your own layout without a tensor, got a "
+            f"{type(layout).__name__} with a tensor; Permuted takes any order in equal shards"
         )
     return length, layout
 
@@ -240,11 +240,11 @@ LAYOUTS: dict[str, type[Layout]] = {
 }
 
 
-_OWN = frozenset(LAYOUTS.values())  # partitions by construction; only users' layouts are checked
+_OWN = frozenset(LAYOUTS.values())  # they are partitions by construction; only users' layouts are checked
 
 
 def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
-    """Refuse a layout, of a class listed later, whose ranks do not hold every position once, in rising runs.
+    """Refuse a user's layout whose ranks do not hold every position once, in runs of rising positions.
 
     Raises:
         ArgumentError: naming a position.
@@ -256,7 +256,7 @@ def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
         return
     shards = [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)]
     if any(isinstance(piece, Run) and piece.stride < 1 for shard in shards for piece in shard):
-        raise ArgumentError(f"layout {layout.spec()}: expected runs of stride 1 or more; an Index takes any order")
+        raise ArgumentError(f"layout {layout.spec()}: expected runs of stride 1 or more; use an Index for other orders")
     positions = torch.cat([piece.positions() for shard in shards for piece in shard]) if any(shards) else torch.zeros(0)
     outside = (positions < 0) | (positions >= seq_len)
     if outside.any():
@@ -266,14 +266,14 @@ def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
         first = int(wrong[0])
         raise ArgumentError(
             f"layout {layout.spec()}: expected every position to be held once by the {cp_size} ranks, got position "
-            f"{first} of {seq_len} held {int(held[first])} times; see runs() of its class"
+            f"{first} of {seq_len} held {int(held[first])} times; correct runs() of its class"
         )
 
 
 def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
     """Rebuild a layout from its `Layout.spec`, and from its `Layout.tensor` if it has one."""
     if spec == "permuted":
-        # validated where the caller made it; sorting it again, every call, is wasted
+        # the caller's constructor has validated it; sorting it again in every call would cost time
         layout = object.__new__(Permuted)
         object.__setattr__(layout, "index", index)
         return layout

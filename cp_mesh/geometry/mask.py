@@ -1,15 +1,14 @@
-"""Mask: who may attend to whom, said on positions.
+"""Mask: which query positions may attend to which key positions.
 
-Two faces. `Mask.allowed` is the specification: a boolean for every (query position, key position). All else reads that
-a key is seen by an interval of query positions, if the documents are equal. `Mask.key_intervals` tells it of each key,
-`Mask.reaches` of ranges of keys and the mask's integers alone, as bounds of the distance ``p - t``. Between two runs of
-equal stride s that distance is ``(a - b) + s·(i - j)``, so in local indices these are exactly a band, which stock
-kernels take directly (`cp_mesh.geometry.block_table`).
+`Mask.allowed` is the specification: a boolean for every (query position, key position). All other code uses that a key
+is seen by an interval of query positions, if the documents are equal. `Mask.key_intervals` computes it for each key,
+`Mask.reaches` for ranges of keys from the mask's integers alone, as bounds of the distance ``p - t``. Between two runs
+of equal stride s that distance is ``(a - b) + s·(i - j)``, so in local indices the pairs are exactly a band, which
+stock kernels take directly (`cp_mesh.geometry.block_table`).
 """
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse, warn
 from cp_mesh.geometry.host_tensors import is_owned, owned, read_once
 
 
@@ -29,7 +28,7 @@ from cp_mesh.geometry.host_tensors import is_owned, owned, read_once
 class Band:
     """Pairs of local indices with ``-left <= j - i - (num_k - num_q) <= right``; None is unbounded.
 
-    So says the ``window_size`` of every FlashAttention: the last query stands at the last key. ``Band(None, 0)`` is
+    This is the ``window_size`` of FlashAttention: the last query is aligned with the last key. ``Band(None, 0)`` is
     causal.
     """
 
@@ -37,7 +36,7 @@ class Band:
     right: int | None = None
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
-        """bool [len(q_rows), len(k_rows)] from int64 local indices, of queries counted as the keys they stand at."""
+        """Return bool [len(q_rows), len(k_rows)]; ``q_rows`` are int64 indices of the keys aligned with the queries."""
         distance = q_rows[:, None] - k_rows[None, :]
         keep = torch.ones_like(distance, dtype=torch.bool)
         if self.left is not None:
@@ -47,15 +46,15 @@ class Band:
         return keep
 
     def count(self, num_q: int, num_k: int) -> int:
-        """Number of allowed pairs in a ``num_q`` by ``num_k`` tile."""
-        first = num_k - num_q  # the key that the first query stands at
+        """Return the number of allowed pairs in a ``num_q`` by ``num_k`` tile."""
+        first = num_k - num_q  # the key that the first query is aligned with
         from_right = num_q * num_k if self.right is None else _pairs_from(-self.right - first, num_q, num_k)
         beyond = 0 if self.left is None else _pairs_from(self.left - first + 1, num_q, num_k)
         return max(0, from_right - beyond)
 
 
 def _pairs_from(bound: int, num_q: int, num_k: int) -> int:
-    """Number of (i, j) with ``i - j >= bound``: the sum over keys j of clip(num_q - bound - j, 0, num_q)."""
+    """Return the number of (i, j) with ``i - j >= bound``: the sum over keys j of clip(num_q - bound - j, 0, num_q)."""
 
     def triangle(n: int) -> int:
         return n * (n + 1) // 2 if n > 0 else 0
@@ -71,11 +70,11 @@ CAUSAL = Band(None, 0)
 PARTIAL: Literal["partial"] = "partial"  # only Mask.allowed tells which pairs
 Cover = Band | Literal["partial"]
 EXCLUDED = -1
-"""A document id of tokens that see nothing and are seen by nobody, as any negative one."""
+"""A document id (any negative one is) of tokens that see nothing and are not seen."""
 NONE = 1 << 30
-"""In integers, a bound that is not there; positions are below it."""
+"""An integer that means no bound; positions are below it."""
 NEVER = 2**31 - 1
-"""Above every position: the first one that sees a key which none sees."""
+"""Above every position: the first query of a key that no query sees."""
 
 
 class Reach(NamedTuple):
@@ -92,10 +91,10 @@ class Documents:
     """The documents of one sequence as runs of positions.
 
     Attributes:
-        edges: int64 [num_runs + 1], where each begins, and the end of the sequence.
-        labels: int64 [num_runs], the number of the first run that has its id; two runs of one id are one document. -1
-            of runs that are excluded.
-        come_back: whether some id of a document does have two runs.
+        edges: int64 [num_runs + 1], where each run begins, and the end of the sequence.
+        labels: int64 [num_runs], the number of the first run that has the same id: runs of one id are one document. -1
+            for excluded runs.
+        come_back: whether some document has two runs.
     """
 
     edges: NDArray[np.int64]
@@ -107,7 +106,7 @@ class Documents:
 
     @classmethod
     def of(cls, ids: NDArray[Any]) -> Documents:
-        """From the id of each position, [S]."""
+        """Make them from the id of each position, [S]."""
         begins = np.flatnonzero(np.r_[np.ones(min(1, len(ids)), dtype=bool), ids[1:] != ids[:-1]])
         _, first, which = np.unique(ids[begins], return_index=True, return_inverse=True)
         return cls(np.r_[begins, len(ids)], np.where(ids[begins] < 0, -1, first[which]))
@@ -117,24 +116,24 @@ class Documents:
 class Mask:
     """A conjunction of conditions on (query position p, key position t).
 
-    A mask copies its tensors to the host when it is made: what is later written to the caller's changes nothing, so
-    that a data loader may fill its buffer with the next batch while the backward of this one runs. Tensors on a device
-    are waited for, once. Make a mask for each batch; what its documents are is read once, not in every layer.
+    A mask copies its tensors to the host when it is made. Later writes to the caller's tensors do not change it, so a
+    data loader may fill its buffer with the next batch while the backward of this one runs. Copying a device tensor
+    waits for the device, once. Make one mask per batch: its documents are read once, not in every layer.
 
     Args:
         causal: t <= p, relaxed by ``prefix`` and ``blocks``.
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
         documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
-            id[p] == id[t]. Ids compare by equality only. They let the schedule skip what is masked, and fast kernels
-            take them as sequences, unless an id comes back after another. A negative id, such as `Mask.EXCLUDED`, is no
-            document: its queries see nothing, and no query sees its keys. Such rows have output 0, lse -inf and
+            id[p] == id[t]. Ids compare by equality only. The schedule skips masked tiles, and fast kernels compute
+            documents as sequences, unless an id returns after another. A token with a negative id (`Mask.EXCLUDED`)
+            is excluded: its query sees nothing, and no query sees its key. Excluded rows have output 0, lse -inf and
             gradients 0, and cost nothing.
         key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.
-        prefix: keys at positions below it are visible to all queries, whatever ``causal`` says (window still applies).
+        prefix: keys at positions below it are visible to all queries, even with ``causal`` (window still applies).
         length: keys at positions >= length are padding that no query sees. None: there is no padding.
-        blocks: integer ids [B, S] or [S] of the whole sequence, as ``documents``: tokens of one id, such as those of an
-            image, see each other, whatever ``causal`` says (window, documents and the rest still apply). A negative id
-            is no block. Within a document the tokens of a block follow one another, or calls are refused.
+        blocks: integer ids [B, S] or [S] of the whole sequence, like ``documents``: tokens with one id, such as those
+            of an image, see each other, even with ``causal`` (window, documents and the rest still apply). A negative
+            id is no block. Within a document the tokens of a block must be adjacent, or calls are refused.
 
     Raises:
         ArgumentError: on negative bounds, wrong shapes or dtypes, or a prefix or blocks without causal.
@@ -187,8 +186,8 @@ class Mask:
             raise ArgumentError("Mask: blocks relax causal, got blocks with causal=False; leave blocks out")
         if self.blocks is not None and window is not None and window[1] == 0:
             raise ArgumentError(
-                f"Mask: expected a window that lets blocks see ahead, got window={window}; with blocks a causal window "
-                f"is window=({window[0]}, None)"
+                f"Mask: expected a window that lets blocks see later keys, got window={window}; with blocks use "
+                f"window=({window[0]}, None) as a causal one"
             )
         documents, key_padding, blocks = self.documents, self.key_padding, self.blocks
         given = {"documents": documents, "key_padding": key_padding, "blocks": blocks}
@@ -211,18 +210,18 @@ class Mask:
                 f"{tuple(key_padding.shape)}; an additive mask is `mask == 0`"
             )
         for name, tensor in given.items():
-            if tensor is not None and not is_owned(tensor):  # some mask's already, as in dataclasses.replace
+            if tensor is not None and not is_owned(tensor):  # else another mask's, as in dataclasses.replace
                 object.__setattr__(self, name, owned(tensor))
                 if name == "documents" and not torch.compiler.is_compiling():
                     _warn_of_positions(self.documents)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """From another process, or a copy: its tensors are this mask's own."""
+        """Set the state in a copy or in another process; the tensors become this mask's own."""
         tensors = {name: state[name] for name in TENSORS if state[name] is not None}
         vars(self).update(state | {name: owned(x) for name, x in tensors.items()})
 
     def __repr__(self) -> str:
-        """The Python that makes it; tensors by dtype and shape."""
+        """The Python expression that makes it, with tensors as dtype and shape."""
         said = [f"causal={self.causal}"]
         for name in ("window", *TENSORS, *NUMBERS):
             value = getattr(self, name)
@@ -240,7 +239,7 @@ class Mask:
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
     ) -> Mask:
-        """Documents from cumulative lengths [num_docs + 1], starting at 0 and ending at the sequence's length.
+        """Make documents from cumulative lengths [num_docs + 1], which start at 0 and end at the sequence's length.
 
         Reads the last entry on the host: build the mask once per batch, from a CPU tensor.
 
@@ -252,7 +251,7 @@ class Mask:
             A mask with ``documents`` [S].
 
         Raises:
-            ArgumentError: if ``cu_seqlens`` is not of that form.
+            ArgumentError: if ``cu_seqlens`` does not have that form.
         """
         if not isinstance(cu_seqlens, Tensor):
             got = type(cu_seqlens).__name__
@@ -273,11 +272,11 @@ class Mask:
 
     @property
     def elementwise(self) -> bool:
-        """Whether some condition is read from a tensor, so that no tile is a pure band."""
+        """Whether some condition is read from a tensor, so that integers alone do not define a band."""
         return self.documents is not None or self.key_padding is not None or self.blocks is not None
 
     def to(self, device: torch.device) -> Mask:
-        """The same mask with its tensors on ``device``."""
+        """Return the same mask with its tensors on ``device``."""
         if not self.elementwise:
             return self
         moved = _holding(
@@ -288,7 +287,7 @@ class Mask:
         return moved
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The specification.
+        """Return which pairs are allowed: the specification of the mask.
 
         Args:
             q_pos: int64 [Lq] positions of the queries.
@@ -321,15 +320,15 @@ class Mask:
         return keep
 
     def reaches(self, seq_len: int) -> tuple[Reach, ...]:
-        """What its integers mean, said once: which keys are seen at which distances.
+        """Return the distances at which keys are seen, as set by the mask's integers alone.
 
-        Blocks then add pairs, and documents and key padding take pairs away.
+        Blocks then add pairs, and documents and key padding remove pairs.
 
         Args:
             seq_len: tokens in the whole sequence.
 
         Returns:
-            Reaches in order of their keys, which follow one another from position 0; keys after the last are hidden.
+            Reaches of adjacent ranges of keys from position 0 on; keys after the last range are hidden.
         """
         left = None if self.window is None else self.window[0]
         end = seq_len if self.length is None else min(self.length, seq_len)
@@ -346,7 +345,7 @@ class Mask:
         )
 
     def hides_earlier(self, seq_len: int = NONE) -> bool:
-        """Whether its integers may hide a key from queries that come after it."""
+        """Return whether the mask's integers may hide a key from a query at a later position."""
         reaches = self.reaches(seq_len)
         return (
             len(reaches) == 0 or reaches[-1].end < seq_len or any(r.farthest < NONE or r.nearest > 0 for r in reaches)
@@ -354,18 +353,18 @@ class Mask:
 
     @property
     def _ahead(self) -> int:
-        """How many tokens ahead a key may be that is seen against the causal order, `NONE` at most."""
+        """How many tokens later than its query a key may be where causal is relaxed, `NONE` at most."""
         right = None if self.window is None else self.window[1]
         return NONE if right is None else min(right, NONE)
 
     def key_intervals(self, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Which queries see each key: those at positions ``first <= p <= last``, if their `document_ids` are equal.
+        """Return which queries see each key: positions ``first <= p <= last``, if their `document_ids` are equal.
 
         Args:
             k_pos: int64 [Lk] positions of the keys, below `NEVER`, on the device of this mask's tensors.
 
         Returns:
-            first and last, int32 [B or 1, Lk], `NEVER` and ``-NEVER`` of keys that no query sees; and the keys' ids.
+            first and last, int32 [B or 1, Lk], `NEVER` and ``-NEVER`` for keys that no query sees; and document ids.
         """
         ids, end = self.document_ids(k_pos), 0
         first = last = k_pos[None]
@@ -386,14 +385,14 @@ class Mask:
         return first.int(), last.clamp(max=NEVER).int(), ids
 
     def document_ids(self, positions: Tensor) -> Tensor | None:
-        """The document of each position, int32 or int64 [B or 1, L]; None if there are none."""
+        """Return the document id of each position, int32 or int64 [B or 1, L]; None without documents."""
         if self.documents is None:
             return None
         ids = torch.atleast_2d(self.documents)[:, positions]
         return ids if ids.dtype == torch.int64 else ids.int()
 
     def runs(self) -> tuple[Documents, ...]:
-        """The documents of each batch row (one if they share them), read from the ids once and then remembered.
+        """Return the documents of each batch row (one entry if all rows share them), cached after the first read.
 
         Raises:
             ArgumentError: if the ids have no content (meta tensors).
@@ -403,12 +402,12 @@ class Mask:
 
     @cached_property
     def starts(self) -> Tensor:
-        """What blocks mean: from where on queries see the key of each position, int32 [B or 1, S].
+        """The first position whose query sees the key of each position by its block: int32 [B or 1, S].
 
-        That is where its block begins, or as near to that as a window lets it be; a position of no block is its own.
+        This is the begin of its block, or as near to it as a window allows; without a block the position itself.
 
         Raises:
-            UnsupportedError: if a block comes back after others in its document.
+            UnsupportedError: if a block returns after other tokens in its document.
         """
         assert self.blocks is not None
         blocks = torch.atleast_2d(self.blocks).to(torch.int64)
@@ -422,32 +421,31 @@ class Mask:
         if (counts > 1).any():
             _, block, document = found[counts > 1][0].tolist()
             got = f"block {block} comes back" + (f" in document {document}" if self.documents is not None else "")
-            hint = "give each part an id of its own; parts that are to see each other are a mask_mod of flex_attention"
-            refuse("Mask.blocks", "tokens of a block that follow one another", got, hint, UnsupportedError)
+            hint = "give each part its own id; if the parts must see each other, use a mask_mod with flex_attention"
+            refuse("Mask.blocks", "adjacent tokens in each block", got, hint, UnsupportedError)
         positions = torch.arange(new.shape[1], dtype=torch.int32, device=new.device)
         return positions.where(new, 0).cummax(1).values.maximum(positions - self._ahead)
 
     def spec(self) -> str:
-        """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
+        """Return the scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
         left, right = self.window or (None, None)
         values = [self.causal, left, right]
-        for name in NUMBERS:  # a generator would be a call for each
+        for name in NUMBERS:  # faster than a generator, which costs a call per entry
             values.append(getattr(self, name))
         return ",".join(["" if x is None else str(int(guard_scalar(x))) for x in values])
 
 
 def _warn_of_positions(ids: Tensor) -> None:
-    """Of documents that count the tokens of each document, and would be as many as there are tokens."""
+    """Warn if document ids look like position ids: they would make one document of each position."""
     if ids.is_meta or type(ids) is not Tensor or ids.shape[-1] < 8 or not len(ids):
         return
     rows = torch.atleast_2d(ids)
     if not bool((rows[:, :3] == torch.arange(3, device=ids.device)).all()):
         return
     if bool(((rows.diff(dim=1) == 1) | (rows[:, 1:] == 0)).all()):
-        warnings.warn(
-            "cp_mesh: Mask(documents=) has ids 0, 1, 2, ... of tokens that follow one another, as position_ids have: a "
-            "token would see those of its own position alone. batch_mask(position_ids=) makes documents of them",
-            stacklevel=4,
+        warn(
+            "Mask(documents=) has ids 0, 1, 2, ... for consecutive tokens, which look like position_ids: each "
+            "token would see only tokens with its own position. Use batch_mask(position_ids=) to make documents"
         )
 
 
@@ -457,7 +455,7 @@ def _read_documents(ids: Tensor) -> tuple[Documents, ...]:
 
 TENSORS = ("documents", "key_padding", "blocks")
 NUMBERS: dict[str, int | None] = {"prefix": 0, "length": None}
-"""With what each is where it is not given; new ones at the end, as saved programs have shorter texts of `Mask.spec`."""
+"""With default values. Append new ones at the end: saved programs hold shorter strings of `Mask.spec`."""
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -465,15 +463,15 @@ def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, 
     """Rebuild a mask from its `Mask.spec` and its tensors."""
     causal, left, right, *given = (int(field) if field else None for field in spec.split(","))
     window = None if left is None and right is None else (left, right)
-    if len(given) > len(NUMBERS):  # a condition that is not known here must not be dropped
-        hint = "export or compile the model anew"
+    if len(given) > len(NUMBERS):  # an unknown condition must not be dropped
+        hint = "export or compile the model again"
         refuse("a saved program's mask", f"{len(NUMBERS)} numbers", len(given), hint, UnsupportedError)
     numbers: dict[str, Any] = dict(zip(NUMBERS, given, strict=False))
     return _holding(Mask(bool(causal), window, **numbers), documents, key_padding, blocks)
 
 
 def _holding(mask: Mask, *tensors: Tensor | None) -> Mask:
-    """The mask with these tensors, of which it makes no copy: they are some mask's already."""
+    """Return the mask with these tensors, which are not copied: another mask owns them already."""
     held = replace(mask, documents=None, key_padding=None, blocks=None)
     for name, x in zip(TENSORS, tensors, strict=True):
         object.__setattr__(held, name, x)

@@ -1,13 +1,13 @@
-"""Schedule: the tiles of each step, the rows needed from each rank, pairs and bytes. Integers, no ranks.
+"""Schedule: the tiles of each step, the rows needed from each rank, pairs and bytes. Integers, without process groups.
 
-Step i of rank r works on the keys of source ``(r - i) mod cp_size``; step 0 is local. Every rank knows how many rows
-travel between every two (`geometry.survey`), so senders know what receivers need with no communication, and a step
-that moves nothing anywhere is skipped on all ranks alike.
+In step i rank r works on the keys of source ``(r - i) mod cp_size``; step 0 is local. Every rank computes how many rows
+travel between every two ranks (`geometry.survey`). So senders know what receivers need without communication, and all
+ranks skip a step in which no rows move.
 
-Steps are taken in stages, which a method groups as it likes. The rows of a stage lie in one buffer, source after
-source, so full tiles of several sources become one: fewer and larger kernel calls. A zigzag rank's sources below it are
-all visited before those above it, and each side needs one call a stage. The ring's stages are of 1, 2, 4, 4, ... steps:
-a small first one keeps the wait for it short, and each computes long enough to hide the fetch of the next.
+Steps are grouped in stages, as each method likes. The rows of a stage lie in one buffer, source after source, so full
+tiles of several sources become one tile: fewer and larger kernel calls. A zigzag rank visits all sources below it
+before those above it, and each side needs one call per stage. The ring's stages have 1, 2, 4, 4, ... steps: a small
+first stage keeps the wait for it short, and each stage computes long enough to hide the transfer of the next.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from cp_mesh.geometry.varlen import Segments, segments_of
 Rows = tuple[int, int]  # begin, end of local rows
 Ranges = tuple[Rows, ...]
 Fetch = tuple[tuple[int, Ranges], ...]  # source, its rows
-Grouping = Callable[[tuple[int, ...]], list[tuple[int, ...]]]  # the active steps, in stages
-MAX_STAGE = 4  # steps in a stage of the ring at most: a stage's buffer is received while another is read
+Grouping = Callable[[tuple[int, ...]], list[tuple[int, ...]]]  # groups the active steps in stages
+MAX_STAGE = 4  # most steps in a stage of the ring: one stage's buffer is received while another is read
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of local query rows against a block of one source's local key rows, of which some pairs count."""
+    """A block of local query rows against a block of one buffer's key rows; ``cover`` tells which pairs are allowed."""
 
     q: Rows
     k: Rows
@@ -43,7 +43,7 @@ class Tile:
 
     @property
     def num_pairs(self) -> int:
-        """Allowed pairs; for a PARTIAL tile the area, an upper bound."""
+        """Number of allowed pairs; for a PARTIAL tile the area, which is an upper bound."""
         num_q, num_k = self.q[1] - self.q[0], self.k[1] - self.k[0]
         if isinstance(self.cover, Segments):
             return self.cover.num_pairs
@@ -56,8 +56,8 @@ class Stage:
 
     Attributes:
         steps: the same on every rank.
-        fetch: (source, its row ranges) of what this rank receives; sources that it needs nothing of are left out.
-        serve: (receiver, this rank's row ranges) of what it sends.
+        fetch: (source, its row ranges) that this rank receives; sources without needed rows are left out.
+        serve: (receiver, this rank's row ranges) that this rank sends.
         tiles: tiles whose keys are rows of the buffer.
     """
 
@@ -68,12 +68,12 @@ class Stage:
 
     @cached_property
     def fetched(self) -> list[tuple[int, int]]:
-        """(source, number of rows) of what this rank receives."""
+        """(source, number of rows) that this rank receives."""
         return [(source, num_rows(ranges)) for source, ranges in self.fetch]
 
     @cached_property
     def served(self) -> list[tuple[int, int]]:
-        """(receiver, number of rows) of what this rank sends."""
+        """(receiver, number of rows) that this rank sends."""
         return [(receiver, num_rows(ranges)) for receiver, ranges in self.serve]
 
     @cached_property
@@ -87,10 +87,10 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What travels in a pass.
+    """The rows that travel in a pass.
 
     Attributes:
-        stages: this rank's, in order; all ranks have the same number of them.
+        stages: this rank's, in order; all ranks have the same number of stages.
         needed: int64 [receiver, source], how many of the source's rows the receiver fetches; the same on every rank.
     """
 
@@ -99,22 +99,22 @@ class Route:
 
     @property
     def num_rows(self) -> int:
-        """Rows that all ranks together fetch."""
+        """Number of rows that all ranks together fetch."""
         return int(self.needed.sum())
 
     @cached_property
     def most_fetched(self) -> int:
-        """Rows that the rank which fetches most fetches."""
+        """Largest number of rows that one rank fetches."""
         return int(self.needed.sum(1).max())
 
     @cached_property
     def most_served(self) -> int:
-        """Rows of the rank whose rows are fetched most often, as often as they are."""
+        """Largest number of rows that one rank sends; a row sent to several receivers counts for each."""
         return int(self.needed.sum(0).max())
 
     @cached_property
     def slots(self) -> list[list[int]]:
-        """[receiver][source], the first of a receiver's rows among all that the source gets back."""
+        """[receiver][source]: first row of the receiver's slot among all rows that are returned to the source."""
         firsts: list[list[int]] = (np.cumsum(self.needed, 0) - self.needed).tolist()
         return firsts
 
@@ -125,14 +125,14 @@ class Schedule:
 
     Attributes:
         shard_lens: rows held by each rank, [cp_size].
-        blocks: this rank's blocks by batch row, see `cp_mesh.geometry.block_table`.
+        blocks: this rank's blocks, one table per batch row, see `cp_mesh.geometry.block_table`.
         local_tiles: tiles of this rank's queries against its own keys.
         fetch: row ranges of each source that this rank needs, [cp_size]; its own entry is empty.
         serve: row ranges of this rank that each receiver needs, [cp_size].
         route: the steps >= 1 in which some rank moves rows, in stages.
-        overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
+        overlapping: whether, on any rank, two kernel calls of a stage compute gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
-            a band of theirs is neither full nor causal); the same on every rank.
+            the band of a segment is neither full nor causal); the same on every rank.
     """
 
     cp_rank: int
@@ -155,19 +155,19 @@ def num_rows(ranges: Iterable[Rows]) -> int:
 
 
 class Around:
-    """The order in which ranks visit each other: in step i rank r works on the keys of rank ``(r - i) mod cp_size``."""
+    """The order in which ranks visit each other: in step i rank r uses the keys of rank ``(r - i) mod cp_size``."""
 
     def active(self, needed: Array) -> tuple[int, ...]:
-        """The steps in which some rank fetches rows of another."""
+        """Return the steps in which some rank fetches rows of another rank."""
         return active_steps(needed)
 
     def peer(self, rank: Any, sign: int, step: Any, cp_size: int) -> Any:
-        """The rank that is so many steps behind another one, or ahead of it; of integers or arrays."""
+        """Return the rank that is ``step`` ranks ahead (sign 1) or behind (sign -1), for integers or arrays."""
         return (rank + sign * step) % cp_size
 
 
 def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Stages of 1, 2, 4, 4, ... steps."""
+    """Group steps in stages of 1, 2, 4, 4, ... steps."""
     groups, begin, size = [], 0, 1
     while begin < len(active):
         groups.append(active[begin : begin + size])
@@ -176,7 +176,7 @@ def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def in_one_stage(active: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All steps at once; no stage if there are none."""
+    """Group all steps in one stage; no stage if there are no steps."""
     return [active] if active else []
 
 
@@ -188,10 +188,10 @@ def make_schedule(
     cp_rank: int,
     segments: bool = False,
     groups: Grouping = in_rising_stages,
-    order: Around = Around(),  # noqa: B008 - it holds nothing
+    order: Around = Around(),  # noqa: B008 - it has no state
     sources: Seen | None = None,
 ) -> Schedule:
-    """The schedule of one rank.
+    """Return the schedule of one rank.
 
     Args:
         layout: positions of every rank.
@@ -199,10 +199,10 @@ def make_schedule(
         seq_len: length of the whole sequence, in tokens.
         cp_size: number of ranks.
         cp_rank: the rank.
-        segments: tiles by documents (`Segments`) where these are known to be runs, instead of PARTIAL ones.
-        groups: which steps make a stage, from the active ones; the same on every rank.
-        order: in which ranks visit each other.
-        sources: bool [receiver, source], which are visited at most; None: all.
+        segments: make tiles of documents (`Segments`) where documents are runs of positions, instead of PARTIAL tiles.
+        groups: groups the active steps in stages; the same on every rank.
+        order: the order in which ranks visit each other.
+        sources: bool [receiver, source], the sources that may be visited; None: all.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments, sources)
     needed, by_documents = found.needed, "segments" in found.covers
@@ -213,7 +213,7 @@ def make_schedule(
     asked = found.of_source(cp_rank)
     fetched, served = by_rank(fetch, cp_size), by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
     steps_of = groups(order.active(needed))
-    stage_of = np.full(cp_size, -1)  # by source; this rank's own rows are in none
+    stage_of = np.full(cp_size, -1)  # stage of each source; this rank's own rows are in no stage
     for number, group in enumerate(steps_of):
         stage_of[order.peer(cp_rank, -1, np.array(group), cp_size)] = number
     placed = [_placed(table[table[:, SOURCE] != cp_rank], fetch, stage_of) for table in blocks]
@@ -242,7 +242,7 @@ def make_schedule(
 
 
 def by_rank(ranges: tuple[Array, Array, Array], cp_size: int) -> list[Ranges]:
-    """Ranges of each rank, from what `unions` returns."""
+    """Return the ranges of each rank, from the result of `unions`."""
     rank, begin, end = ranges
     pairs = tuple(zip(begin.tolist(), end.tolist(), strict=True))
     firsts = np.searchsorted(rank, np.arange(cp_size + 1)).tolist()
@@ -250,21 +250,21 @@ def by_rank(ranges: tuple[Array, Array, Array], cp_size: int) -> list[Ranges]:
 
 
 def of_group(tables: Sequence[Array], number: int) -> list[Array]:
-    """The blocks of one source, or one stage, of each batch row."""
+    """Return the blocks of one source, or of one stage, for each batch row."""
     return [table[table[:, SOURCE] == number] for table in tables]
 
 
 def _placed(blocks: Array, fetch: tuple[Array, Array, Array], stage_of: Array) -> Array:
-    """The blocks with their keys counted in their stage's buffer; the stage's number takes the place of the source.
+    """Count the keys of blocks in the buffer of their stage; the stage's number replaces the source.
 
     Args:
-        blocks: of this rank's queries and others' keys.
+        blocks: this rank's queries with keys of other ranks.
         fetch: source, begin and end of the ranges that are fetched, in order.
         stage_of: stage of each source.
     """
     source, begin, end = fetch
     stage = stage_of[source]
-    order = stage.argsort(kind="stable")  # a buffer holds range after range
+    order = stage.argsort(kind="stable")  # ranges are consecutive in a buffer
     offset = np.empty_like(begin)
     offset[order] = np.cumsum((end - begin)[order]) - (end - begin)[order]
     first = np.full(int(stage.max(initial=-1)) + 1, NONE)
@@ -278,7 +278,7 @@ def _placed(blocks: Array, fetch: tuple[Array, Array, Array], stage_of: Array) -
 
 
 def tiles_of(tables: Sequence[Array], by_documents: bool) -> tuple[Tile, ...]:
-    """Tiles of blocks whose rows and keys lie in one buffer each, by batch row; full ones are joined along keys."""
+    """Make tiles of blocks whose rows and keys lie in one buffer each, by batch row; join full blocks along keys."""
     tables = [join_full(table, (Q, Q_END), K, K_END) for table in tables]
     if by_documents:
         return tuple(Tile(*tile) for tile in segments_of(tables))
@@ -292,7 +292,7 @@ def tiles_of(tables: Sequence[Array], by_documents: bool) -> tuple[Tile, ...]:
 
 
 def enclosing(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
-    """The smallest tile that holds all of these: what else it holds is not allowed, or they would hold it too."""
+    """Return the smallest tile that contains all of these; pairs outside of them are not allowed by the mask."""
     if not tiles:
         return ()
     q = min(tile.q[0] for tile in tiles), max(tile.q[1] for tile in tiles)
@@ -301,10 +301,10 @@ def enclosing(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
 
 
 def split_causal(band: Band, num_q: int, num_k: int) -> list[tuple[Rows, Rows, bool]] | None:
-    """A trimmed band as square causal tiles and full rectangles, which every stock kernel computes alike.
+    """Cut a trimmed band in square causal tiles and full rectangles, which every stock kernel computes alike.
 
     Kernels disagree on how causal aligns when there are more keys than queries (top-left or bottom-right), so
-    nothing but squares is given to them.
+    they only get squares.
 
     Returns:
         ``(q rows, k rows, causal)`` of each part, or None if the band has a left bound (a window).

@@ -1,12 +1,11 @@
-"""Survey: the blocks of a layout and a mask, for one rank when it is asked for, and what all ranks must know alike.
+"""Survey: the blocks of a layout and a mask, computed for one rank on request, and figures that all ranks need alike.
 
-A rank computes the blocks of its own queries, serves the keys that others' blocks name, and needs to know a little of
-everybody: how many rows travel between every two ranks, which kinds of tile occur. Pieces of queries meet pieces of
-keys: runs of the layout, cut where the mask's distances change. Packed documents cut them too, where these are runs of
-positions and their bands are few, and pieces then meet within a document alone.
+A rank computes the blocks of its own queries, and sends the keys in the blocks of other ranks. It also needs some
+figures of all ranks: how many rows travel between every two ranks, which kinds of tile occur. Pieces of queries are
+paired with pieces of keys: runs of the layout, cut where the mask's distances change. Packed documents cut them too,
+if documents are runs of positions with few bands; pieces are then paired within each document alone.
 
-All blocks of all ranks are made and forgotten, some at a time: how long that takes is in
-`examples/benchmarks/planning.py`.
+All blocks of all ranks are computed, in chunks that are not kept; `examples/benchmarks/planning.py` measures the time.
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ from cp_mesh.geometry.mask import NONE, Documents, Mask, parse_mask
 
 Seen = NDArray[np.bool_]
 SAME_KEYS = RECEIVER, SOURCE, K, K_END
-CHUNK = 1 << 15  # pairs of pieces that are looked at together: their blocks stay in the cache
+CHUNK = 1 << 15  # pairs of pieces that are computed together: their blocks fit in the processor's cache
 MAX_BANDS = 8
-"""Bands of one rank at most, each of which takes calls of its own; documents of other masks are tiles of pairs."""
+"""Most bands of one rank, since each band takes its own calls; with more bands, documents become tiles of pairs."""
 MAX_PAIRS = 1 << 20
-"""The most pairs of pieces of documents that are planned as sequences, 300 ms for each batch. Striped layouts cut every
-document on every rank, so of many ranks and documents their tiles are pairs, unless whole runs have half as many."""
+"""Most pairs of pieces that are planned as sequences of documents, about 300 ms per batch. Striped layouts cut every
+document on every rank; with many ranks and documents their tiles are pairs, unless whole runs have half as many."""
 
 
 class Geometry:
-    """The blocks of all ranks; tables are by batch row, one if all rows share it.
+    """The blocks of all ranks, one table per batch row, or one table if all batch rows share it.
 
     Attributes:
         shard_lens: rows held by each rank.
         needed: int64 [receiver, source], how many of the source's rows the receiver fetches; 0 on the diagonal.
-        overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
+        overlapping: whether, on any rank, two kernel calls of a stage compute gradients of the same row.
         covers: kinds of tile that occur on any rank, see `Schedule`.
     """
 
@@ -93,13 +92,13 @@ class Geometry:
             self._rows = [(_labelled(q, mask, self.shard_lens, order), _labelled(k, mask, self.shard_lens, order))]
 
     def of_sources(self, sources: Seen) -> Geometry:
-        """Without the blocks of sources that are not seen, bool [receiver, source]; `covers` are then a bound."""
+        """Return it without the blocks outside of bool [receiver, source]; `covers` then lists kinds that may occur."""
         found = copy(self)
         found._sources, found.needed = sources, np.where(sources, self.needed, 0)
         return found
 
     def of_receiver(self, rank: int) -> tuple[Array, ...]:
-        """Blocks of a rank's queries, full ones joined along its rows."""
+        """Return the blocks of a rank's queries, with full blocks joined along rows."""
         tables = []
         for q, k in self._rows:
             q = q.at(q.rank == rank)
@@ -110,7 +109,7 @@ class Geometry:
         return tuple(tables)
 
     def of_source(self, rank: int) -> Array:
-        """Blocks that name a rank's keys, of all batch rows and other ranks; of use for their keys alone."""
+        """Return the blocks of other ranks with keys of this rank, for all batch rows; only their keys are used."""
         tables = [np.empty((0, 8), dtype=np.int64)]
         for q, k in self._rows:
             k = k.at(k.rank == rank)
@@ -126,10 +125,10 @@ class Geometry:
         return squares(blocks) if self._squares else blocks
 
     def _groups(self, q: Pieces, k: Pieces) -> tuple[Array, Array, Array, Array]:
-        """Pieces of q, sorted by document and rank, that are of one of each, and those of k of this document.
+        """Group pieces of q, sorted by document and rank, by these two, with all pieces of k of the document.
 
         Returns:
-            For each group its first piece of q, how many they are, and where those of k begin and end.
+            For each group its first piece of q, the number of pieces, and where its pieces of k begin and end.
         """
         owner = q.document * self._cp_size + q.rank
         first = np.flatnonzero(np.r_[np.ones(min(1, q.num), dtype=bool), owner[1:] != owner[:-1]])
@@ -137,14 +136,14 @@ class Geometry:
         return first, np.diff(np.r_[first, q.num]), begin, end
 
     def _num_pairs(self) -> int:
-        """Of pieces of one document."""
+        """Number of pairs of pieces within documents."""
         groups = (self._groups(q, k) for q, k in self._rows)
         return sum(int(num @ (end - begin)) for _, num, begin, end in groups)
 
     def _pairs(self, q: Pieces, k: Pieces) -> Iterator[Array]:
-        """Pairs of pieces that may meet, beside those of `own_causal`: [2, n], some at a time.
+        """Yield pairs of pieces that may see each other, except those of `own_causal`: [2, n], in chunks.
 
-        They are in order of `_groups`, then of k. Those of a group with one piece of k, a slot, come together.
+        They are in order of `_groups`, then of k. The pairs of a group with one piece of k, a slot, are in one chunk.
         """
         first, num, begin, end = self._groups(q, k)
         slots, pairs = np.cumsum(end - begin), np.cumsum(num * (end - begin))
@@ -163,7 +162,7 @@ class Geometry:
             yield np.stack([i, j])[:, meet]
 
     def survey(self) -> bool:
-        """Look at all blocks.
+        """Compute `needed`, `overlapping` and `covers` from all blocks.
 
         Returns:
             False if documents have too many pairs of pieces, too many bands, or blocks that are not bands.
@@ -205,14 +204,14 @@ class Geometry:
 def geometry(
     layout: Layout, mask: Mask, seq_len: int, cp_size: int, documents: bool, sources: Seen | None = None
 ) -> Geometry:
-    """The geometry, kept for later calls of the same arguments.
+    """Return the geometry, cached for later calls with the same arguments.
 
     Args:
         layout: positions of every rank.
         mask: its tensors, if any, hold all ``seq_len`` tokens.
         seq_len, cp_size: length of the whole sequence in tokens, and number of ranks.
-        documents: blocks by documents, where these are runs of positions and their bands are few.
-        sources: bool [receiver, source], which of them may be seen beside what the mask says; None: all.
+        documents: make blocks by documents, if documents are runs of positions with few bands.
+        sources: bool [receiver, source], a further limit on which sources a receiver sees; None: all.
     """
     tensors = (mask.documents, mask.key_padding, mask.blocks)
     contents = tuple(None if x is None else Content.of(x) for x in tensors)
@@ -221,7 +220,7 @@ def geometry(
     return found if sources is None else found.of_sources(sources)
 
 
-@lru_cache(maxsize=4)  # few: a key holds documents of a batch. `explain` asks for rank after rank, half its time
+@lru_cache(maxsize=4)  # small: a key holds a batch's documents. It halves the time of `explain`, which needs all ranks
 def _geometry(
     layout: Layout,
     mask_spec: str,
@@ -242,31 +241,31 @@ def _geometry(
 
 
 def active_steps(needed: Array) -> tuple[int, ...]:
-    """Steps >= 1 in which some rank fetches rows. Whoever needs a rank's keys in step i is i ranks ahead."""
+    """Return the steps >= 1 in which some rank fetches rows. In step i the receiver is i ranks ahead of the source."""
     receiver, source = np.nonzero(needed)
     return tuple(np.flatnonzero(np.bincount((receiver - source) % len(needed))).tolist())
 
 
 def say_sources(sources: Seen) -> str:
-    """bool [receiver, source] as a string, of which `parse_sources` makes it again."""
+    """Encode bool [receiver, source] as a string, which `parse_sources` decodes."""
     return np.packbits(sources).tobytes().hex()
 
 
 def parse_sources(spec: str, cp_size: int) -> Seen | None:
-    """None of the empty string."""
+    """Decode the string of `say_sources`; None for the empty string."""
     bits = np.unpackbits(np.frombuffer(bytes.fromhex(spec), dtype=np.uint8), count=cp_size**2 if spec else 0)
     return bits.reshape(cp_size, cp_size).astype(np.bool_) if spec else None
 
 
 def _in_documents(pieces: Pieces, documents: Documents) -> Pieces:
-    """The pieces cut where documents begin, by document, without excluded tokens."""
+    """Cut pieces where documents begin, sort them by document, and drop excluded tokens."""
     q, part = cut(pieces, documents.edges)
     order = part.argsort(kind="stable")
     return q._replace(document=part).at(order[documents.labels[part[order]] >= 0])
 
 
 def _labelled(pieces: Pieces, mask: Mask, shard_lens: tuple[int, ...], order: Array | None) -> Pieces:
-    """The pieces with `Pieces.labels`.
+    """Return the pieces with `Pieces.labels`.
 
     Args:
         order: the positions of rank after rank; None: every piece is a run of stride 1.
@@ -284,7 +283,7 @@ def _labelled(pieces: Pieces, mask: Mask, shard_lens: tuple[int, ...], order: Ar
             first = (np.cumsum(lens) - lens)[pieces.rank] + pieces.row
             last = first + pieces.length
         edges = np.stack([first, last], 1).reshape(-1)
-        low = np.where(labels < 0, NONE, labels)  # so excluded ones are in no bounds
-        ends = (np.minimum, np.r_[low, 0]), (np.maximum, np.r_[labels, 0])  # longer, so that an end may be named
+        low = np.where(labels < 0, NONE, labels)  # excluded tokens do not count
+        ends = (np.minimum, np.r_[low, 0]), (np.maximum, np.r_[labels, 0])  # one more entry: an end is a valid index
         bounds.append([bound.reduceat(x, edges)[::2] for bound, x in ends])
     return pieces._replace(labels=np.array(bounds).transpose(2, 0, 1))

@@ -1,4 +1,4 @@
-"""Layouts that a tensor says: any permutation, runs in any order, and zigzag within packed documents."""
+"""Layouts defined by a tensor: any permutation, runs in any order, and zigzag within packed documents."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cp_mesh.geometry.layout import Index, Layout, Piece, Run, chunk_bounds, non
 
 
 class OfTensor(Layout):
-    """What layouts that a tensor says have in common: the tensor is their only field, and they compare by content."""
+    """Base of layouts defined by a tensor: the tensor is their only field, and they are equal if its content is."""
 
     _field: ClassVar[str]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {self._field: owned(state[self._field])})  # of a copy, or in another process
+        vars(self).update(state | {self._field: owned(state[self._field])})  # in a copy, or in another process
 
     @property
     def tensor(self) -> Tensor:
@@ -52,7 +52,7 @@ class Permuted(OfTensor):
     """An arbitrary permutation, cut in `torch.chunk` sizes: rank r holds the r-th chunk of ``index``.
 
     Args:
-        index: int64 tensor or sequence [seq_len], a permutation of ``range(seq_len)``. Kept on the CPU.
+        index: int64 tensor or sequence [seq_len], a permutation of ``range(seq_len)``. Copied to the CPU.
 
     Raises:
         ArgumentError: if ``index`` is not a permutation, or is later used with another ``seq_len``.
@@ -77,7 +77,7 @@ class Permuted(OfTensor):
         object.__setattr__(self, "index", index)
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
-        hint = "build the layout from an index of the sequence's (padded) length"
+        hint = "make the layout from an index of the sequence's (padded) length"
         self._check_length(seq_len, self.tensor.numel(), "the length of its index", hint)
         begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
         return (Index(self.tensor[begin:end]),) if end > begin else ()
@@ -92,10 +92,10 @@ class Balanced(OfTensor):
 
     Args:
         table: int64 tensor or sequence [num_runs, 2], first position and length of each run in layout order; every
-            position of the sequence is in one of them. Kept on the CPU.
+            position of the sequence is in one run. Copied to the CPU.
 
     Raises:
-        ArgumentError: if the runs are no permutation of the sequence, or are later used with another ``seq_len``.
+        ArgumentError: if the runs do not hold every position once, or are later used with another ``seq_len``.
 
     >>> [Balanced([[0, 1], [5, 2], [1, 4]]).positions(7, 2, r).tolist() for r in range(2)]
     [[0, 5, 6, 1], [2, 3, 4]]
@@ -109,7 +109,7 @@ class Balanced(OfTensor):
         table = owned(given, torch.int64)
         object.__setattr__(self, "table", table)
         if torch.compiler.is_compiling():
-            return  # content is not to be had there; `parse_layout` looks at it
+            return  # a trace has no content; `parse_layout` checks it at run time
         begins, order = table[:, 0].sort() if table.ndim == 2 and table.shape[1] == 2 else (None, None)
         if begins is None or not torch.equal(begins, (lens := table[order, 1]).cumsum(0) - lens) or (lens <= 0).any():
             raise ArgumentError(
@@ -119,13 +119,13 @@ class Balanced(OfTensor):
 
     @cached_property
     def _runs(self) -> tuple[list[Run], list[int]]:
-        """The runs in layout order, and how many rows come before each."""
+        """The runs in layout order, and the number of rows before each of them."""
         rows = [Run(begin, 1, length) for begin, length in self.tensor.tolist()]
         return rows, list(accumulate((run.length for run in rows), initial=0))
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
         rows, before = self._runs
-        hint = "make the layout for the (padded) sequence"
+        hint = "make the layout for the sequence's (padded) length"
         self._check_length(seq_len, before[-1], "the length of its runs", hint)
         begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
         first, last = bisect_right(before, begin) - 1, bisect_left(before, end)
@@ -142,16 +142,16 @@ class Balanced(OfTensor):
 class ZigZagDocuments(OfTensor):
     """`ZigZag` within every packed document: rank r holds chunks r and 2·cp-1-r of 2·cp of the first, then of the next.
 
-    The order in which Megatron-LM and TransformerEngine shard packed sequences (the THD format), whose documents are
-    padded to multiples of 2·cp. Here they may have any length; shards are then unequal, and calls need ``seq_len``.
+    Megatron-LM and TransformerEngine shard packed sequences (the THD format) in this order, with documents padded to
+    multiples of 2·cp. Here they may have any length; shards are then unequal, and calls need ``seq_len``.
 
     Args:
         cu_seqlens: int64 tensor or sequence [num_docs + 1], cumulative lengths from 0 to the sequence's length, each
             document with its padding (``cu_seqlens_padded``); a repeated entry is an empty document. All rows of a
-            batch are cut alike. Kept on the CPU.
+            batch are cut alike. Copied to the CPU.
 
     Raises:
-        ArgumentError: if ``cu_seqlens`` is not of that form, or is later used with another ``seq_len``.
+        ArgumentError: if ``cu_seqlens`` does not have that form, or is later used with another ``seq_len``.
 
     >>> [ZigZagDocuments([0, 8, 12]).positions(12, 2, r).tolist() for r in range(2)]
     [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
@@ -170,7 +170,7 @@ class ZigZagDocuments(OfTensor):
         if not is_list or edges[0] != 0 or (edges.diff() < 0).any():
             raise ArgumentError(
                 f"ZigZagDocuments: expected integers [num_docs + 1] that start at 0 and do not fall, got {given.dtype}"
-                f" {tuple(given.shape)}; cumulative lengths are those of Mask.from_cu_seqlens"
+                f" {tuple(given.shape)}; pass the cumulative lengths that Mask.from_cu_seqlens takes"
             )
 
     @cached_property
@@ -179,13 +179,13 @@ class ZigZagDocuments(OfTensor):
         return edges
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
-        hint = "give it the cumulative lengths of the padded documents, or a ShardedSequence pad=False"
+        hint = "pass it the cumulative lengths of the padded documents, or use ShardedSequence(pad=False)"
         self._check_length(seq_len, int(self._edges[-1]), "the last of its cumulative lengths", hint)
         chunks = np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
         first, lens = self._edges[:-1, None], np.diff(self._edges)[:, None]
         begin, end = ((first + lens * x // (2 * cp_size)).reshape(-1) for x in (chunks, chunks + 1))
         begin, end = begin[end > begin], end[end > begin]
-        apart = begin[1:] != end[:-1]  # those that touch are one run
+        apart = begin[1:] != end[:-1]  # adjacent chunks are one run
         begin, end = begin[np.r_[True, apart][: len(begin)]], end[np.r_[apart, True][: len(end)]]
         return tuple(map(Run, begin.tolist(), repeat(1), (end - begin).tolist()))
 
@@ -197,7 +197,7 @@ class ZigZagDocuments(OfTensor):
 
 
 def _listed(entries: Tensor) -> str:
-    """As Python, but for those in the middle of many."""
+    """Write entries as Python does, but leave out the middle of long lists."""
     if len(entries) <= 8:
         return str(entries.tolist())
     return f"[{', '.join(map(str, entries[:3].tolist()))}, ..., {entries[-1].tolist()}]"

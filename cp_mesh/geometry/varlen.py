@@ -1,8 +1,8 @@
 """Packed documents as variable-length sequences (`Segments`): one varlen call for each tile.
 
-A kernel for sequences of unequal length takes the blocks of a tile in one call if they have one band, and if rows and
-keys both follow one another from block to block. So the blocks of a stage are dealt out by band, and in layers in which
-they do; the blocks of a causal mask in a layout of runs need one layer a side.
+A varlen kernel computes the blocks of a tile in one call if they have one band, and if both rows and keys are in
+ascending order from block to block. So the blocks of a stage are sorted by band, and in layers that are ascending.
+The blocks of a causal mask in a layout of runs need one layer per side.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cp_mesh.geometry.mask import NONE, Band
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Blocks of a tile, each of one document; pairs outside of them are masked.
+    """Blocks of a tile, each of one document; pairs outside of the blocks are masked.
 
     Attributes:
-        blocks: by batch row, or once for all of them: int64 CPU tensors [n, 4] of first and end row, first and end key,
-            counted in the tile. Both rows and keys of a block come after those of the block before: no two share any,
+        blocks: one int64 CPU tensor [n, 4] per batch row, or one for all: first and end row, first and end key, counted
+            in the tile. Both rows and keys of a block come after those of the block before. So no two blocks share any,
             and kernels that pad sequences find room for the padding.
         left, right: the `Band` of each block.
     """
@@ -36,14 +36,14 @@ class Segments:
     _tables: dict[torch.device, list[SequenceTable]] = field(default_factory=dict, init=False, repr=False)
 
     def bands(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """(lo, hi) [n]: the band ``lo <= i - j <= hi`` of each block, in its own indices."""
+        """Return (lo, hi) [n]: the band ``lo <= i - j <= hi`` of each block, in the block's own indices."""
         shift = (blocks[:, 3] - blocks[:, 2]) - (blocks[:, 1] - blocks[:, 0])
         right, left = (NONE if bound is None else bound for bound in (self.right, self.left))
         return -right - shift, left - shift
 
     @property
     def num_pairs(self) -> int:
-        """Allowed pairs, the mean over batch rows rounded up."""
+        """Number of allowed pairs: the mean over batch rows, rounded up."""
         total = 0
         for blocks in self.blocks:
             for q, q_end, k, k_end in blocks.tolist():
@@ -51,7 +51,7 @@ class Segments:
         return -(-total // len(self.blocks))
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
-        """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices, on their device."""
+        """Return bool [B or 1, len(q_rows), len(k_rows)] from int64 indices in the tile, on their device."""
         return torch.stack([self._allowed(blocks.to(q_rows.device), q_rows, k_rows) for blocks in self.blocks])
 
     def _allowed(self, blocks: Tensor, q_rows: Tensor, k_rows: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Segments:
         return same & (distance >= lo) & (distance <= hi)
 
     def on(self, device: torch.device) -> list[SequenceTable]:
-        """What a kernel for sequences of unequal length is given, by batch row; copied to the device once."""
+        """Return the arguments of a varlen kernel, one entry per batch row; copied to the device once."""
         if device not in self._tables:
             self._tables[device] = [SequenceTable.of(blocks, device) for blocks in self.blocks]
         return self._tables[device]
@@ -72,10 +72,10 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class SequenceTable:
-    """The blocks of one batch row as sequences: where each begins and how long it is, so that gaps are no matter.
+    """The blocks of one batch row as sequences: begin and length of each, so that gaps between them are allowed.
 
     Attributes:
-        q_begins, k_begins: int32 [n + 1]; the last entry is no sequence.
+        q_begins, k_begins: int32 [n + 1]; the last entry is not a sequence.
         q_lens, k_lens: int32 [n].
         max_q, max_k: the longest.
     """
@@ -93,7 +93,7 @@ class SequenceTable:
         ends = blocks[:, 1::2].amax(0) if n else blocks.new_zeros(2)
         begins, lens = torch.cat([blocks[:, 0::2], ends[None]]), blocks[:, 1::2] - blocks[:, 0::2]
         table = torch.cat([begins.T.flatten(), lens.T.flatten()]).to(torch.int32)
-        if device.type == "cuda":  # pinned: a copy from other memory would wait for the stream
+        if device.type == "cuda":  # pinned: a copy from pageable memory would wait for the stream
             table = table.pin_memory()
         parts = table.to(device, non_blocking=True).split([n + 1, n + 1, n, n])
         longest = lens.amax(0).tolist() if n else [0, 0]
@@ -101,7 +101,7 @@ class SequenceTable:
 
 
 def _block_of(rows: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
-    """Which block [begin, end) each row lies in, -1 for none."""
+    """Return the block [begin, end) in which each row lies, -1 for none."""
     begins, order = begins.sort()
     place = torch.searchsorted(begins, rows, right=True) - 1
     block = order[place.clamp(min=0)]
@@ -109,7 +109,7 @@ def _block_of(rows: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
 
 
 def segments_of(tables: Sequence[Array]) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
-    """(rows, keys, cover) of tiles: blocks of one band in layers, as one kernel call takes them.
+    """Return (rows, keys, cover) of tiles: layers of blocks with one band, one kernel call each.
 
     Args:
         tables: blocks by batch row, rows and keys counted in the buffers that the tiles read.
@@ -130,7 +130,7 @@ def segments_of(tables: Sequence[Array]) -> list[tuple[tuple[int, int], tuple[in
 
 
 def _single_pairs_causal(blocks: Array) -> Array:
-    """Full blocks of one row and one key said as causal ones, with which they share a call."""
+    """Turn full blocks of one row and one key into causal blocks, so that they share a call with these."""
     single = (blocks[:, Q_END] - blocks[:, Q] == 1) & (blocks[:, K_END] - blocks[:, K] == 1) & (blocks[:, LEFT] == NONE)
     blocks = blocks.copy()
     blocks[single, RIGHT] = 0
@@ -138,10 +138,10 @@ def _single_pairs_causal(blocks: Array) -> Array:
 
 
 def _layers(blocks: Array) -> list[Array]:
-    """Blocks [n, 4] dealt out in layers, in each of which both rows and keys follow one another.
+    """Sort blocks [n, 4] in layers; within a layer both rows and keys are ascending and disjoint.
 
-    Chains that do so already, which are all blocks of a source or large parts of them, go to the first layer that has
-    room for them.
+    Chains that are ascending already, usually all blocks of a source or large parts of them, go to the first layer that
+    has room for them.
     """
     if not len(blocks):
         return []
@@ -160,5 +160,5 @@ def _layers(blocks: Array) -> list[Array]:
 
 
 def _following(blocks: Array) -> np.ndarray:
-    """Whether each block [n, 4] but the first begins after the rows and the keys of the one before: bool [n - 1]."""
+    """Return whether each block [n, 4] but the first begins after the block before, in rows and keys: bool [n - 1]."""
     return (blocks[1:, 0] >= blocks[:-1, 1]) & (blocks[1:, 2] >= blocks[:-1, 3])

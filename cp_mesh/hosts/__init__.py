@@ -1,5 +1,5 @@
-"""The double ring: rows cross from host to host once, however many ranks of a host need them.
+"""The double ring: rows travel between hosts once, however many ranks of a host need them.
 
-`double_ring` is what its `Method` calls, `relay_plan` says what crosses and who reads it, and `relayed` moves it.
-Nothing here is loaded before a call asks for it.
+`double_ring` has the functions of its `Method`, `relay_plan` plans the rows between hosts and their readers,
+`relayed` moves them. Nothing here is imported before a call uses it.
 """

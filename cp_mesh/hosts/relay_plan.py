@@ -1,12 +1,12 @@
-"""The plan of relays: rows that several ranks of a host need cross to it once, and are read there by all who need them.
+"""The plan of relays: rows that several ranks of a host need travel to it once, and all of these ranks read them there.
 
-The rank in a rank's place on another host is its partner there. What any rank of host h needs of rank (g, j) crosses
-to its partner (h, j), which keeps it in a buffer for the ranks of its host to read, as it keeps its own rows. Gradients
-of these rows go back the same way: (h, j) sums what the ranks of its host computed, and (g, j) gets the sum.
+The partner of a rank on another host is the rank with the same place. All rows of rank (g, j) that any rank of host h
+needs travel to its partner (h, j), which keeps them in a buffer for the ranks of its host, like its own rows. Gradients
+of these rows return the same way: (h, j) sums the gradients of the ranks of its host, and (g, j) gets the sum.
 
-From the blocks of all ranks of its host a rank knows what lies where in their buffers; integers only.
+From the blocks of all ranks of its host a rank computes where rows lie in their buffers; integers only.
 
-Of hosts of n ranks rank r is ``host * n + place`` and visits host after host, its own first: step i works on the keys
+On hosts of n ranks, rank r is ``host * n + place``. It visits host after host, its own first: step i works on the keys
 of host ``(host - i // n) mod hosts``, place ``(place - i mod n) mod n``. With one host that is the ring's step.
 """
 
@@ -38,7 +38,7 @@ from cp_mesh.geometry.survey import Geometry, Seen, geometry
 
 @dataclass(frozen=True)
 class HostAfterHost(Around):
-    """Ranks of a host one after the other before those of the next host."""
+    """Visits the ranks of a host one after the other, before those of the next host."""
 
     host_size: int
 
@@ -58,24 +58,24 @@ class HostAfterHost(Around):
 
 
 def step_of(receiver: Array, source: Array, cp_size: int, host_size: int) -> Array:
-    """The step in which receivers visit sources."""
+    """Return the step in which receivers visit sources."""
     hosts = (receiver // host_size - source // host_size) % (cp_size // host_size)
     return hosts * host_size + (receiver - source) % host_size
 
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-    """The stages that work on the keys of one host, as the ranks of this rank's host share them.
+    """The stages that work on the keys of one host, with the row movement within this rank's host.
 
-    Each rank holds a buffer that the others read: of this host its own rows; of another one those rows of the rank in
-    its place there that some rank of this host fetches, which cross to it once.
+    Each rank holds a buffer that the others read. When its own host is visited, it holds the rank's own rows. For
+    another host it holds the partner's rows that some rank of this host fetches; they travel between the hosts once.
 
     Attributes:
-        crossing: what this rank receives of the rank in its place on that host, and sends to that in its place on the
-            host which visits this one; ranks are numbers of hosts. None of this host.
-        route: the stages that move rows within this host; ranks are places, and rows those of the buffers.
-        own: the rows of this rank's buffer that it reads itself, as a stage of its own; None if no rank does.
-        shared: the rows of this rank's buffer that gradients arrive for, counted as their owner does.
+        crossing: rows that this rank receives from its partner on that host, and sends to its partner on the host that
+            visits this one; its ranks are numbers of hosts. None for the own host.
+        route: the stages that move rows within this host; its ranks are places, and its rows are rows of the buffers.
+        own: the rows of this rank's buffer that it reads itself, as a separate stage; None if no rank does.
+        shared: the rows for which this rank's buffer collects gradients, in the owner's local indices.
         num_rows: of the buffer.
     """
 
@@ -88,7 +88,7 @@ class Visit:
 
 @dataclass(frozen=True, eq=False)
 class RelayedRoute(Route):
-    """What travels in a pass over several hosts: the stages as tiles read them, and how their rows come.
+    """The rows of a pass over several hosts: the stages as tiles read them, and how their rows arrive.
 
     Attributes:
         visits: in order, this rank's host first.
@@ -100,9 +100,9 @@ class RelayedRoute(Route):
 
 
 def by_hosts(host_size: int) -> Grouping:
-    """Host after host; of another host the step between partners first, which moves nothing within the host.
+    """Group steps host by host; for another host the step with the partner comes first, which moves no rows inside.
 
-    It hides the first fetch from the others there, which can begin when the rows have crossed.
+    It hides the first fetch from other ranks of this host, which can begin when the rows have arrived at the host.
     """
 
     def groups(active: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -120,7 +120,7 @@ def make_relayed_schedule(
     layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool, host_size: int,
     sources: Seen | None = None,
 ) -> Schedule:  # fmt: skip
-    """The schedule of one rank, whose rows come by `Visit`; see `make_schedule`."""
+    """Return the schedule of one rank, whose rows arrive by `Visit`; see `make_schedule`."""
     in_order = by_hosts(host_size), HostAfterHost(host_size)
     schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, *in_order, sources)
     visits = _visits(schedule, geometry(layout, mask, seq_len, cp_size, segments, sources), host_size)
@@ -156,11 +156,11 @@ def _of_host(stages: tuple[Stage, ...], away: int, host_size: int) -> list[Stage
 
 
 def _buffers(found: Geometry, host: int, host_size: int, size: int) -> tuple[list[Ranges], list[list[Ranges]]]:
-    """What the ranks of a host need of each other rank, and where it lies in the buffers of that host.
+    """Return which rows the ranks of a host need from each other rank, and where they lie in the buffers of that host.
 
     Returns:
-        By source, its rows that some other rank of the host needs; by place and source, what the rank in that place
-        needs, counted in the buffer of the source's partner: in the source's own rows on its own host.
+        By source, its rows that some other rank of the host needs. By place and source, the rows that the rank with
+        that place needs, counted in the buffer of the source's partner (on its own host: in the source's own rows).
     """
     tables = [np.concatenate(found.of_receiver(host * host_size + place)) for place in range(host_size)]
     every = np.concatenate(tables)
@@ -178,7 +178,7 @@ def _buffers(found: Geometry, host: int, host_size: int, size: int) -> tuple[lis
 
 
 def _within(stage: Stage, place: int, other: int, host_size: int, lying: list[list[Ranges]]) -> Stage:
-    """A stage as the ranks of this host, in their places, move its rows."""
+    """Return the stage by which the ranks of this host, named by place, move its rows."""
     steps = tuple(step % host_size for step in stage.steps)
     sources, receivers = (sorted((place + sign * step) % host_size for step in steps) for sign in (-1, 1))
     fetch = [_part(source, lying[place][other * host_size + source]) for source in sources]

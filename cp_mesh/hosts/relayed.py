@@ -1,12 +1,12 @@
-"""The transport between hosts: two others, one between hosts and one within a host, both under way at once.
+"""The transport of the double ring: two transports, between hosts and within a host, both under way at once.
 
-Rows cross from host to host once, between ranks in the same place, and are read there over the transport of the host as
-the rank's own rows are (`relay_plan.Visit`). The rows of the next host are crossing while those of one are
-computed with. Gradients of a host's rows are summed where the rows crossed to, in fp32, when all ranks of the host have
-sent theirs, and cross once; the last of them behind the local tiles.
+Rows travel between hosts once, between ranks with the same place, and are read there over the transport of the host,
+like the rank's own rows (`relay_plan.Visit`). The rows of the next host travel while those of one host are used.
+Gradients of a host's rows are summed in at least fp32 at the rank that received the rows, once all ranks of its host
+have sent theirs, and travel back once; the last of them while the local tiles run.
 
 The order of all sums is fixed: at a relay its own gradients, then those of its host in the order of stages; at the
-owner its own host's, then those of host after host.
+owner its own host's gradients, then host after host.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RelayedTransport:
     """Hops of one pass over several hosts.
 
     Args:
-        outer: between the ranks in this place on all hosts.
-        inner: between the ranks of this host.
+        outer: transport between the ranks with this place on all hosts.
+        inner: transport between the ranks of this host.
     """
 
     def __init__(self, outer: FunctionalTransport, inner: Transport) -> None:
@@ -50,7 +50,7 @@ class RelayedTransport:
 
 
 class RelayedIncoming:
-    """The rows of one host are crossing ahead of the host that is visited."""
+    """Receives rows host by host; the rows of the next host travel while one is visited."""
 
     def __init__(self, transport: RelayedTransport, tensors: Sequence[Tensor], visits: Sequence[Visit]) -> None:
         self._transport, self._packing, self._none = transport, Packing.of(tensors), [x[:, :, :0] for x in tensors]
@@ -75,7 +75,7 @@ class RelayedIncoming:
         return self._read(stage)
 
     def _read(self, stage: Stage) -> tuple[Tensor, ...] | None:
-        """Rows of this rank's own buffer."""
+        """Return rows of this rank's own buffer."""
         ranges = [rows for _, fetched in stage.fetch for rows in fetched]
         if len(ranges) == 1:
             ((begin, end),) = ranges
@@ -89,7 +89,7 @@ class RelayedIncoming:
 
 
 class RelayedOutgoing:
-    """Gradients of one host's rows are summed when all of them are there; those of the host before are crossing."""
+    """Sums the gradients of one host's rows when all have arrived, while those of the host before travel."""
 
     def __init__(self, transport: RelayedTransport, packing: Packing, visits: Sequence[Visit]) -> None:
         self._transport, self._packing, self._visits = transport, packing, deque(visits)
@@ -133,18 +133,18 @@ class RelayedOutgoing:
                 total.add(part.begin, x)
 
     def _cross(self) -> None:
-        """All gradients of this host's rows were sent: sum them, and begin to move the sums to their owner."""
+        """Sum the gradients of this host's rows, which are all sent, and start to move the sums to their owner."""
         self._add(self._inner.collect())
         visit, packing = self._visit, self._sum_packing
         if visit.crossing is None:
             sums = packing.views(packing.empty(visit.num_rows))
             self._arrived += [Arrived(begin, tuple(x[:, :, begin:end] for x in sums)) for begin, end in visit.shared]
         else:
-            self._arrived += self._outer.collect()  # of the host before: one crossing at a time
+            self._arrived += self._outer.collect()  # of the host before: one transfer between hosts at a time
             sums = self._outer.buffer(visit.crossing) or ()
         for total, into in zip(self._sums, sums, strict=False):
             total.finish(into)
-        self._sums = []  # what they are sums of is given back
+        self._sums = []  # frees the summands
         if visit.crossing is not None:
             self._outer.send(visit.crossing)
 

@@ -1,5 +1,5 @@
-"""Generation: few queries against keys that ranks share.
+"""Generation: few queries against keys that are sharded over ranks.
 
-Read `decode` (the function), `cache` (the keys and values of a layer) and `split_kv` with its kernels in
-`split_kv_triton`, which spread the keys of one head over a GPU.
+`decode` is the function, `cache` holds the keys and values of a layer. `split_kv` and its kernels in `split_kv_triton`
+split the keys of one head over a GPU.
 """

@@ -1,7 +1,7 @@
-"""A cache of one attention layer's keys and values, of which each cp rank holds some tokens, in balance.
+"""A cache of one attention layer's keys and values; each cp rank holds some tokens, evenly.
 
-Nothing waits for the host: with a fixed capacity shapes are static, where further tokens go is planned when the prompt
-has been taken, and how many have come is counted on the device.
+The host never waits for the device: with a fixed capacity shapes are static, the rows of further tokens are planned
+after the prompt, and the tokens are counted on the device.
 
 Legend: B batch, H query heads, K kv heads, n tokens or query rows, D head dim, Dv that of values.
 """
@@ -26,21 +26,21 @@ from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
 
 class ShardedCache:
-    """The keys and values of one attention layer, of which each cp rank holds some tokens, and their positions.
+    """The keys and values of one attention layer with their positions; each cp rank holds some tokens.
 
-    `prefill` takes what a sharded forward of the prompt computed, `append` the keys and values of further tokens, which
-    every rank computes alike and one rank keeps: the one that has fewest. `attend` is their attention. Where the
-    sequence has a length there is a prompt of that length, and `prefill` comes first. All batch rows have one length.
-    Nothing is communicated but by `attend`, and in check mode by `append`.
+    `prefill` takes the keys and values of a sharded forward of the prompt. `append` takes those of further tokens:
+    every rank computes them alike, and the rank with the fewest tokens keeps them. `attend` computes their attention.
+    If the sequence has a length, a prompt of that length is expected, and `prefill` comes first. All batch rows have
+    one length. Only `attend` communicates, and in check mode `append`.
 
-    With a ``capacity`` memory is allocated once, for ceil(capacity / cp_size) tokens a rank and one row more, shapes
-    never change, and how far it is filled is counted on the device: made for CUDA graphs, whose replays
-    append too, and do not count in ``length``. Replays beyond the capacity raise a device-side assertion. Without one,
-    memory grows by a quarter when it is full.
+    With a ``capacity`` memory is allocated once, for ceil(capacity / cp_size) tokens per rank and one row more. Shapes
+    never change, and the fill level is counted on the device: made for CUDA graphs. Their replays append too, but do
+    not count in ``length``. Replays beyond the capacity raise a device-side assertion. Without a capacity, memory grows
+    by a quarter when it is full.
 
     Args:
         sequence: the prompt's `ShardedSequence`: its mesh, layout and length.
-        capacity: the most tokens of the whole sequence, prompt included; None: there is no bound.
+        capacity: most tokens of the whole sequence, prompt included; None: no limit.
 
     Attributes:
         sequence, capacity: as given.
@@ -48,8 +48,8 @@ class ShardedCache:
 
     Raises:
         ArgumentError: on shapes, dtypes or devices that change, on more tokens than the capacity, or on calls out of
-            order: `append` before a prompt that the sequence tells of, `prefill` of a cache that has tokens, `attend`
-            before `append`.
+            order: `append` before the prompt of a sequence with a length, `prefill` of a cache that has tokens,
+            `attend` before `append`.
         UnsupportedError: as in `decode`.
 
     Example:
@@ -64,10 +64,10 @@ class ShardedCache:
             refuse("ShardedCache", "a ShardedSequence", type(sequence).__name__, 'ShardedSequence(mesh["cp"])')
         capacity = as_int(capacity)
         if capacity is not None and (type(capacity) is not int or not 0 < capacity < UNUSED):
-            refuse("capacity", f"an int of 1 to {UNUSED - 1} tokens, or None", repr(capacity), "None grows")
+            refuse("capacity", f"an int of 1 to {UNUSED - 1} tokens, or None", repr(capacity), "None lets it grow")
         self.sequence, self.capacity, self.length = sequence, capacity, 0
         self._group, self._rank = sequence.mesh.get_group(), sequence.cp_rank
-        self._memory: tuple[Tensor, Tensor, Tensor] | None = None  # of keys, values and positions
+        self._memory: tuple[Tensor, Tensor, Tensor] | None = None  # keys, values and positions
         self._counts = torch.zeros(sequence.cp_size, dtype=torch.int64, device="cpu")  # tokens on each rank
         self._num_rows = self._num_new = self._begin = 0
         self._further: Further | None = None
@@ -84,7 +84,7 @@ class ShardedCache:
 
     @property
     def positions(self) -> Tensor:
-        """Positions of these rows, int64 [rows]; `UNUSED` of rows that are not filled yet."""
+        """Positions of these rows, int64 [rows]; `UNUSED` for rows that are not filled yet."""
         positions = self._allocated()[2][: self._num_rows]
         if self._further is None:
             return positions
@@ -93,10 +93,10 @@ class ShardedCache:
 
     @untraced
     def prefill(self, key: Tensor, value: Tensor) -> None:
-        """Take this rank's keys and values of the prompt, in the layout of the sequence.
+        """Store this rank's keys and values of the prompt, in the layout of the sequence.
 
         Args:
-            key: [B, K, shard_len, D]; rows of the sequence's padding are left out.
+            key: [B, K, shard_len, D]; padding rows of the sequence are left out.
             value: [B, K, shard_len, Dv].
         """
         self._check(key, value)
@@ -126,7 +126,7 @@ class ShardedCache:
 
     @untraced
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Take the keys and values of the tokens that follow, each of which one rank keeps.
+        """Store the keys and values of the tokens that follow; one rank keeps each token.
 
         Args:
             key: [B, K, n, D], the same on every cp rank.
@@ -138,7 +138,7 @@ class ShardedCache:
             if num_new < 1:
                 refuse("append", "at least one token", 0, "leave the call out")
             if not self.length and (prompt := self.sequence.length) is not None:
-                hint = "call prefill first; without a prompt, make the cache with a ShardedSequence without length="
+                hint = "call prefill first; for no prompt, make the cache with a ShardedSequence without length="
                 refuse("append", f"the {prompt} tokens of the sequence in the cache", "an empty cache", hint)
             self._check_room(self.length + num_new)
         if checking(self._group):
@@ -153,10 +153,10 @@ class ShardedCache:
         self.length, self._num_new = self.length + num_new, num_new
 
     def _append_from_host(self, key: Tensor, value: Tensor) -> None:
-        """Without an index on the device: a copy of one would be waited for."""
+        """Append without an index tensor on the device: the host would wait for its copy."""
         owners, rows = places(self._counts, key.shape[2])
         counts = self._counts + (owners[:, None] == torch.arange(len(self._counts), device="cpu")).sum(0)
-        self._reserve(key, value, counts)  # before anything changes: it may find no memory
+        self._reserve(key, value, counts)  # before any change: it may run out of memory
         memory, self._counts = self._allocated(), counts
         for token, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
             if owner == self._rank:
@@ -164,7 +164,7 @@ class ShardedCache:
                 memory[2][row] = self.length + token
 
     def _plan(self) -> None:
-        """With a capacity: where all further tokens will go, and their positions."""
+        """With a capacity, plan the rows of all further tokens, and their positions."""
         if self.capacity is None:
             return
         positions = self._allocated()[2]
@@ -180,13 +180,13 @@ class ShardedCache:
             )
 
     def _append_on_device(self, key: Tensor, value: Tensor) -> None:
-        """Alike in every step: what is not this rank's goes to the last row, which is never read."""
+        """Do the same work in every step: tokens of other ranks go to the last row, which is never read."""
         assert self._further is not None
         self._further.append((key, value), self._allocated()[:2])
 
     @untraced
     def attend(self, query: Tensor, *, mask: Mask = Mask(causal=True), **options: Any) -> Any:  # noqa: B008 - frozen
-        """`decode` of the tokens that were appended last.
+        """Return `decode` for the tokens that were appended last.
 
         Args:
             query: [B, H, n, D], of the last n tokens, all of which came by the last `append`; equal on every cp rank.
@@ -200,7 +200,7 @@ class ShardedCache:
             check_tensor("query", query)
             num_rows = query.shape[2]
             if num_rows > self._num_new:
-                expected, hint = f"at most {self._num_new} rows, those of the last append", "append their keys first"
+                expected, hint = f"at most {self._num_new} rows, those of the last append", "append their keys before"
                 refuse("query", expected, num_rows, hint)
         positions, further = self._allocated()[2][: self._num_rows], self._further
         where: dict[str, Any] = {} if further is None else {"num_keys": further.num_keys}
@@ -219,7 +219,7 @@ class ShardedCache:
         return self._memory
 
     def _check(self, key: Tensor, value: Tensor) -> None:
-        """Refuse what is no pair of keys and values, and what does not fit those in the cache."""
+        """Refuse tensors that are not a pair of keys and values, or do not fit those in the cache."""
         for name, x in (("key", key), ("value", value)):
             check_tensor(name, x)
         check_tensors(key, key, value)
@@ -237,8 +237,8 @@ class ShardedCache:
             refuse("ShardedCache", f"at most {most} tokens, its capacity", length, "make it with a larger capacity")
 
     def _reserve(self, key: Tensor, value: Tensor, counts: Tensor) -> None:
-        """Have memory for so many tokens on each rank, or for all of the capacity and a row that takes what is not
-        this rank's."""
+        """Allocate memory for ``counts`` tokens on each rank, or for the whole capacity and one row that takes other
+        ranks' tokens."""
         have = 0 if self._memory is None else len(self._memory[2])
         if self.capacity is None:
             self._num_rows = int(counts[self._rank])
@@ -248,7 +248,7 @@ class ShardedCache:
             self._num_rows = wanted
         if wanted == have and self._memory is not None:
             return
-        # zeros: a weight of 0 times a value that is no number would be none
+        # zeros, because a weight of 0 times NaN would be NaN
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
             rows = [x.new_zeros((*x.shape[:2], wanted, x.shape[3])) for x in (key, value)]
             memory = rows[0], rows[1], torch.full((wanted,), UNUSED, device=key.device)
@@ -258,7 +258,7 @@ class ShardedCache:
 
 
 def places(counts: Tensor, num_new: int) -> tuple[Tensor, Tensor]:
-    """Where the next tokens go, each to the rank that then has fewest, and of these to the lowest.
+    """Return where the next tokens go: each to the rank that then has the fewest, and to the lowest of these.
 
     Args:
         counts: int64 [cp_size], tokens on each rank.
@@ -272,6 +272,6 @@ def places(counts: Tensor, num_new: int) -> tuple[Tensor, Tensor]:
     """
     size = len(counts)
     ranks, more = (torch.arange(n, device=counts.device) for n in (size, num_new))
-    # all rows that may be filled, as row · size + rank: in this order they are
+    # all rows that may be filled, as row · size + rank: they are filled in this order
     order = ((counts + more[:, None]) * size + ranks).flatten().sort().values[:num_new]
     return order % size, order // size

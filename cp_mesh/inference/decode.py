@@ -1,12 +1,12 @@
 """Decoding: few queries, equal on all cp ranks or sharded, against keys and values that are sharded by sequence.
 
-Every rank attends to the keys that it holds, whichever these are. The results are merged by their lse, after one
-all-gather of both: out = sum over ranks of exp(lse_r - L) · out_r, with L = logsumexp over ranks of lse_r. A rank
-without a key that some query sees has lse = -inf, and weighs nothing. Queries that are sharded are gathered first, and
-their results go to the ranks that have them in one all-to-all.
+Every rank attends to the keys that it holds, in any layout. The results are merged by their lse, after one all-gather
+of both: out = sum over ranks of exp(lse_r - L) · out_r, with L = logsumexp over ranks of lse_r. A rank without a key
+that a query sees has lse = -inf and weight 0. Sharded queries are gathered first, and one all-to-all sends their
+results to the ranks that hold them.
 
-`inference.cache` keeps the keys. How many of them there are may stand on the device. Rows at the position `UNUSED` hold
-no token, and no query sees them.
+`inference.cache` keeps the keys. The number of keys may be on the device. Rows at the position `UNUSED` hold no token,
+and no query sees them.
 
 Legend: B batch, H query heads, K kv heads, n query rows, D head dim, Dv that of values; T tokens in all.
 """
@@ -45,11 +45,11 @@ from cp_mesh.kernels.triton_attention import TRITON
 
 _TERMS = ("sinks", "alibi_slopes", "relative_bias")
 UNUSED = NONE - 1
-"""The position of a row of a cache that holds no token yet."""
+"""The position of a cache row that holds no token yet."""
 
 
 class Where(NamedTuple):
-    """Which pairs count: the mask (None: all), positions, and on the device how many rows of keys there are."""
+    """Which pairs are allowed: the mask (None: all), positions, and the number of key rows on the device."""
 
     mask: Mask | None
     q_positions: Tensor | None
@@ -76,39 +76,39 @@ def decode(
     kernel: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of few queries over keys and values of which each cp rank holds some rows.
+    """Compute exact attention of few queries over keys and values that are sharded over the cp ranks.
 
-    For inference: no gradients. It costs one all-gather of B · H · n · (Dv + 1) numbers of 4 bytes (8 of float64) a
-    rank, however long the sequence is. `ShardedCache` keeps the keys and calls it. Queries are the same on every rank;
-    with ``q_lens`` each rank has its own, and an all-gather of them and an all-to-all of the numbers take its place.
+    For inference: no gradients. It costs one all-gather of B · H · n · (Dv + 1) numbers of 4 bytes (8 of float64) per
+    rank, however long the sequence is. `ShardedCache` keeps the keys and calls it. Queries are the same on every rank.
+    With ``q_lens`` each rank has its own queries; an all-gather of them and an all-to-all of the results replace it.
 
     Args:
         query: [B, H, n, D], local, the same on every cp rank unless ``q_lens``; float64, float32, bfloat16 or float16.
-        key: [B, K, rows, D], this rank's keys, in any order; ranks may hold unequal numbers of them, or none. H is a
+        key: [B, K, rows, D], this rank's keys, in any order; ranks may hold unequal numbers of keys, or none. H is a
             multiple of K.
         value: [B, K, rows, Dv]; Dv may differ from D where the kernel allows.
         mesh: as in `cp_mesh.attention`.
-        q_positions: int64 [n], positions of the queries, on their device. None, with ``k_positions``, on every rank:
-            all queries see all keys, as one does that comes after them.
+        q_positions: int64 [n], positions of the queries, on their device. If it and ``k_positions`` are None on every
+            rank, all queries see all keys, like a query after all keys.
         k_positions: int64 [rows], positions of this rank's keys. No query sees keys at `decode.UNUSED`.
-        num_keys: int64 [1] on the device of ``key``: how many of its rows, the first ones, hold keys; others are not
-            read. It may differ by rank. None on every rank: all rows do.
-        q_lens: how many query rows each rank has, equal on every rank; some may have none. None: all have the same.
-        mask: who may attend to whom, said without tensors.
+        num_keys: int64 [1] on the device of ``key``: how many of its first rows hold keys; other rows are not read.
+            It may differ by rank. None on every rank: all rows hold keys.
+        q_lens: number of query rows of each rank, equal on every rank; it may be 0. None: all have the same queries.
+        mask: which keys each query sees; a mask without tensors.
         scale, softcap, sinks, alibi_slopes, relative_bias: as in `cp_mesh.attention`, equal on every cp rank.
         kernel: as in `cp_mesh.attention`.
         return_lse: also return the log-sum-exp of the scores, natural log, float32 (float64), [B, H, n]; -inf for a
-            query with no key, whose output is 0. It leaves out sinks.
+            query with no key, whose output is 0. It does not include sinks.
 
     Returns:
-        out [B, H, n, Dv] in the dtype of ``query``, of this rank's queries; with ``return_lse`` (out, lse).
+        out [B, H, n, Dv] in the dtype of ``query``, for this rank's queries; with ``return_lse`` (out, lse).
 
     Raises:
         ArgumentError: arguments that are wrong or disagree.
-        UnsupportedError: gradients, DTensors, masks with tensors, or what no kernel can serve.
+        UnsupportedError: gradients, DTensors, masks with tensors, or a request that no kernel can serve.
         RankMismatchError: in check mode, if ranks disagree, the queries' content included.
-        What depends on this rank's own rows, the shapes of ``k_positions`` and, with ``q_lens``, of ``query``, is
-        raised on that rank alone; in check mode (`cp_mesh.check_mode`) on all.
+        Errors that depend on this rank's own rows, the shapes of ``k_positions`` and, with ``q_lens``, of ``query``,
+        are raised on that rank alone; in check mode (`cp_mesh.check_mode`) on all.
 
     Example:
         >>> out = decode(q, cache.key, cache.value, mesh=mesh["cp"])  # q [B, H, 1, D]  # doctest: +SKIP
@@ -122,7 +122,7 @@ def decode(
     return (out, lse) if return_lse else out
 
 
-@untraced  # what is planned here no compiled code could keep
+@untraced  # compiled code cannot keep the plans made here
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | dist.ProcessGroup | None, given: dict[str, Any],
     tensors: Tensors, where: Where, q_lens: Sequence[int] | None,
@@ -145,7 +145,7 @@ def _decode(
             equal |= {"query": query, "q_positions": where.q_positions}
         require_agreement(axis.group, alike | {name: fingerprint(x) for name, x in equal.items()})
     without_sinks = replace(scores, sinks=None)  # they count once, not on every rank
-    with torch.autocast(query.device.type, enabled=False):  # it would round the fp32 sums of kernels
+    with torch.autocast(query.device.type, enabled=False):  # autocast would round the fp32 sums of kernels
         if q_lens is None:
             result = _attend(query, key, value, where, kernel, without_sinks)
             pieces = _from_all(result, (*query.shape[:3], value.shape[3]), axis.group)
@@ -158,7 +158,7 @@ def _decode(
 
 
 def _check_lens(q_lens: Sequence[int], query: Tensor, group: dist.ProcessGroup) -> int:
-    """The number of query rows on all ranks."""
+    """Return the number of query rows on all ranks together."""
     size = group.size()
     ints = isinstance(q_lens, Sequence) and all(type(x) is int and x >= 0 for x in q_lens)
     if not ints or len(q_lens) != size or not sum(q_lens):
@@ -166,13 +166,13 @@ def _check_lens(q_lens: Sequence[int], query: Tensor, group: dist.ProcessGroup) 
             "q_lens", f"{size} numbers of rows, one for each rank, not all 0", q_lens, "[x.shape[2] for x in queries]"
         )
     if q_lens[group.rank()] != query.shape[2]:
-        refuse("query", f"{q_lens[group.rank()]} rows, as q_lens says", query.shape[2], "tell all ranks its rows")
+        refuse("query", f"{q_lens[group.rank()]} rows, as in q_lens", query.shape[2], "list its rows in q_lens")
     return sum(q_lens)
 
 
 @contextmanager
 def announcing(mesh: Any) -> Iterator[None]:
-    """In check mode, tell the other ranks what is refused inside."""
+    """In check mode, send errors raised inside to the other ranks."""
     try:
         yield
     except Exception as error:
@@ -182,7 +182,7 @@ def announcing(mesh: Any) -> Iterator[None]:
 
 
 def check_tensor(name: str, x: Tensor) -> None:
-    """A local tensor [B, heads, rows, D] that asks for no gradient."""
+    """Refuse anything but a local tensor [B, heads, rows, D] that requires no gradient."""
     check_dense(**{name: x})
     if isinstance(x, DTensor):
         refuse(name, "a local tensor", "a DTensor", "pass to_local()", UnsupportedError)
@@ -200,7 +200,7 @@ def _check_ungraded(name: str, x: Tensor) -> None:
 def _prepare(
     query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any], tensors: Tensors, where: Where, num_rows: int
 ) -> tuple[Where, Kernel | None, Scores, AttentionSpec]:
-    """Which pairs count, and the kernel for so many queries, None for `attend_few`; what cannot be is refused."""
+    """Return the allowed pairs and the kernel for so many queries (None: `attend_few`), or refuse the call."""
     options = settle(**given)
     check_tensors(query, key, value, decoding=True)
     for name in _TERMS:
@@ -223,7 +223,7 @@ def _prepare(
     for name, x, rows in (("q_positions", q_positions, query.shape[2]), ("k_positions", k_positions, key.shape[2])):
         if x is None and (by_position or q_positions is not k_positions):
             hint = "pass q_positions and k_positions"
-            refuse(name, "positions: a window, a length or scores read them, or the others are given", None, hint)
+            refuse(name, "positions: a window, a length or scores read them, or only one is given", None, hint)
         if x is not None and (x.dtype, tuple(x.shape), x.device) != (torch.int64, (rows,), query.device):
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
             refuse(name, f"int64 ({rows},) on {query.device}, one for each row", got, "move and cast it")
@@ -242,12 +242,12 @@ def _prepare(
 
 
 def without_unused(mask: Mask) -> Mask:
-    """The mask, by which no query sees keys at `UNUSED`."""
+    """Return the mask with keys at `UNUSED` hidden from all queries."""
     return replace(mask, length=UNUSED if mask.length is None else min(mask.length, UNUSED))
 
 
 def _request(query: Tensor, value: Tensor, full: bool, scores: Scores) -> Request:
-    """What a kernel is asked for, from what is equal on all ranks."""
+    """Return the request for a kernel, from values that are equal on all ranks."""
     return Request(
         device=query.device.type,
         compute_capability=compute_capability_of(query.device),
@@ -261,7 +261,7 @@ def _request(query: Tensor, value: Tensor, full: bool, scores: Scores) -> Reques
     )
 
 
-@lru_cache(maxsize=64)  # every step asks alike
+@lru_cache(maxsize=64)  # every step makes the same request
 def _choose(name: str, request: Request) -> Kernel:
     kernel = choose_kernel(name, request)
     warn_if_slow(kernel, name, request)
@@ -269,7 +269,7 @@ def _choose(name: str, request: Request) -> Kernel:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, where: Where, kernel: Kernel | None, scores: Scores) -> Tensor:
-    """out [B, H, n, Dv] and then lse [B, H, n] of this rank's keys, flat."""
+    """Return out [B, H, n, Dv] and then lse [B, H, n] over this rank's keys, flat."""
     shape = (*query.shape[:3], value.shape[3])
     result = query.new_empty(math.prod(shape[:3]) * (shape[3] + 1), dtype=accumulation_dtype(query.dtype))
     into, pairs = _views(result, shape), None
@@ -289,7 +289,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, where: Where, kernel: Ker
 
 
 def _without_others(pairs: Pairs | None, num_keys: Tensor, num_q: int, num_k: int) -> Pairs:
-    """These pairs, or all, where no query sees a row behind the first ones."""
+    """Return these pairs (None: all) without keys in rows after the first ``num_keys``."""
     rows = torch.arange(num_k, device=num_keys.device)
     if pairs is None:
         zeros = torch.zeros(num_q, dtype=torch.int64, device=num_keys.device)
@@ -308,12 +308,12 @@ def _views(result: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _from_all(result: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Pieces:
-    """All queries' results from all ranks."""
+    """Return the results of all ranks for all queries."""
     if group.size() == 1:
         return [_views(result, shape)]
     gathered = result.new_empty((group.size(), len(result)))
-    # NCCL then uses the current stream: two events less in a step that takes 0.1 ms
-    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
+    # not asynchronous, so NCCL uses the current stream: two events less in a step of 0.1 ms
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name before torch 2.13
     all_gather(gathered.view(-1), result, group)
     return [_views(x, shape) for x in gathered]
 
@@ -321,7 +321,7 @@ def _from_all(result: Tensor, shape: Sequence[int], group: dist.ProcessGroup) ->
 def _gather(
     query: Tensor, q_positions: Tensor | None, q_lens: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor | None]:
-    """The queries and positions of all ranks, in their order; both travel as bytes, together."""
+    """Return the queries and positions of all ranks, in rank order; both travel as bytes in one buffer."""
     (B, H, num_rows, D), most = query.shape, max(q_lens)
     parts = [query.permute(2, 0, 1, 3).reshape(num_rows, B * H * D)]
     parts += [] if q_positions is None else [q_positions[:, None]]
@@ -336,12 +336,12 @@ def _gather(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A copy whose bytes can be read as any dtype; contiguous() leaves one row at its offset, one number its stride."""
+    """Return a copy whose bytes can be read as any dtype; contiguous() would keep offset and stride of single rows."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _to_owners(result: Tensor, shape: Sequence[int], q_lens: Sequence[int], group: dist.ProcessGroup) -> Pieces:
-    """This rank's queries' results from all ranks."""
+    """Return the results of all ranks for this rank's queries."""
     out, lse = _views(result, shape)
     rows = torch.cat([out, lse[..., None]], -1).permute(2, 0, 1, 3).contiguous()  # sent row by row
     own = q_lens[group.rank()]
@@ -352,7 +352,7 @@ def _to_owners(result: Tensor, shape: Sequence[int], q_lens: Sequence[int], grou
 
 
 def merge(pieces: Pieces, query: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of all keys from those of all parts of all ranks, in their order; out in the dtype of ``query``."""
+    """Return (out, lse) over all keys from all ranks' parts, added in their order; out in the dtype of ``query``."""
     total = OutputSum(pieces[0][0].shape, pieces[0][0].dtype, query.device)
     for out, lse in pieces:
         total.add(0, out, lse)

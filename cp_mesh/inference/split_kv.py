@@ -1,11 +1,11 @@
 """Attention of few queries over many keys, in Triton: the keys of a head are split over the whole GPU.
 
-A kernel that gives a block of queries to a program uses as many processors as there are kv heads, and cannot read
-memory at its speed. Here each kv head's keys are split, so that there is a program for each half of a processor; a
-second kernel merges the splits. How many keys there are may stand on the device, as in a CUDA graph. Blocks and the
-number of splits follow from shapes and the device, so a graph's replays compute what an eager call does.
+A kernel that gives a block of queries to a program uses only as many processors as there are kv heads, and cannot read
+memory at full speed. Here the keys of each kv head are split, so that there are two programs per processor; a second
+kernel merges the splits. The number of keys may be on the device, as in a CUDA graph. Blocks and the number of splits
+depend on shapes and the device alone, so a graph's replays compute the same as an eager call.
 
-What it can do is in the capability of the kernel "triton", which takes all other tiles.
+Its limits are the capability of the kernel "triton", which computes all other tiles.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import block_dim
 
 MAX_ROWS = 64
-"""Rows of queries that share a kv head, up to which they count as few."""
+"""Most rows of queries per kv head that count as few."""
 MAX_SPLITS = 256
 PROGRAMS_PER_PROCESSOR = 2
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Keys that a program reads together, how many such blocks are on their way, and its warps."""
+    """Keys that a program reads together, number of blocks loaded ahead (pipeline stages), and warps."""
 
     k: int
     num_stages: int
@@ -41,7 +41,7 @@ class Blocks:
 
 
 def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
-    """Two programs of a processor share 227 KiB of memory; products of fp32 are computed in registers."""
+    """Return the block sizes: two programs of a processor share 227 KiB; products of fp32 are computed in registers."""
     if dtype == torch.float32:
         return Blocks(32, 2, 8) if head_dim <= 128 else Blocks(16, 2, 8)
     return Blocks(64, 3) if head_dim <= 128 else Blocks(32, 3)
@@ -60,8 +60,8 @@ def attend_few(
 
     Args:
         q, k, v: as in `cp_mesh.kernels.contract`.
-        pairs: the positions of rows and which pairs of them count; None: all do.
-        num_keys: int64, one number: how many keys there are; None: all rows of k.
+        pairs: positions of rows and the mask that allows pairs; None: all pairs.
+        num_keys: int64, one element, the number of keys; None: all rows of k.
         scores: without sinks.
         into: out [B, H, Sq, Dv] and lse [B, H, Sq], float32, contiguous.
     """
@@ -98,13 +98,13 @@ def attend_few(
 
 
 class Further(NamedTuple):
-    """Where tokens go that are appended to keys and values of fixed shape, and how many have come: on the device.
+    """Where appended tokens go in keys and values of fixed shape, and how many have come: on the device.
 
     Attributes:
-        rows: int64 [n], of this rank's memory, for all tokens that may come.
-        counts: int64 [n + 1], keys on this rank before each of them, and after the last one.
+        rows: int64 [n], rows of this rank's memory for all tokens that may come.
+        counts: int64 [n + 1], number of keys on this rank before each of them, and after the last one.
         taken: int64 [1], how many have come.
-        num_keys: int64 [1], keys on this rank.
+        num_keys: int64 [1], number of keys on this rank.
         ticket: int32 [1], 0.
     """
 
@@ -120,7 +120,7 @@ class Further(NamedTuple):
         return cls(rows, counts, zeros, counts[:1].clone(), zeros.to(torch.int32))
 
     def append(self, new: tuple[Tensor, Tensor], memory: tuple[Tensor, Tensor]) -> None:
-        """Write the next tokens' keys and values [B, K, n, D] to their rows; beyond the last an error of the device."""
+        """Write the next tokens' keys and values [B, K, n, D] to their rows; a device error beyond the last row."""
         (key, value), (to_key, to_value), num_new = new, memory, new[0].shape[2]
         if fused(torch.float32, key.device):
             self.append_fused(key, value, to_key, to_value)
@@ -133,7 +133,7 @@ class Further(NamedTuple):
         self.num_keys.copy_(self.counts.index_select(0, self.taken))
 
     def append_fused(self, key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor) -> None:
-        """The same in one launch; both memories have unit last stride."""
+        """Do the same in one launch; both memories have last stride 1."""
         from cp_mesh.inference.split_kv_triton import append_kernel
 
         (B, K, num_new, dim), v_dim, tensors = key.shape, value.shape[3], (key, value, to_key, to_value)

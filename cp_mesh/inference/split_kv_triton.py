@@ -1,11 +1,11 @@
-"""Triton kernels of `cp_mesh.inference.split_kv`: parts of the keys by programs of their own, and their merge.
+"""Triton kernels of `cp_mesh.inference.split_kv`: attention over splits of the keys, one program each, and their merge.
 
 Rows of a kv head's group are packed: row r is query row r % num_q of query head kv_head * GROUP + r // num_q. Keys are
 read once for all of them. ``scores`` and ``numbers`` are as in `cp_mesh.kernels.triton_tiles`; ``pairs`` = (positions
-of queries, positions of keys), int64, or None where all rows see all keys; ``reaches`` are those of the mask, in a row.
+of queries, positions of keys), int64, or None where all rows see all keys; ``reaches`` are the mask's, flattened.
 """
 
-# Triton reads annotations as code, and takes none but its own.
+# Triton reads annotations as code, and accepts only its own.
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def splits_kernel(
         if pairs is not None:
             t = tl.load(pairs[1] + others, mask=seen, other=0)
             distance = at[:, None] - t[None, :]
-            nearest, farthest = tl.full([BLOCK_K], 0, tl.int32), tl.full([BLOCK_K], -1, tl.int32)  # seen by none
+            nearest, farthest = tl.full([BLOCK_K], 0, tl.int32), tl.full([BLOCK_K], -1, tl.int32)  # no row sees it
             for n in tl.static_range(0, len(reaches), 4):
                 inside_reach = (t >= reaches[n]) & (t < reaches[n + 1])
                 nearest = tl.where(inside_reach, reaches[n + 2], nearest)
                 farthest = tl.where(inside_reach, reaches[n + 3], farthest)
             allowed = (distance >= nearest[None, :]) & (distance <= farthest[None, :]) & seen[None, :]
-            seen = tl.max((allowed & inside[:, None]).to(tl.int32), 0) > 0  # rows that none sees are not read
+            seen = tl.max((allowed & inside[:, None]).to(tl.int32), 0) > 0  # keys that no row sees are not read
         else:
             allowed = seen[None, :]
         places = others.to(tl.int64)[:, None]
@@ -135,7 +135,7 @@ def merge_splits_kernel(
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One row of out [num_rows, Dv] and lse [num_rows], fp32, contiguous, from those of all splits."""
+    """Write one row of out [num_rows, Dv] and lse [num_rows], fp32, contiguous, from the results of all splits."""
     row, splits, cols = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, BLOCK_V_DIM)
     each = tl.load(lses + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(each, 0)
@@ -178,9 +178,9 @@ def append_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_V_DIM: tl.constexpr,
 ):
-    """Copy rows of one batch row and head to their places; the last program counts them.
+    """Copy the new rows of one batch row and head to their places; the last program updates the counts.
 
-    One warp, whose loads of ``taken`` come before its ticket.
+    A program is one warp, so it loads ``taken`` before its atomic add to ``ticket``.
     """
     batch, head = (tl.program_id(0) // num_heads).to(tl.int64), (tl.program_id(0) % num_heads).to(tl.int64)
     begin = tl.load(taken)

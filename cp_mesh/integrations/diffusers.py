@@ -1,8 +1,8 @@
-"""`parallelize`: context parallelism for a transformer of diffusers, by the plan that the model itself has.
+"""`parallelize`: context parallelism for a transformer of diffusers, by the model's own `_cp_plan`.
 
-Its `_cp_plan` says which inputs are split along which dim, and where the output is gathered. Hooks of diffusers do both
-here, with shards of any lengths. Attention processors of the model carry a `_Parallel`, and find a function that
-attends over all ranks where they ask for diffusers' dispatch. Nothing of diffusers is changed.
+`_cp_plan` lists which inputs are split along which dim, and where the output is gathered. Subclasses of diffusers'
+hooks do both here, with shards of any lengths. The model's attention processors hold a `_Parallel` and call `attend`
+instead of diffusers' dispatch function. diffusers itself is not changed.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ STREAMS = {
     "FluxTransformer2DModel": ("encoder_hidden_states", "hidden_states"),
     "WanTransformer3DModel": ("hidden_states",),
 }
-"""Models, and the inputs whose rows attention sees, in the order in which their processors concatenate them."""
+"""Models, and the inputs that attention sees, in the order in which the processors concatenate them."""
 PROCESSORS = ("FluxAttnProcessor", "WanAttnProcessor")
-"""Which attend to all rows of the sequence at once, where they are given a parallel config."""
+"""Processors that attend to the whole sequence in one call if they have a parallel config."""
 CHECKPOINT = "_gradient_checkpointing_func"
 _DISPATCH = dispatch_attention_fn.__name__
 _WHOLE = ("controlnet_block_samples", "controlnet_single_block_samples")  # arguments that no plan splits
 
 
 class _Parallel:
-    """What a parallel model shares with its hooks and attention processors. Copies of the model share it, too.
+    """State that a parallel model shares with its hooks and attention processors. Copies of the model share it, too.
 
     Attributes:
-        sequence: of no length yet, as each stream has its own.
+        sequence: without a length, since each stream has its own.
         streams: as in `STREAMS`.
         options: keywords of `cp_mesh.attention`.
-        lengths: tokens of each stream in this forward, as its input is split.
-        expected, calls: of attention, in each forward and in this one so far.
+        lengths: the length of each stream in this forward, set when its input is split.
+        expected, calls: the number of attention calls in a forward, and in this one so far.
         gather_output: the output is whole on every rank, for `watch_first_step`.
     """
 
@@ -80,7 +80,7 @@ class _Parallel:
         return replace(self.sequence, length=length, pad=False)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward."""
         self.lengths, self.calls = {}, 0
         given = dict(zip(self.names, args, strict=False)) | kwargs
         for name in _WHOLE:
@@ -95,12 +95,12 @@ class _Parallel:
             if checkpoint is not None:
                 setattr(module, CHECKPOINT, checkpoint)
         if self.calls != self.expected:
-            hint = "another processor, set after parallelize, attends to the rows of one rank: set it before"
+            hint = "a processor that was set after parallelize attends to the rows of one rank: set it before"
             self.refuse(type(module).__name__, f"{self.expected} calls of attention over all ranks", self.calls, hint)
         return output
 
     def checkpointed(self, checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any) -> Any:
-        """A block whose recomputation finds the lengths of its own forward; another one may have run since."""
+        """Checkpoint a block so that its recomputation uses the lengths of its own forward, not of a later one."""
         lengths = self.lengths
 
         def run(*given: Any) -> Any:
@@ -110,21 +110,21 @@ class _Parallel:
         return checkpoint(run, *args)
 
     def refuse(self, *words: Any) -> NoReturn:
-        """On this rank, and on those that wait for it."""
+        """Raise on this rank, and on the ranks that wait for it."""
         with announcing(self.sequence):
             refuse(*words)
 
 
 class _Split(ContextParallelSplitHook):
-    """Cuts inputs or outputs of a module in chunks of any lengths; ``parallel_config`` is a `_Parallel`."""
+    """Splits inputs or outputs of a module in shards of any lengths; ``parallel_config`` is a `_Parallel`."""
 
     def _prepare_cp_input(self, x: Tensor, cp_input: Any) -> Tensor:
         own: _Parallel = self.parallel_config
         (name,) = (name for name, split in self.metadata.items() if split is cp_input)
         if x.ndim <= cp_input.split_dim:
-            return x  # one for all rows, as a timestep
+            return x  # without a sequence dim, such as a timestep
         if x.ndim != (cp_input.expected_dims or x.ndim):
-            hint = "rows that are not split would count on every rank"
+            hint = "rows that are not split would be keys on every rank"
             own.refuse(f"{name}", f"{cp_input.expected_dims} dims", tuple(x.shape), hint)
         length = x.shape[cp_input.split_dim]
         if name in own.streams:
@@ -134,12 +134,12 @@ class _Split(ContextParallelSplitHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if not any(split.split_output for split in self.metadata.values()):
-            return output  # of a model, which may be a dataclass
+            return output  # the output of a model, which may be a dataclass
         return super().post_forward(module, output)
 
 
 class _Gather(ContextParallelGatherHook):
-    """Makes the output of a module whole, for a loss that every rank computes alike."""
+    """Gathers the output of a module, for a loss that is the same on every rank."""
 
     def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
         own: _Parallel = self.parallel_config
@@ -149,13 +149,13 @@ class _Gather(ContextParallelGatherHook):
 def parallelize(
     model: ModelMixin, mesh: DeviceMesh | dist.ProcessGroup, *, watch: bool = True, **options: Any
 ) -> ModelMixin:
-    """Make a transformer of diffusers take whole batches and compute with this rank's rows of them.
+    """Make a transformer of diffusers take whole batches and compute this rank's rows of them.
 
     Inputs are whole and equal on all ranks of ``mesh``, and the output is whole on every rank. Text and image may have
-    any lengths. Where every rank computes the same loss of the output, gradients are shares: their *sum* over the ranks
-    is the gradient (`cp_mesh.sum_gradients`).
+    any lengths. If every rank computes the same loss from the output, the *sum* of gradients over the ranks is the
+    gradient (`cp_mesh.sum_gradients`).
 
-    Checkpointing works as before, and FSDP2 comes after this.
+    Checkpointing works as before. Apply FSDP2 after this.
 
     Args:
         model: a FluxTransformer2DModel or WanTransformer3DModel, changed in place.
@@ -168,8 +168,8 @@ def parallelize(
         The model.
 
     Raises:
-        ArgumentError, UnsupportedError: here, for other models and attention processors, and models with parallelism;
-            in the forward, for masks, causal attention, dropout, and inputs that are not split.
+        ArgumentError, UnsupportedError: here, for other models and attention processors, and models that are parallel
+            already; in the forward, for masks, causal attention, dropout, and inputs that are not split.
 
     Example:
         >>> transformer = parallelize(pipeline.transformer, mesh["cp"])  # doctest: +SKIP
@@ -189,7 +189,7 @@ def parallelize(
         for module in found if isinstance(found, list) else [found]:
             hook = _Split(plan, own) if isinstance(plan, dict) else _Gather(plan, own)
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, f"cp_mesh---{name}")
-    model._parallel_config = own  # so that diffusers refuses another one
+    model._parallel_config = own  # so that diffusers refuses enable_parallelism
     replace_forward(model, STYLE, "cp_mesh.integrations.diffusers.parallelize", own.run)
     if watch:
         watch_first_step(model, sequence.mesh.get_group())
@@ -197,7 +197,7 @@ def parallelize(
 
 
 def check_model(model: nn.Module) -> list[Any]:
-    """The attention processors of a model, all of which must be known."""
+    """Return the attention processors of a model; refuse models and processors that are not known."""
     what, name = f"parallelize({type(model).__name__})", type(model).__name__
     if name not in STREAMS:
         refuse(what, f"one of {', '.join(STREAMS)}", name, "other models were not tested", UnsupportedError)
@@ -216,10 +216,10 @@ def check_model(model: nn.Module) -> list[Any]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Tensor:
-    """In the place of diffusers' `dispatch_attention_fn`: over all ranks where ``parallel_config`` is a `_Parallel`.
+    """Replace diffusers' `dispatch_attention_fn`: attend over all ranks if ``parallel_config`` is a `_Parallel`.
 
     Args:
-        query, key, value: [B, rows, heads, D]; rows of this rank in parallel models.
+        query, key, value: [B, rows, heads, D]; in parallel models the rows of this rank.
         **asked: as in diffusers.
 
     Raises:
@@ -236,7 +236,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Tensor:
             got, hint = "a tensor of this rank's keys" if isinstance(x, Tensor) else x, "full attention is available"
             own.refuse(name, "None" if name == "attn_mask" else "none", got, hint, UnsupportedError)
     if missing := [name for name in own.streams if name not in own.lengths]:
-        hint = "an input that every rank holds whole would count once a rank: let _cp_plan split it"
+        hint = "the keys of an input that is whole on every rank would count once per rank: let _cp_plan split it"
         own.refuse("_cp_plan", f"{' and '.join(own.streams)} to be split", f"{missing[0]} whole", hint)
     lengths = [own.lengths[name] for name in own.streams]
     own.calls += 1

@@ -1,4 +1,4 @@
-"""Functions of other packages that find other things under the names of their module, of which nothing is changed."""
+"""Copies of functions of other packages with other globals; the modules themselves are not changed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, TypeGuard
 
 
 def asks_for(function: Any, *names: str) -> TypeGuard[FunctionType]:
-    """Whether it is a plain function that reads these names."""
+    """Whether ``function`` is a plain Python function that reads these names."""
     return isinstance(function, FunctionType) and {*names} <= {*function.__code__.co_names}
 
 
 def with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """A copy of the function, with other things under these names."""
+    """Return a copy of the function with these globals replaced."""
     found = FunctionType(
         function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
     )

@@ -1,8 +1,8 @@
-"""PyTorch's own functions for context parallelism, so that its programs run with another import and nothing else.
+"""PyTorch's functions for context parallelism: programs that use them need only another import.
 
 `torch.distributed.tensor.experimental.context_parallel` shards buffers in place, and every call of
-`F.scaled_dot_product_attention` within it attends to the whole sequence. Here a `TorchFunctionMode` sees these calls,
-and no function of torch is patched.
+`F.scaled_dot_product_attention` within it attends to the whole sequence. Here a `TorchFunctionMode` intercepts these
+calls, and no function of torch is patched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _method: ContextVar[str] = ContextVar("cp_mesh_rotate_method", default="auto")
 
 
 class _Context(TorchFunctionMode):
-    """Turns SDPA calls on this rank's rows of ``sequence`` into sharded ones."""
+    """Replaces SDPA calls on this rank's rows of ``sequence`` with sharded attention."""
 
     def __init__(self, sequence: ShardedSequence, method: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Context(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in CHECKPOINTS:  # traced: Dynamo does not show its body to a mode outside of it
+        if name in CHECKPOINTS:  # only in traces: Dynamo hides the body from modes outside of it
             return func(functools.partial(_within, self.sequence, self.method, args[0]), *args[1:], **kwargs)
         if name in ("backward", "grad") and func in _AUTOGRAD:
             return self.run_backward(func, args, kwargs)
@@ -67,9 +67,9 @@ class _Context(TorchFunctionMode):
             raise
 
     def run_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function of autograd with this mode on, so that it sees what checkpoints compute again.
+        """Run a function of autograd with this mode active, so that the mode sees recomputation by checkpoints.
 
-        A mode is off in a function that it sees; of edges of the graph, in the place of tensors, it sees nothing.
+        A mode is inactive inside a function that it intercepts. It does not intercept calls with edges of the graph.
         """
         if func is Tensor.backward:
             func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient", None)
@@ -89,14 +89,14 @@ class _Context(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """SDPA over the whole sequence: [B, H, S_local, D] with [B, K, S_local, D]."""
+        """Compute SDPA over the whole sequence: query [B, H, S_local, D], key and value [B, K, S_local, D]."""
         if attn_mask is not None or dropout_p:
             got = "an attn_mask" if attn_mask is not None else f"dropout_p={dropout_p}, which has no seed"
             hint = "cp_mesh.attention has mask=Mask(...), any mask as bias=, and dropout_p= with dropout_seed="
             refuse("context_parallel", "causal or full attention without dropout", got, hint, UnsupportedError)
         rows = (self.sequence.length or 0) // self.sequence.cp_size
         if (found := (query.shape[-2], key.shape[-2])) != (rows, rows):
-            hint = "shard q, k and v by buffers; attend to other sequences outside of the context"
+            hint = "compute q, k and v from the buffers; attend to other sequences outside of the context"
             refuse("context_parallel: rows of query and key", f"{rows}, as the buffers have", found, hint)
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
             refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
@@ -117,7 +117,7 @@ def _within(sequence: ShardedSequence, method: str, body: Callable[..., Any], *a
 
 
 def _checkpointing() -> str:
-    """The innermost function of torch.utils.checkpoint that runs."""
+    """Return the name of the innermost running function of torch.utils.checkpoint, "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
@@ -127,7 +127,7 @@ def _checkpointing() -> str:
 
 
 class _Inside(torch.autograd.Function):
-    """Refuses a backward behind the context, where a checkpoint has attended to this rank's rows alone."""
+    """Refuses a backward after the context ended, in which a checkpoint would attend to this rank's rows alone."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
@@ -138,11 +138,11 @@ class _Inside(torch.autograd.Function):
         return _inside_context(grad)
 
 
-# An op, which runs in compiled code too, where nobody knows what is checkpointed. Only a context answers it.
+# A custom op, because it must run in compiled code too, where checkpoints are unknown. An active context intercepts it.
 @torch.library.custom_op("cp_mesh::inside_context", mutates_args=())
 def _inside_context(grad: Tensor) -> Tensor:
-    expected, hint = "the backward of compiled code and of checkpoints in it", "call loss.backward() before it ends"
-    refuse("context_parallel", expected, "one behind the context", hint)
+    expected, hint = "a backward of compiled code or checkpoints inside of the context", "call loss.backward() in it"
+    refuse("context_parallel", expected, "one after the context", hint)
 
 
 @_inside_context.register_fake
@@ -158,25 +158,25 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """`torch.distributed.tensor.experimental.context_parallel`: this rank's rows in buffers, and SDPA over all rows.
+    """Shard buffers and SDPA within a context, like `torch.distributed.tensor.experimental.context_parallel`.
 
-    Causal and full attention are exact, in code that torch.compile compiled too. Rows are as PyTorch cuts them:
-    head-tail, `ZigZag`, if the length is a multiple of twice the ranks, else contiguous.
+    Causal and full attention are exact, also in compiled code. Shards are those of PyTorch: head-tail (`ZigZag`) if the
+    length is a multiple of twice the number of ranks, else contiguous.
 
     Args:
         mesh: the 1-D mesh of the cp axis.
         buffers: tensors of the whole sequence, equal on all ranks of ``mesh``, without requires_grad: batches, labels,
             tables of positions; at least one. Within the context each holds this rank's rows.
-        buffer_seq_dims: the sequence dim of each; all have one length there, a multiple of the ranks.
-        no_restore_buffers: those that keep this rank's rows behind the context.
+        buffer_seq_dims: the sequence dim of each buffer; all have the same length there, a multiple of the ranks.
+        no_restore_buffers: buffers that keep this rank's rows after the context.
 
     Raises:
-        ArgumentError: on other buffers; in SDPA on other rows than theirs, as in cross-attention; in a backward behind
-            the context of compiled code or checkpoints. That of other code is exact there, or PyTorch's autograd
-            raises, if it needs a buffer.
-        UnsupportedError: in another context; inside, on ``attn_mask``, dropout, which has no seed in SDPA, other
-            functions that attend, and reentrant checkpoints.
-        RankMismatchError: if ranks have other buffers, in the first context of these shapes.
+        ArgumentError: on other buffers; in SDPA, if the local length is not that of the buffers, as in cross-attention;
+            in a backward of compiled code or checkpoints after the context ended. A backward of other code after the
+            context is exact, or PyTorch's autograd raises if it needs a buffer.
+        UnsupportedError: in a nested context; within it, on ``attn_mask``, dropout (SDPA has no seed), other attention
+            functions, and reentrant checkpoints.
+        RankMismatchError: if buffers differ between ranks, in the first context of these shapes.
     """
     buffers, dims, kept = [*(buffers or ())], [*(buffer_seq_dims or ())], [*(no_restore_buffers or ())]
     what = "context_parallel"
@@ -187,7 +187,7 @@ def context_parallel(
         sequence = _with_length(sequence, _length(buffers, dims, kept, sequence.cp_size))
         found = {f"buffers[{i}]": x for i, x in enumerate(buffers)}
         shapes = (what, *((x.shape, x.dtype) for x in buffers))
-        agree_on_shapes(sequence.mesh.get_group(), shapes, found)  # content too, at first and in check mode
+        agree_on_shapes(sequence.mesh.get_group(), shapes, found)  # contents for new shapes, and in check mode
         shards = [sequence.shard(x, dim) for x, dim in zip(buffers, dims, strict=True)]
     ids = {id(x) for x in kept}
     wholes = [x if id(buffer) in ids else buffer.detach() for buffer, x in zip(buffers, shards, strict=True)]
@@ -201,11 +201,11 @@ def context_parallel(
 
 
 def _length(buffers: list[Tensor], dims: list[int], kept: list[Tensor], cp_size: int) -> int:
-    """Tokens of the sequence; refuses what cannot be sharded in place."""
+    """Return the length of the sequence; refuse buffers that cannot be sharded in place."""
     what = "context_parallel: buffers"
     if not buffers or len(buffers) != len(dims):
         got = f"{len(buffers)} buffers, {len(dims)} dims"
-        refuse(what, "a buffer or more, and a dim for each", got, "they tell the length of the whole sequence")
+        refuse(what, "a buffer or more, and a dim for each", got, "they define the length of the whole sequence")
     for x in buffers:
         if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.requires_grad:
             got = f"{type(x).__name__}{' that requires grad' * bool(getattr(x, 'requires_grad', False))}"
@@ -223,14 +223,14 @@ def _length(buffers: list[Tensor], dims: list[int], kept: list[Tensor], cp_size:
 
 @torch.no_grad()
 def _hold(buffers: list[Tensor], others: list[Tensor]) -> None:
-    """Make each buffer the tensor beside it; for autograd that is a change in place."""
+    """Point each buffer to the storage of its other tensor; for autograd that is an in-place change."""
     for buffer, other in zip(buffers, others, strict=True):
-        # not a copy: buffers may be views of one tensor, as shifted tokens and labels are
+        # not a copy, because buffers may be views of one tensor, such as shifted tokens and labels
         buffer.set_(other)  # type: ignore[call-overload]
 
 
 def _with_length(sequence: ShardedSequence, length: int) -> ShardedSequence:
-    """As PyTorch cuts it; its private switch of load balancing counts here too."""
+    """Return the sequence with PyTorch's layout, which its private switch of load balancing also sets here."""
     balanced = balances_context_parallel() and length % (2 * sequence.cp_size) == 0
     layout: Layout = ZigZag() if balanced else Contiguous()
     return replace(sequence, layout=layout, length=length)
@@ -244,19 +244,19 @@ def _is_inside() -> bool:
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: None = None
 ) -> list[Tensor]:
-    """`torch.distributed.tensor.experimental._attention.context_parallel_unshard`: whole tensors, on every rank.
+    """Gather whole tensors, like `torch.distributed.tensor.experimental._attention.context_parallel_unshard`.
 
     Args:
         mesh: the 1-D mesh of the cp axis.
-        buffers: this rank's rows, as `context_parallel` cut them or SDPA within it returned them; or their gradients.
-        seq_dims: the sequence dim of each.
+        buffers: this rank's rows, as sharded by `context_parallel` or returned by SDPA within it; or their gradients.
+        seq_dims: the sequence dim of each buffer.
         load_balancer: None.
 
     Returns:
-        The whole tensors in original order, which require no grad.
+        The whole tensors in original order on every rank, without requires_grad.
 
     Raises:
-        ArgumentError: on DTensors, or without a dim for each.
+        ArgumentError: on DTensors, or if the number of dims differs from the number of buffers.
         UnsupportedError: on a ``load_balancer``, which is for flex_attention.
     """
     what, sequence = "context_parallel_unshard", ShardedSequence(mesh)
@@ -273,11 +273,11 @@ def context_parallel_unshard(
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """`torch.distributed.tensor.experimental._attention.set_rotate_method`, for contexts that are opened later.
+    """Set the method of later contexts, like `torch.distributed.tensor.experimental._attention.set_rotate_method`.
 
     Args:
-        rotate_method: "allgather", ``method="all_gather"`` of `cp_mesh.attention`, or "alltoall", ``method="ring"``.
-            Where it was not called: ``method="auto"``.
+        rotate_method: "allgather" for ``method="all_gather"`` of `cp_mesh.attention`, or "alltoall" for
+            ``method="ring"``. Without a call, contexts use ``method="auto"``.
 
     Raises:
         UnsupportedError: on another name, or within a context.

@@ -1,9 +1,8 @@
-"""`context_parallel`: torchtitan 0.2 and 0.3 with the attention of this library, in their own Trainers.
+"""`context_parallel`: attention of cp_mesh in torchtitan 0.2 and 0.3, with torchtitan's Trainers.
 
-torchtitan goes on to shard tokens, labels and positions, to scale losses and to reduce gradients. What changes is the
-attention of the model: in 0.2 a style on its inner attention, in 0.3 a class that its override mechanism puts there
-(`torchtitan_attention.py`). No name of torchtitan is patched: a copy of the model's parallelize function is made that
-finds other things under the names it asks for.
+torchtitan still shards tokens, labels and positions, scales losses and reduces gradients. Only the inner attention of
+the model changes: 0.2 gets a style on it, 0.3 another class by its override mechanism (`torchtitan_attention.py`).
+Nothing of torchtitan is patched: a copy of the model's parallelize function runs with some of its globals replaced.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel
 
 BALANCERS: dict[str | None, Layout] = {"headtail": ZigZag(), None: Contiguous()}
-"""Layouts of torchtitan, by its context_parallel_load_balancer."""
+"""Layouts by torchtitan's context_parallel_load_balancer."""
 ATTENTION = "cp_mesh.integrations.torchtitan_attention"
 _SETTING = "parallelism.context_parallel_load_balancer"
 _SpecT = TypeVar("_SpecT")
 
 
 def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
-    """Make a model of torchtitan attend by this library where ``parallelism.context_parallel_degree`` is above 1.
+    """Use cp_mesh attention in a model of torchtitan if ``parallelism.context_parallel_degree`` is above 1.
 
-    Everything else is torchtitan's: its configuration, data, sharding (``context_parallel_load_balancer`` is
-    "headtail", zigzag here, or None, contiguous), loss, tensor parallelism, checkpointing, compile and FSDP2.
+    Everything else stays torchtitan's: configuration, data, sharding (``context_parallel_load_balancer`` is "headtail",
+    here `ZigZag`, or None, here `Contiguous`), loss, tensor parallelism, checkpointing, compile and FSDP2.
 
     Args:
-        spec: of torchtitan 0.2 the `TrainSpec` of a model, of 0.3 the `Trainer.Config`. It is not changed.
+        spec: in torchtitan 0.2 the `TrainSpec` of a model, in 0.3 the `Trainer.Config`. It is not changed.
         **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
             `cp_mesh.attention`.
 
     Returns:
-        The same with another ``parallelize_fn``, and in 0.3 with entries in ``override.imports``.
+        A copy of the spec with another ``parallelize_fn``, and in 0.3 with entries in ``override.imports``.
 
     Raises:
-        ArgumentError, UnsupportedError: here or when the Trainer is made, on every rank, of a model or a setting that
-            would not be exact, with the setting to change; in the first forward, of rows that are not those of the
-            layout.
+        ArgumentError, UnsupportedError: here or when the Trainer is built, on every rank, if a model or a setting would
+            not be exact (the message names the setting to change); in the first forward, if torchtitan sharded the rows
+            in another layout.
 
     Example:
         >>> register_train_spec("llama3_cp", context_parallel(get_train_spec("llama3")))  # 0.2  # doctest: +SKIP
         >>> config = context_parallel(llama3_debugmodel())  # 0.3  # doctest: +SKIP
     """
     if unknown := sorted(options.keys() - set(EXECUTION)):
-        refuse("context_parallel", f"options among {', '.join(EXECUTION)}", unknown[0], "torchtitan says the rest")
+        refuse("context_parallel", f"options among {', '.join(EXECUTION)}", unknown[0], "set it in torchtitan's config")
     settle(**options)
     choose_method(options.get("method", "auto"))
     if not is_dataclass(spec) or isinstance(spec, type):
@@ -71,7 +70,7 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
         return replace(spec, parallelize_fn=_of_0_2(spec.parallelize_fn, options))  # type: ignore[attr-defined]
     model_spec = getattr(spec, "model_spec", None)
     if model_spec is None or not hasattr(spec, "override"):
-        hint = "of 0.3 pass the Trainer.Config that a function of config_registry returns"
+        hint = "for 0.3 pass the Trainer.Config that a function of config_registry returns"
         refuse("context_parallel", "a TrainSpec, or a Trainer.Config with a model_spec", type(spec).__name__, hint)
     imports = [f"{ATTENTION}.{name}" for name in ("flex", "varlen", "selective")]
     return replace(
@@ -82,7 +81,7 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
 
 
 def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Callable[..., nn.Module]:
-    """The parallelize function of a TrainSpec, with a style of ours for its inner attention."""
+    """Return a parallelize function of a TrainSpec that applies `ContextParallel` to inner attention."""
     names = "apply_cp_to_attention_module", "_op_sac_save_list"
     own = _asking(function, *names)
 
@@ -102,7 +101,7 @@ def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Call
                 refuse("attn_type", "'sdpa'", repr(attention_type), hint, UnsupportedError)
             for module in modules:
                 parallelize_module(module, mesh, ContextParallel(sequence, **options))
-            watch_rootless(model)  # the loss and its gradients, which `cp_mesh.parallelize` watches, are torchtitan's
+            watch_rootless(model)  # without the gradient checks of `cp_mesh.parallelize`: torchtitan computes the loss
 
         _with_positions(model, sequence, _counted, once=True)
         saved = own.__globals__["_op_sac_save_list"] | {torch.ops.cp_mesh.attention.default}
@@ -112,7 +111,7 @@ def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Call
 
 
 def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module]:
-    """The parallelize function of a ModelSpec, with the sequence and options in its attention modules."""
+    """Return a parallelize function of a ModelSpec that sets sequence and options in its attention modules."""
     name = "apply_cp_to_forward"
     own = _asking(model_spec.parallelize_fn, name)
 
@@ -144,7 +143,7 @@ def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module
 
 
 def _asking(function: Any, *names: str) -> FunctionType:
-    """The function, if these names can be given another meaning in it."""
+    """Return the function if these globals can be replaced in it; refuse others."""
     if not asks_for(function, *names):
         got = getattr(function, "__qualname__", function)
         hint = "call context_parallel with what torchtitan itself returns, and wrap that"
@@ -170,9 +169,9 @@ def _with_positions(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     once: bool = False,
 ) -> None:
-    """Let ``read`` see the positions [B, S] of the whole sequence before every forward, and add keywords to it.
+    """Call ``read`` with the positions [B, S] of the whole sequence before every forward, and pass on its keywords.
 
-    ``context``: in which it does. ``once``: before the first forward alone.
+    ``context`` is the context manager of that call. ``once``: only before the first forward.
     """
     names = [*inspect.signature(model.forward).parameters]
 
@@ -190,14 +189,14 @@ def _with_positions(
 
 
 def _counted(positions: Tensor) -> dict[str, Any]:
-    """Refuse positions that do not count from 0, in torchtitan 0.2."""
+    """Refuse positions other than 0, 1, 2, ..., in torchtitan 0.2."""
     if not bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()):
         _refuse_rows(positions)
     return {}
 
 
 def _documents(positions: Tensor) -> Tensor | None:
-    """Refuse positions that neither count on nor begin anew, in torchtitan 0.3; the documents otherwise."""
+    """Return the documents of positions that increase by 1 or restart at 0, in torchtitan 0.3; refuse others."""
     if not bool(((positions.diff(dim=-1) == 1) | (positions[..., 1:] == 0)).all()):
         _refuse_rows(positions)
     return batch_mask(position_ids=positions).documents

@@ -1,7 +1,7 @@
-"""Inner attention for the config-based models of torchtitan 0.3, and the overrides that put it there.
+"""Inner attention for the config-based models of torchtitan 0.3, and the overrides that select it.
 
-`cp_mesh.integrations.torchtitan.context_parallel` names the overrides in ``override.imports``. torchtitan asks for no
-masks of its own then: a hook of the root makes a `Mask` of the positions, which blocks hand on as attention_masks.
+`cp_mesh.integrations.torchtitan.context_parallel` lists the overrides in ``override.imports``. torchtitan then builds
+no masks: a hook of the root makes a `Mask` from the positions, and the blocks pass it on as attention_masks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from cp_mesh.sequence.sharded_sequence import ShardedSequence
 KNOWN = frozenset(
     f"torchtitan.models.{name}" for name in ("common.attention.GQAttention", "deepseek_v3.model.Attention")
 ) | {"torchtitan.models.gpt_oss.model.Attention"}
-"""Attention whose masks are those of documents, and of ``sliding_window_size`` where its config has one."""
+"""Attention classes whose masks consist of documents and, if in the config, ``sliding_window_size``."""
 CAUSAL = (-1, 0)
 
 
 class MeshAttention(Module):
-    """Inner attention over the whole sequence, of this rank's rows; see `context_parallel`."""
+    """Inner attention of this rank's queries over the whole sequence; see `context_parallel`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """``window_size``: as VarlenAttention has it; None of FlexAttention, whose mask is not in its config."""
+        """``window_size``: as in VarlenAttention; None for FlexAttention, whose config has no mask."""
 
         window_size: tuple[int, int] | None = None
 
@@ -57,13 +57,14 @@ class MeshAttention(Module):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attention of [B, S_local, heads, head dim], with ``out_transform`` of it and its lse [B, S_local, heads].
+        """Attend [B, S_local, heads, head dim]; ``out_transform`` gets the output and its lse [B, S_local, heads].
 
         Raises:
-            ArgumentError: with context_parallel_degree 1, and of arguments that are not known.
+            ArgumentError: with context_parallel_degree 1, or for another mask than a `Mask`.
+            UnsupportedError: for unknown arguments.
         """
         if self.sequence is None:
-            hint = "set it, or train with the config that context_parallel was given"
+            hint = "set it, or train with the original config, without context_parallel"
             refuse("parallelism.context_parallel_degree", "2 or more", 1, hint)
         if given := [name for name, x in others.items() if x is not None]:
             refuse("inner_attention", "a mask, a scale and out_transform", given[0], "leave it out", UnsupportedError)
@@ -86,7 +87,7 @@ class MeshAttention(Module):
 
 
 class MeshSelectiveAC(SelectiveAC):
-    """Per-op checkpointing that keeps the result of attention, as it does that of torchtitan's own."""
+    """Per-op checkpointing that saves the output of cp_mesh attention, as that of torchtitan's attention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -112,7 +113,7 @@ def selective(config: Any) -> MeshSelectiveAC.Config:
 
 
 def _config(config: Any, window_size: tuple[int, int] | None) -> MeshAttention.Config:
-    """Ours, in which keys stay sharded over cp where torchtitan would gather them."""
+    """Return the config of `MeshAttention`, with keys sharded over cp, which torchtitan would gather."""
     sharding = config.sharding_config
     if sharding is not None:
         sources = sharding.in_src_shardings
@@ -122,13 +123,13 @@ def _config(config: Any, window_size: tuple[int, int] | None) -> MeshAttention.C
 
 
 def prepare(model: Any, sequence: ShardedSequence, options: dict[str, Any]) -> dict[str | None, int | None]:
-    """Give the attention modules of a model their sequence.
+    """Set the sequence and options of a model's attention modules.
 
     Returns:
-        The window of each kind of layer, by the key under which its blocks ask for a mask; None for all is key None.
+        The window of each kind of layer, by the key with which its blocks look up their mask; without keys, by None.
 
     Raises:
-        UnsupportedError: of attention that is not known, and of windows that are not those of the layer.
+        UnsupportedError: for unknown attention, and for a window_size that differs from the layer's window.
     """
     windows: dict[str | None, int | None] = {}
     if not hasattr(model, "layers"):
@@ -141,11 +142,11 @@ def prepare(model: Any, sequence: ShardedSequence, options: dict[str, Any]) -> d
         if kind not in KNOWN or not isinstance(core, MeshAttention):
             got = f"{kind} with {type(core).__name__}"
             hint = "use attn_backend='flex' of llama3, qwen3, deepseek_v3 or gpt_oss"
-            refuse(f"layers.{name}.attention", "attention that is known", got, hint, UnsupportedError)
+            refuse(f"layers.{name}.attention", "a known attention class", got, hint, UnsupportedError)
         window = getattr(model.config.layers[int(name)].attention, "sliding_window_size", None)
         stated = CAUSAL if window is None else (window - 1, 0)
         if core.window_size not in (None, stated):
-            hint = "the layer's sliding_window_size tells the window"
+            hint = "set the window as the layer's sliding_window_size"
             refuse(f"layers.{name}: window_size", stated, core.window_size, hint, UnsupportedError)
         windows[getattr(block, "attn_mask_key", None)] = window
         core.sequence, core.options = sequence, options

@@ -1,9 +1,9 @@
-"""Inner attention for the seam of torchtitan's main branch: varlen attention of packed tokens, [T, H, D].
+"""Inner attention for the interface of torchtitan's main branch: varlen attention of packed tokens, [T, H, D].
 
-Written against pytorch/torchtitan at 1bef8b42, which is not released: a transform of the configuration puts it in the
-place of VarlenInnerAttention, ``ContextParallelTransform(inner_attention_map={VarlenInnerAttention:
-MeshVarlenInnerAttention})``, and the trainer calls `prepare_cp_metadata` with each batch. Tested against a copy of that
-interface, not with that Trainer.
+It is written against the unreleased pytorch/torchtitan at 1bef8b42. A transform of the configuration replaces
+VarlenInnerAttention with it, ``ContextParallelTransform(inner_attention_map={VarlenInnerAttention:
+MeshVarlenInnerAttention})``, and the trainer calls `prepare_cp_metadata` for each batch. It is tested against a copy of
+that interface, not with that Trainer.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _TOKENS, _HEADS = ("dp", "cp"), "tp"
 
 @dataclass(frozen=True)
 class MeshVarlenMetadata:
-    """What one batch's attention needs on every rank.
+    """Metadata of one batch for attention, equal on every rank.
 
     Attributes:
-        layout: of the packed tokens over the cp ranks.
-        documents: int64 [T], of the whole sequence in its own order.
+        layout: the layout of the packed tokens over the cp ranks.
+        documents: int64 [T], document ids of the whole sequence in original order.
     """
 
     layout: Layout
     documents: Tensor
 
     def annotate_spmd_types(self) -> None:
-        """Nothing: the documents are read on every rank as they are."""
+        """Do nothing, since every rank reads the same documents."""
 
 
 class MeshVarlenInnerAttention(CPAttention, VarlenInnerAttention):
-    """VarlenInnerAttention of tokens that are sharded over cp, in any permutation, without a gather of whole keys."""
+    """VarlenInnerAttention of tokens that are sharded over cp in any permutation, without gathering all keys."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CPAttention.Config, VarlenInnerAttention.Config):
@@ -73,14 +73,14 @@ class MeshVarlenInnerAttention(CPAttention, VarlenInnerAttention):
     def prepare_cp_metadata(
         attention_metadata: VarlenAttentionMetadata, *, permutation: Tensor | None
     ) -> MeshVarlenMetadata:
-        """The layout and documents of a batch.
+        """Return the layout and documents of a batch.
 
         Args:
-            attention_metadata: of the whole sequence, with the same documents for queries and keys.
-            permutation: [1, T], by which tokens were permuted before they were cut in equal parts; None: not at all.
+            attention_metadata: metadata of the whole sequence, with the same documents for queries and keys.
+            permutation: [1, T], applied to the tokens before they were split into equal parts; None: no permutation.
 
         Raises:
-            ArgumentError, UnsupportedError: if keys have documents of their own, or batch rows a permutation each.
+            ArgumentError, UnsupportedError: if queries and keys differ in documents, or ``permutation`` is not [1, T].
         """
         ends = attention_metadata.cu_seq_q
         if attention_metadata.cu_seq_k is not ends and not torch.equal(attention_metadata.cu_seq_k, ends):
@@ -102,17 +102,17 @@ class MeshVarlenInnerAttention(CPAttention, VarlenInnerAttention):
         enable_gqa: bool = False,
         **others: Any,
     ) -> Tensor:
-        """Attention of this rank's tokens, [T_local, H, D]; ``out_transform`` takes it and its lse [T_local, H].
+        """Attend this rank's tokens, [T_local, H, D]; ``out_transform`` gets the output and its lse [T_local, H].
 
         Raises:
-            ArgumentError: without a cp axis, and of metadata that `prepare_cp_metadata` did not make.
-            UnsupportedError: of arguments that are not known.
+            ArgumentError: without a cp axis, or for metadata that `prepare_cp_metadata` did not make.
+            UnsupportedError: for unknown arguments.
         """
         if given := [name for name, x in others.items() if x is not None]:
             refuse("inner attention", "metadata, a scale and out_transform", given[0], "leave it out", UnsupportedError)
         if not isinstance(attention_metadata, MeshVarlenMetadata):
             got = type(attention_metadata).__name__
-            refuse("attention_metadata", "that of prepare_cp_metadata", got, "map VarlenInnerAttention to this class")
+            refuse("attention_metadata", "MeshVarlenMetadata", got, "map VarlenInnerAttention to this class")
         group = spmd_mesh_group(MeshAxisName.CP)
         if group is None:
             refuse("MeshVarlenInnerAttention", "a cp axis of 2 or more ranks", None, "leave the transform out")
@@ -125,7 +125,7 @@ class MeshVarlenInnerAttention(CPAttention, VarlenInnerAttention):
 
 
 def _layout(permutation: Tensor | None, length: int) -> Layout:
-    """The layout of tokens that were permuted and cut; known ones by their name, as they have faster kernels."""
+    """Return the layout of permuted and split tokens. `ZigZag` and `Contiguous` are recognized: they run faster."""
     if permutation is None:
         return Contiguous()
     if permutation.ndim != 2 or permutation.shape[0] != 1 or permutation.shape[1] != length:

@@ -1,10 +1,9 @@
-"""`context_parallel`: Trainers of Transformers and TRL on sequences that ranks share, on accelerate's mesh.
+"""`context_parallel`: Trainers of Transformers and TRL on sequences that are sharded over accelerate's cp axis.
 
-Of the packages each does its own part. accelerate reads one batch for all ranks of cp, and shards the model by FSDP2,
-which takes the mean of gradients over all ranks. The model shards the batch and returns this rank's share of the loss
-(`cp_mesh/integrations/transformers/`). The Trainer multiplies it by the number of ranks, so that the mean is a sum.
-Nothing is left to scale here: it is checked that all of them do their part, and what the Trainer does with batches,
-which are whole on every cp rank, is counted once.
+accelerate reads one batch for all cp ranks, and shards the model by FSDP2, which takes the mean of gradients over all
+ranks. The model shards the batch and returns this rank's share of the loss (`cp_mesh/integrations/transformers/`). The
+Trainer multiplies the loss by the number of ranks, so the mean becomes a sum and this module scales nothing. It checks
+that each package does its part, and makes the Trainer count batches once, since they are whole on every cp rank.
 """
 
 from __future__ import annotations
@@ -31,47 +30,47 @@ from cp_mesh.wrap import STYLE, replaced
 _OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer")
 _PACKING = ("packing", "eval_packing")
 _NO_LOGITS = ("aux_loss", "router_logits", *OF_IMAGES)
-_LOCAL = "it would read logits of this rank's rows beside whole labels"
+_LOCAL = "it would read logits of this rank's rows with whole labels"
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_smoothing_factor": ((0,), _LOCAL),
-    "neftune_noise_alpha": ((None,), "its noise depends on the length of a sequence, and is another one on each rank"),
+    "neftune_noise_alpha": ((None,), "its noise depends on the length of a sequence, and differs between ranks"),
     "use_liger_kernel": ((False,), "it replaces the forward that shards the batch"),
     "torch_compile": ((False,), "compile layers instead: layer.compile() for each, before training"),
     "use_cache": ((False, None), "a cache would hold this rank's rows"),
-    "eval_use_gather_object": ((False,), "tensors are gathered without it"),
+    "eval_use_gather_object": ((False,), "only tensors are gathered"),
     "train_sampling_strategy": (
         ("random", "sequential", "group_by_length"),
-        "its sampler gives the ranks of cp other batches",
+        "its sampler gives different batches to the cp ranks",
     ),
 }
-"""Of TrainingArguments: values that are available, and why others are not."""
+"""TrainingArguments with their supported values, and why others are not supported."""
 
 
 def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
-    """A Trainer class that trains on sequences that the ranks of accelerate's cp axis share.
+    """Return a Trainer class that shards sequences over accelerate's cp axis.
 
-    Its objects are made and used as those of the class that is given, with
+    Use it like the given class, with
 
-    - ``parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...)`` and ``fsdp=True`` in their
-      TrainingArguments, which is FSDP2;
-    - whole batches, of any lengths, which accelerate gives alike to all ranks of cp;
-    - documents as in `cp_mesh.integrations.transformers.parallelize`: as padding-free collators say them, and of
-      SFTTrainer with ``packing=True``.
+    - ``parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...)`` and ``fsdp=True`` (FSDP2) in the
+      TrainingArguments;
+    - whole batches of any lengths; accelerate passes the same batch to all cp ranks;
+    - documents as in `cp_mesh.integrations.transformers.parallelize`: from padding-free collators, or from SFTTrainer
+      with ``packing=True``.
 
-    Losses, gradients and their norm, metrics and predictions are those of the same Trainer without cp. Do not call
-    `cp_mesh.sum_gradients`: a mean of gradients is right here.
+    Losses, gradients and their norm, metrics and predictions equal those of the same Trainer without cp. Do not call
+    `cp_mesh.sum_gradients`: the mean of gradients is right here.
 
     Args:
-        trainer: `transformers.Trainer`, `trl.SFTTrainer`, or a subclass with their loss.
-        **options: of `cp_mesh.integrations.transformers.parallelize`: layout, dropout_seed, watch, method, kernel, and
-            the others that `cp_mesh.attention` has.
+        trainer: `transformers.Trainer`, `trl.SFTTrainer`, or a subclass with the same loss.
+        **options: options of `cp_mesh.integrations.transformers.parallelize`: layout, dropout_seed, watch, method,
+            kernel, and other options of `cp_mesh.attention`.
 
     Returns:
-        A subclass of ``trainer``, with its name.
+        A subclass of ``trainer`` with the same name.
 
     Raises:
-        ArgumentError, UnsupportedError: here, of options; when an object is made, of what cannot be done with a
-            sequence that ranks share: the message names the argument. In training, if the model is another one, or if
+        ArgumentError, UnsupportedError: here, for wrong options; when an object is built, for arguments that do not
+            work with sharded sequences (the message names the argument); in training, if the model was replaced, or if
             its gradients are summed.
 
     Example:
@@ -87,17 +86,17 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
             hint = f"its code would read this rank's rows as if they were all; leave its {name} out"
             refuse(what, expected, "its own", hint, UnsupportedError)
     if given := sorted({"mesh", "data", "gather_output"} & options.keys()):
-        refuse("context_parallel", "options of attention", ", ".join(given), "leave it out: the Trainer knows it")
+        refuse("context_parallel", "options of attention", ", ".join(given), "leave it out: the Trainer sets it")
     members = {"_options": options, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
     return type(trainer.__name__, (_ContextParallel, trainer), members)
 
 
 class _ContextParallel(Trainer):
-    """Comes before the Trainer's own class.
+    """Overrides methods of the given Trainer class; first in the method resolution order.
 
     Attributes:
-        _options: of `parallelize`.
-        _packing: arguments that SFTTrainer would refuse, hidden from it for a while.
+        _options: options of `parallelize`.
+        _packing: values of arguments that SFTTrainer would refuse, which are False until its __init__ ends.
     """
 
     _options: dict[str, Any]
@@ -109,35 +108,35 @@ class _ContextParallel(Trainer):
         self._check()
         mesh, config, model = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config, self._base_model
         parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
-        for part in model.modules():  # of which FSDP2 may hold some alone, as it does under PEFT
-            setattr(part, SUMS, False)  # no warning of averages, which are right
-        # of the routers' loss Trainer takes the sum over dp, as it multiplies the loss, or the mean, as TRL does
+        for part in model.modules():  # all of them, since FSDP2 may wrap only some, as with PEFT
+            setattr(part, SUMS, False)  # suppresses the warning of averaged gradients, which are right here
+        # the routers' loss is summed over dp if the Trainer multiplies the loss, and averaged in TRL
         summed = self.args.average_tokens_across_devices and not hasattr(self, "aux_loss_enabled")
         _adapter(model).losses.shares = config.cp_size if summed else 1
-        if hasattr(self, "_tp_size"):  # by which SFTTrainer divides its count of tokens
+        if hasattr(self, "_tp_size"):  # SFTTrainer divides its token count by it
             self._tp_size *= self.get_cp_size()
 
     def create_accelerator_and_postprocess(self) -> None:
         with fsdp_on_cpus() if self.args.use_cpu or not torch.cuda.is_available() else nullcontext():
             super().create_accelerator_and_postprocess()
-        # SFTTrainer has packed its data by now, and would refuse to go on, since accelerate's attention drops the mask
+        # SFTTrainer has packed its data by now, and would refuse packing here, since accelerate's cp drops the mask
         self._packing = {name: getattr(self.args, name) for name in _PACKING if hasattr(self.args, name)}
         for name in self._packing:
             setattr(self.args, name, False)
-        self.accelerator._prepare_cp = lambda *prepared: prepared  # hooks that drop masks, and PyTorch's own attention
-        if self.accelerator.dispatch_batches is None:  # of streams rank 0 would read, and give each rank another batch
+        self.accelerator._prepare_cp = lambda *prepared: prepared  # would drop masks and use PyTorch's context_parallel
+        if self.accelerator.dispatch_batches is None:  # iterable datasets: rank 0 would send each rank another batch
             self.accelerator.dataloader_config.dispatch_batches = False
         self.accelerator.gather_for_metrics = self.gather_function = self._gather_for_metrics
 
     def _check(self) -> None:
-        """Refuse what would read this rank's rows as if they were all."""
+        """Refuse settings that do not work with sharded sequences."""
         config, where = self.accelerator.parallelism_config, type(self).__name__
         if config is None or not config.cp_enabled:
             got = None if config is None else config.cp_size
             hint = f"pass parallelism_config=ParallelismConfig(cp_size=...), or use {where} as it is"
             refuse(f"{where}: cp_size", "2 or more", got, hint)
         if config.tp_enabled:
-            hint = "tp_size=1, as accelerate has no tp beside cp for this Transformers; a loop of your own has it"
+            hint = "tp_size=1, as accelerate does not combine tp and cp with this Transformers; write your own loop"
             refuse(f"{where}: tp_size", 1, config.tp_size, hint, UnsupportedError)
         if config.cp_handler != TorchContextParallelConfig():
             hint = "leave it out; methods are an option of context_parallel, such as method='all_gather'"
@@ -149,29 +148,29 @@ class _ContextParallel(Trainer):
             if getattr(self, name) is not None:
                 refuse(f"{where}: {name}", None, "a function", hint, UnsupportedError)
         if not self.model_accepts_loss_kwargs:
-            hint = "a forward that takes **kwargs, and no accepts_loss_kwargs = False, say that it is"
+            hint = "give its forward **kwargs, and do not set accepts_loss_kwargs = False"
             what = "a model whose loss is divided by num_items_in_batch, the tokens of all ranks"
             refuse(where, what, type(self.model).__name__, hint, UnsupportedError)
         for adapter in getattr(self.model, "peft_config", {}).values():
             got = "ALORA" if getattr(adapter, "alora_invocation_tokens", None) else adapter.peft_type.value
             if got != "LORA":
-                hint = "others may read the sequence, or have a loss of their own"
+                hint = "other adapters may read the whole sequence, or add a loss"
                 refuse(f"{where}: peft_config", "LORA", got, hint, UnsupportedError)
             head = self._base_model.get_output_embeddings()
             if hasattr(self, "aux_loss_enabled") and any(x.requires_grad for x in head.parameters()):
                 hint = "leave it out of modules_to_save: its gradient is not reduced under FSDP2"
                 refuse(f"{where}: peft_config", "a frozen lm_head", "one that is trained", hint, UnsupportedError)
         if self.accelerator.dispatch_batches:
-            hint = "leave it out: every rank then reads its batches, and the ranks of cp the same"
+            hint = "leave it out: every rank then reads its own batches, with the same ones on all cp ranks"
             refuse(f"{where}: dispatch_batches", False, True, hint, UnsupportedError)
 
     @property
     def _base_model(self) -> Any:
-        """The model of Transformers, without the sharding of accelerate and the adapters of PEFT."""
+        """The Transformers model inside of the wrappers of accelerate and PEFT."""
         return unwrap_peft_model(self.accelerator.unwrap_model(self.model))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        # the steps that seeds of dropout depend on are counted as the Trainer counts, which may go on from a checkpoint
+        # dropout seeds depend on the step, which is taken from the Trainer since it may resume from a checkpoint
         _adapter(self._base_model).steps = self.state.global_step * self.args.gradient_accumulation_steps
         return super().get_batch_samples(*args, **kwargs)
 
@@ -192,14 +191,14 @@ class _ContextParallel(Trainer):
         steps = getattr(self, "current_gradient_accumulation_steps", 1)
         if num_items_in_batch is None and "labels" in inputs:
             num_items_in_batch = self._count(inputs)
-            self.current_gradient_accumulation_steps = 1  # TRL divides a loss of routers by it where there is a count
+            self.current_gradient_accumulation_steps = 1  # TRL divides the routers' loss by it if there is a count
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.current_gradient_accumulation_steps = steps
 
     def _count(self, inputs: dict[str, Any]) -> Tensor:
-        """Of an evaluation of SFTTrainer: by what to divide so that the mean over cp is the mean of this batch."""
+        """Return the loss divisor in an evaluation of SFTTrainer: the mean over cp is then the mean of this batch."""
         labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
         valid = inputs.get("shift_labels", labels).ne(IGNORED).sum()
         scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
@@ -221,7 +220,7 @@ class _ContextParallel(Trainer):
         return loss, logits, labels
 
     def _gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """The accelerator's, of batches that all ranks of cp hold: each once. Of scalars, sums of rows, all."""
+        """Replace the accelerator's method: gather each batch once, not from every cp rank; scalars from all ranks."""
         return recursively_apply(self._gather_one, data)
 
     def _gather_one(self, x: Tensor) -> Tensor:
@@ -246,7 +245,7 @@ class _ContextParallel(Trainer):
 
 @contextmanager
 def fsdp_on_cpus() -> Iterator[None]:
-    """Within it accelerate uses FSDP2 on ranks without GPUs too, as PyTorch does: to try a script, and in tests."""
+    """Let accelerate use FSDP2 on CPU ranks within the context, to try a script and in tests."""
     as_it_was = AcceleratorState.__init__
 
     def init(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
@@ -255,7 +254,7 @@ def fsdp_on_cpus() -> Iterator[None]:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
-            PartialState._shared_state["distributed_type"] = self.distributed_type  # of which later states take it
+            PartialState._shared_state["distributed_type"] = self.distributed_type  # read by later states
 
     AcceleratorState.__init__ = init
     try:
@@ -265,10 +264,10 @@ def fsdp_on_cpus() -> Iterator[None]:
 
 
 def _adapter(model: nn.Module) -> Any:
-    """What runs the forward of a parallel model."""
+    """Return the `_Adapter` that runs the forward of a parallel model."""
     style = replaced(model, STYLE)
     adapter = None if style is None else getattr(style.run, "__self__", None)
     if adapter is None:
-        hint = "pass the model when the Trainer is made, and keep it"
+        hint = "pass the model to the Trainer's __init__, and do not replace it"
         refuse("context_parallel", "the model that it made parallel", type(model).__name__, hint)
     return adapter

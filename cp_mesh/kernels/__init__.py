@@ -1,7 +1,7 @@
 """Attention of one tile on one device.
 
-Read `contract` (what a kernel is asked) and `reference` (the specification), then `scores` (terms), `functions` (those
-of users), `combine` and `merge` (one result of partial ones). The kernels are `aten` (PyTorch's), `flash_attn`,
-`flash_attn_4`, `triton_attention`, of which the other `triton_*` are parts, and `flex`. `compiling` shares what is
-compiled. `table` names them, and of "auto" takes the first that can serve the call.
+Read `contract` (the kernels' interface) and `reference` (the specification), then `scores` (score terms), `functions`
+(users' score_mod and mask_mod), `combine` and `merge` (merging partial results). The kernels are `aten` (PyTorch's),
+`flash_attn`, `flash_attn_4`, `triton_attention` (with the other `triton_*` files) and `flex`. With `compiling`, one
+rank of a host compiles for all. `table` lists the kernels; "auto" takes the first one that supports the call.
 """

@@ -1,10 +1,10 @@
 """Kernels that ship with PyTorch: CPU flash, cuDNN, FlashAttention-2 and memory-efficient, through aten.
 
-Each is given full tiles and square causal tiles only (causal alignment differs between them), and the *global* out and
-lse in the backward. Conventions converted here: cuDNN's lse has a trailing 1; efficient's is padded to a multiple of
-32 rows and it has no grouped-query attention; FlashAttention-2 and CPU flash are as in `contract`. With square tiles no
-row is ever fully masked, so their differing marks for such rows (+inf, 0.0) never appear.
-None of them accepts a gradient of lse. Partial gradients come back rounded to the input dtype; sums are fp32.
+They get only full tiles and square causal tiles, since causal alignment differs between them, and the *global* out and
+lse in the backward. Conventions converted here: cuDNN's lse has a trailing dim of size 1; efficient pads lse to a
+multiple of 32 rows and has no grouped-query attention; FlashAttention-2 and CPU flash follow `contract`. In square
+tiles no row is fully masked, so the kernels' different lse values for such rows (+inf, 0.0) never appear.
+No kernel here accepts a gradient of lse. They round partial gradients to the input dtype; sums are fp32.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @lru_cache(maxsize=64)
 def _philox(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The random-number state of a call without dropout, and its two parts: never read, but the schemas ask for it."""
+    """A random-number state and its two parts: the operators require them, but do not read them without dropout."""
     state = torch.zeros(2, dtype=torch.int64, device=device)
     return state, state[0], state[1]
 
 
 def _full_precision(x: Tensor) -> Tensor:
-    """Half precision as fp32: partials of dq rounded to bfloat16 missed the low-precision gate on three ranks."""
+    """Convert half precision to fp32: with partial dq in bfloat16, three ranks missed the low-precision tolerance."""
     return x.float() if x.dtype in _HALF else x
 
 
@@ -48,7 +48,7 @@ def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    if k.shape[2] == 1:  # which cuDNN does not take
+    if k.shape[2] == 1:  # cuDNN does not support it
         return _fa2_forward(q, k, v, cover, scores)
     out, lse, *_ = cudnn.forward(q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scores.scale)
     return out, lse.reshape(q.shape[:3])
@@ -58,7 +58,7 @@ def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     if t.k.shape[2] == 1:
         return _fa2_backward(t)
     _, seed, offset = _philox(t.q.device)
-    # cuDNN's plan assumes a packed lse; a row slice of the running lse is not
+    # cuDNN reads lse as contiguous; a slice of rows of the running lse is not
     lse = t.lse.contiguous()[..., None]
     return cudnn.backward(
         t.dout, t.q, t.k, t.v, t.out, lse, seed, offset, None, None, None, t.q.shape[2], t.k.shape[2], 0.0,
@@ -73,7 +73,7 @@ def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: S
 
 def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     state, _, _ = _philox(t.q.device)
-    # the kernel indexes lse as packed rows
+    # the kernel reads lse as contiguous
     lse = t.lse.contiguous()
     return flash.backward(
         t.dout, t.q, t.k, t.v, t.out, lse, None, None, t.q.shape[2], t.k.shape[2], 0.0, t.cover == CAUSAL, state, state,
@@ -82,7 +82,7 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat kv heads in torch's order, for kernels without grouped-query attention."""
+    """Repeat kv heads as SDPA does, for kernels without grouped-query attention."""
     groups = num_heads // x.shape[1]
     return x.repeat_interleave(groups, dim=1) if groups > 1 else x
 
@@ -95,14 +95,14 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, sco
 
 def _efficient_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, num_kv_heads, padding = t.q.shape[1], t.k.shape[1], -t.lse.shape[2] % 32
-    # rows past the end get lse = +inf, so their probabilities are exp(-inf) = 0
+    # padding rows get lse = +inf, so their weights are exp(-inf) = 0
     lse = torch.nn.functional.pad(t.lse, (0, padding), value=float("inf"))
     _, seed, offset = _philox(t.q.device)
     dq, dk, dv, _ = efficient.backward(
         t.dout, t.q, _expand_heads(t.k, num_heads), _expand_heads(t.v, num_heads), None, t.out, lse, seed, offset,
         0.0, [True, True, True, False], t.cover == CAUSAL, scale=t.scores.scale,
     )  # fmt: skip
-    # summed in fp32: the heads of a group are partial gradients like any other
+    # summed in fp32, like all partial gradients
     dk, dv = (reduce(x.float(), "b (k g) s d -> b k s d", "sum", k=num_kv_heads) for x in (dk, dv))
     return dq, dk, dv
 
@@ -151,7 +151,7 @@ EFFICIENT = merging_kernel(
     "efficient",
     Capability(
         devices=("cuda",),
-        # float32 alone: given a ring's global lse, its bfloat16 backward returned infinite dq (H200, torch 2.11)
+        # float32 only: with a ring's global lse, the bfloat16 backward returned infinite dq (H200, torch 2.11)
         dtypes=(torch.float32,),
         compute_capability=(5, 0),
         head_dim_multiple=8,

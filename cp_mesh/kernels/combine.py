@@ -1,11 +1,10 @@
-"""Sums of partial results: (out, lse) of tiles, and partial gradients. Pieces are kept, then combined all at once.
-And the sum over the head dim that backwards begin with.
+"""Combine partial results: (out, lse) of tiles, and partial gradients; and compute delta for backwards.
 
-Stock kernels return a partial result per tile. Merging each into a running fp32 sum reads and writes that sum once per
-tile; here the pieces are read once and the result is written once, by one kernel, rounded once. So a piece must keep
-its values until `finish` returns: it may lie in a communication buffer, and is never written here.
+Stock kernels return a partial result per tile. A running fp32 sum would be read and written once per tile; here one
+kernel reads all pieces once, writes the result once and rounds once. So a piece must keep its values until `finish`
+returns. A piece may lie in a communication buffer and is never written here.
 
-CUDA tensors summed in fp32 use Triton (`cp_mesh.kernels.combine_triton`); all others, torch operations.
+CUDA tensors summed in fp32 use Triton (`cp_mesh.kernels.combine_triton`); all others use torch operations.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ import torch
 from torch import Tensor
 
 MAX_PIECES = 8
-"""Pieces held before they are folded into one in the accumulation dtype: bounds memory."""
+"""Maximum number of pieces held, to bound memory; then they are folded into one in the accumulation dtype."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64 inputs, else fp32."""
+    """The dtype of sums: fp64 for fp64 inputs, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class OutputSum:
-    """(out, lse) of one rank's queries from those of tiles: sum_i exp(lse_i - L) out_i, with L = logsumexp_i lse_i.
+    """(out, lse) of one rank's queries from tiles' (out, lse): sum_i exp(lse_i - L) out_i, with L = logsumexp_i lse_i.
 
-    Pieces are summed in the order in which they were added. A row with no key has lse = -inf and out = 0, in pieces
-    and in the result.
+    Pieces are summed in the order of `add`. A row with no key has lse = -inf and out = 0, in pieces and in the result.
 
     Args:
         shape: [B, H, S, Dv] of out.
@@ -43,7 +41,7 @@ class OutputSum:
         self._pieces: list[tuple[int, Tensor, Tensor]] = []
 
     def add(self, begin: int, out: Tensor, lse: Tensor) -> None:
-        """Add rows begin to begin + n: out [B, H, n, Dv], lse [B, H, n] in natural log, any dtypes and strides."""
+        """Add rows begin to begin + n: out [B, H, n, Dv], lse [B, H, n] in natural log, any dtype and strides."""
         (batch, heads, num_rows, dim), n = self._shape, out.shape[2]
         assert out.shape == (batch, heads, n, dim) and 0 <= begin <= num_rows - n, (begin, out.shape)
         assert lse.shape == out.shape[:3], f"lse {tuple(lse.shape)} of out {tuple(out.shape)}"
@@ -60,16 +58,16 @@ class OutputSum:
         into: tuple[Tensor, Tensor] | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out [B, H, S, Dv] and lse [B, H, S].
+        """Return out [B, H, S, Dv] and lse [B, H, S].
 
         Args:
-            like: [B, H, S, any]; out is dense, its memory in like's order of batch, heads and rows, head dim last.
+            like: [B, H, S, any]; out is dense, with like's memory order of batch, heads and rows, head dim last.
             dtype: of out; lse is contiguous, in the accumulation dtype.
-            into: out and lse to be written and returned instead, of any strides; lse in the accumulation dtype.
-            sinks: [H] in the accumulation dtype: out is scaled by sigmoid(lse - sink), and lse is not changed.
+            into: out and lse to write and return instead, of any strides; lse in the accumulation dtype.
+            sinks: [H] in the accumulation dtype: out is scaled by sigmoid(lse - sink); lse does not change.
 
         Returns:
-            out and lse; without ``into`` they may be a piece itself where a single piece has all rows.
+            out and lse; without ``into``, these may be a piece itself if a single piece has all rows.
         """
         if into is not None:
             lse = (
@@ -103,22 +101,22 @@ class OutputSum:
         pieces = [(slice(begin, begin + x.shape[2]), x, x_lse.to(self._dtype)) for begin, x, x_lse in self._pieces]
         for rows, _, piece_lse in pieces:
             largest[:, :, rows] = torch.maximum(largest[:, :, rows], piece_lse)
-        # -inf - -inf is NaN; all pieces of a row with no key have weight 0
+        # -inf - -inf would be NaN; in a row with no key all pieces get weight 0
         largest.masked_fill_(largest == float("-inf"), 0.0)
         for rows, piece, piece_lse in pieces:
             weight = torch.exp(piece_lse - largest[:, :, rows])
             total[:, :, rows] += weight
             running[:, :, rows].addcmul_(piece.to(self._dtype), weight[..., None])
         running.div_(torch.where(total == 0, 1.0, total)[..., None])
-        largest.add_(total.log_())  # it is lse
+        largest.add_(total.log_())  # largest is lse, written in place
         if sinks is not None:
-            # NaN where neither has a weight: the row is 0
+            # NaN if lse and sink are -inf; the row is 0
             running.mul_(torch.sigmoid(lse - sinks[:, None]).nan_to_num_(0.0)[..., None])
         out.copy_(running)
 
 
 class RowSum:
-    """Sum of partial gradients over rows: dq from tiles, dk and dv from ranks; in the order in which they were added.
+    """Sum of partial gradients: dq of tiles, dk and dv of ranks; summed in the order of `add`.
 
     Args:
         shape: [B, K, S, D] of the sum.
@@ -143,12 +141,12 @@ class RowSum:
         self._pieces.append((begin, x))
 
     def finish(self, into: Tensor) -> Tensor:
-        """Write the sum, rounded once to its dtype, into [B, K, S, D] of any strides; rows without a piece become 0."""
+        """Write the sum, rounded once, into [B, K, S, D] of any dtype and strides; rows without a piece become 0."""
         finish_sums([(self, into)])
         return into
 
     def result(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum, rounded once to a dtype, as `dense_like` a tensor; or the piece itself if it is the only one."""
+        """The sum, rounded once to ``dtype``, in dense memory like ``like``; or a single piece of all rows itself."""
         if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             return self._pieces[0][1]
         strides = dense_strides(self._shape, like)
@@ -162,7 +160,7 @@ class RowSum:
 
 
 def finish_sums(sums: Sequence[tuple[RowSum, Tensor]]) -> None:
-    """`RowSum.finish` of several sums on one device: a kernel's launch costs the host more than a small sum takes."""
+    """`RowSum.finish` of several sums on one device in one launch, which costs the host more than a small sum."""
     together = []
     for total, into in sums:
         pieces = total._pieces
@@ -180,9 +178,9 @@ def finish_sums(sums: Sequence[tuple[RowSum, Tensor]]) -> None:
 
 
 def copy_together(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors [B, K, S, D] into others of their shape and dtype, any strides: in one launch where Triton runs.
+    """Copy tensors [B, K, S, D] into others of the same shape and dtype, any strides, in one launch if Triton runs.
 
-    Of strided rows it is twice as fast as torch's copies too. -0 may become 0.
+    For strided rows it is also twice as fast as torch's copies. -0 may become 0.
     """
     x = copies[0][0]
     if x.numel() and fused(x.dtype, x.device):
@@ -195,7 +193,7 @@ def copy_together(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
+    """Compute delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
     dtype = accumulation_dtype(out.dtype)
     if out.numel() and fused(dtype, out.device):
         from cp_mesh.kernels.combine_triton import row_dots
@@ -207,14 +205,14 @@ def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 @lru_cache
 def fused(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton sums tensors of a dtype, all but float64: CUDA builds have it, from compute capability 7.5 on."""
+    """Whether Triton sums tensors of a dtype: on CUDA from compute capability 7.5 on, except float64."""
     if device.type != "cuda" or dtype == torch.float64 or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 def dense_like(x: Tensor, head_dim: int | None = None, num_rows: int | None = None) -> Tensor:
-    """An empty [B, H, S, D] tensor, dense, with x's order of dims in memory, but for the head dim, which is last."""
+    """An empty dense [B, H, S, D] tensor with x's memory order of dims, except that the head dim is last."""
     shape: Sequence[int] = x.shape if head_dim is None else (*x.shape[:3], head_dim)
     if num_rows is not None:
         shape = *shape[:2], num_rows, shape[3]
@@ -222,7 +220,7 @@ def dense_like(x: Tensor, head_dim: int | None = None, num_rows: int | None = No
 
 
 def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
-    """Of dense memory in like's order of dims; the last dim is last, as kernels want it."""
+    """Strides of dense memory in like's order of dims, with the last dim last, as kernels need."""
     strides, step = [1] * len(shape), shape[-1]
     for dim in sorted(range(len(shape) - 2, -1, -1), key=like.stride):
         strides[dim] = step

@@ -1,15 +1,15 @@
-"""Triton kernels of `cp_mesh.kernels.combine`: all pieces in one pass over memory. Needs triton.
+"""Triton kernels of `cp_mesh.kernels.combine`: combine all pieces in one pass over memory. Needs triton.
 
-A program writes a block of rows of one head and reads, of each piece, the rows that the piece has there. Sums are fp32,
-in the order of the pieces, and rounded once. How many pieces and sums there are changes with the batch, so they are
-filled up with empty ones, which read nothing: pieces to two, or to an fp32 sum of earlier ones and eight more; sums to
-three, as of dq, dk and dv. So few kernels are compiled, and none that only a rare batch needs.
+A program writes a block of rows of one head, and reads these rows of each piece that has them. Sums are fp32, in the
+order of the pieces, and rounded once. The numbers of pieces and sums change with the batch, so both are padded with
+empty ones, which read nothing: pieces to two, or to nine (an fp32 sum of earlier ones and eight more); sums to three
+(dq, dk and dv). So few variants are compiled, and none for rare batches only.
 
-`row_dots` is for the begin of a backward: torch would write both factors and their product in fp32 first, which took
-0.36 ms of a causal backward's 3.9 at 8K rows of 32 heads (H200).
+`row_dots` computes delta for a backward: torch would first write both factors and their product in fp32, which took
+0.36 ms of a causal backward's 3.9 ms at 8K rows and 32 heads (H200).
 """
 
-# Triton reads annotations as code, and takes none but its own.
+# No annotations: Triton evaluates them, and accepts only its own types.
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cp_mesh._torch import raw_stream
 from cp_mesh.tape import call, give_up
 
 BLOCK_ELEMENTS = 4096
-FEW, MANY = 2, 9  # places for pieces that a kernel is compiled for; `combine.MAX_PIECES` and a sum of earlier ones
+FEW, MANY = 2, 9  # numbers of pieces that kernels are compiled for; 9 is `combine.MAX_PIECES` and a sum of earlier ones
 NUM_SUMS = 3
 NUM_WARPS = 4
 
@@ -37,11 +37,11 @@ NUM_WARPS = 4
 def merge_pieces(
     pieces: Sequence[tuple[int, Tensor, Tensor]], out: Tensor, lse: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """Write the merged out [B, H, S, Dv], of any strides, and lse [B, H, S], contiguous fp32.
+    """Merge pieces into out [B, H, S, Dv], any strides, and lse [B, H, S], contiguous fp32.
 
     Args:
-        pieces: at least one (begin, out [B, H, n, Dv], lse [B, H, n]): rows begin to begin + n, any strides and dtypes.
-        out, lse: where the results are written.
+        pieces: one or more (begin, out [B, H, n, Dv], lse [B, H, n]): rows begin to begin + n, any strides and dtypes.
+        out, lse: buffers for the results.
         sinks: fp32 [H], contiguous; out is scaled by sigmoid(lse - sink).
     """
     assert lse.dtype == torch.float32 and lse.is_contiguous()
@@ -56,11 +56,11 @@ def merge_pieces(
 
 
 def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> None:
-    """Write sums into tensors [B, K, S, D], of any strides; rows that no piece has become 0.
+    """Write sums of pieces into tensors [B, K, S, D], any strides; rows that no piece has become 0.
 
     Args:
-        sums: of each, at least one piece (begin, x [B, K, n, D]), rows begin to begin + n, any strides and dtypes; and
-            where it is written.
+        sums: (pieces, buffer for the result) of each sum; one or more pieces (begin, x [B, K, n, D]), rows begin to
+            begin + n, any strides and dtypes.
     """
     ready = _sum(
         tuple((tuple((begin, _like(x)) for begin, x in pieces), _like(into)) for pieces, into in sums),
@@ -73,7 +73,7 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
-    """The sum over D of a · b, less ``minus`` [B, H, S]: fp32 [B, H, S], contiguous, of [B, H, S, D], any strides."""
+    """rowsum(a · b) - minus, contiguous fp32 [B, H, S], from a, b [B, H, S, D] and minus [B, H, S], any strides."""
     dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
     minus = None if minus is None else minus.float().contiguous()
     ready = _dots(*map(_like, (a, b, minus)), a.device)
@@ -81,7 +81,7 @@ def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
     return dots
 
 
-Like = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # what Triton may compile for; and the shape
+Like = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # the shape, and what Triton may specialize a kernel for
 
 
 def _like(x: Tensor | None) -> Like | None:
@@ -90,9 +90,9 @@ def _like(x: Tensor | None) -> Like | None:
 
 @dataclass(eq=False)
 class _Ready:
-    """A launch for tensors that are alike, kept: how many blocks, and the arguments that are no tensors.
+    """A cached launch for tensors of equal `Like`: the number of blocks, and the arguments that are not tensors.
 
-    ``runner`` is what Triton compiled for them, called at once, without its look at every argument (host time).
+    ``runner`` is the compiled kernel. Calling it directly skips Triton's inspection of every argument (host time).
     """
 
     num_blocks: int
@@ -101,7 +101,7 @@ class _Ready:
 
 
 def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
-    """As ``kernel[grid](*args)`` on a tensor's device."""
+    """Run ``kernel[grid](*args)`` on the device of ``on``."""
     if ready.runner is not None and torch.cuda.current_device() == on.get_device():
         call(ready.runner, *args, stream=raw_stream(on.get_device()))
         return
@@ -114,7 +114,7 @@ def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> No
 
 @lru_cache(maxsize=1024)
 def _merge(begins: tuple[int, ...], outs: tuple[Like, ...], lses: tuple[Like, ...], out: Like, *others: Any) -> _Ready:
-    """Rows and strides of all pieces, also of those that fill up, and sizes. Others: lse, sinks and the device."""
+    """Rows and strides of all pieces, padding included, and sizes. ``others``: lse, sinks and the device."""
     places = _places([dtype for _, _, dtype, _ in outs])
     pieces = zip(begins, outs, lses, strict=True)
     rows = [_unspecialised(begin, x[0][2], *lse[1]) for begin, x, lse in pieces]
@@ -126,7 +126,7 @@ def _merge(begins: tuple[int, ...], outs: tuple[Like, ...], lses: tuple[Like, ..
 
 @lru_cache(maxsize=1024)
 def _sum(sums: tuple[tuple[tuple[tuple[int, Like], ...], Like], ...], device: torch.device) -> _Ready:
-    """Of each sum: places, strides and rows of its pieces; strides of the result, sizes, head dim."""
+    """For each sum: places, strides and rows of its pieces; strides of the result, sizes, head dim."""
     block_dim = triton.next_power_of_2(max(shape[3] for _, (shape, *_) in sums))
     block_rows = max(1, BLOCK_ELEMENTS // block_dim)
     dtypes = [[dtype for _, (_, _, dtype, _) in pieces] for pieces, _ in sums]
@@ -135,7 +135,7 @@ def _sum(sums: tuple[tuple[tuple[tuple[int, Like], ...], Like], ...], device: to
     for i in range(max(NUM_SUMS, len(sums))):
         last = min(i, len(sums) - 1)
         pieces, ((B, H, S, D), into_strides, *_) = sums[last]
-        B = B if i == last else 0  # one that fills up has no blocks
+        B = B if i == last else 0  # a padding sum has no blocks
         places = _places(dtypes[last], many)
         rows = [_unspecialised(begin, shape[2]) for begin, (shape, *_) in pieces]
         rows = [_unspecialised(0, 0) if j is None else rows[j] for j in places]
@@ -155,8 +155,8 @@ Places = tuple[int | None, ...]
 
 
 def _places(dtypes: Sequence[torch.dtype], num: int = 0) -> Places:
-    """Which piece is at each place that a kernel reads, at least ``num``; None: an empty one. Of more than two places
-    the first is for an fp32 sum of earlier pieces, which most batches do not have."""
+    """The index of the piece at each of a kernel's places, ``num`` or more; None for an empty piece. With more than two
+    places, the first is reserved for an fp32 sum of earlier pieces, which few batches have."""
     if len(dtypes) <= FEW and dtypes[0] == dtypes[-1] and num <= FEW:
         return tuple(i if i < len(dtypes) else None for i in range(FEW))
     filled = (*(() if dtypes[0] == torch.float32 else (None,)), *range(len(dtypes)))
@@ -164,7 +164,7 @@ def _places(dtypes: Sequence[torch.dtype], num: int = 0) -> Places:
 
 
 def _placed(xs: Sequence[Tensor], places: Places) -> tuple[Tensor, ...]:
-    """The pieces at their places. Empty ones have no rows: of what is named there only the dtype matters."""
+    """The pieces at their places. An empty place holds any tensor of the right dtype, which is not read."""
     filled = tuple(xs[-1 if i is None else i] for i in places)
     return (_nothing(xs[0].device), *filled[1:]) if places[0] is None else filled
 
@@ -175,12 +175,12 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _unspecialised(*values: int) -> tuple[int, ...]:
-    """Odd numbers above 1, for `_value`: Triton recompiles for 1 and for multiples of 16, which lengths may be."""
+    """Encode values as odd numbers above 1 (`_value` decodes): Triton specializes on 1 and on multiples of 16."""
     return tuple(2 * value + 3 for value in values)
 
 
 def _blocks(out: Like) -> tuple[int, tuple[int, int, int, bool]]:
-    """How many blocks, and the compile-time sizes: HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, HEADS_FIRST."""
+    """The number of blocks, and the compile-time sizes HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, HEADS_FIRST."""
     (B, H, S, D), strides, *_ = out
     block_dim = triton.next_power_of_2(D)
     block_rows = max(1, BLOCK_ELEMENTS // block_dim)
@@ -194,7 +194,7 @@ def _value(value):
 
 @triton.jit
 def _block(program, num_heads, num_rows, BLOCK_ROWS: tl.constexpr, heads_first):
-    """Batch row and head, int64, and first row of a program; neighbours in memory run side by side."""
+    """Batch row and head (int64) and first row of a program; neighbouring programs work on neighbouring memory."""
     num_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     if heads_first:
         head = program % num_heads
@@ -208,7 +208,7 @@ def _block(program, num_heads, num_rows, BLOCK_ROWS: tl.constexpr, heads_first):
 
 @triton.jit
 def _pointers(x, strides, batch, head, rows, cols):
-    """Of a block [rows, cols]; in int64, as tensors may have more than 2**31 elements."""
+    """Pointers to a block [rows, cols], in int64: tensors may have more than 2**31 elements."""
     start = batch * strides[0] + head * strides[1]
     return x + start + rows.to(tl.int64)[:, None] * strides[2] + cols.to(tl.int64)[None, :] * strides[3]
 
@@ -236,7 +236,7 @@ def merge_kernel(
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     for i in tl.static_range(len(outs)):
         largest = tl.maximum(largest, _piece_lse(lses[i], piece_rows[i], batch, head, rows))
-    # -inf - -inf is NaN; all pieces of a row with no key have weight 0
+    # -inf - -inf would be NaN; in a row with no key all pieces get weight 0
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     merged = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
@@ -249,7 +249,7 @@ def merge_kernel(
     merged *= (1 / total)[:, None]
     merged_lse = tl.where(no_key, float("-inf"), largest + tl.log(total))
     if sinks is not None:
-        # finite where there is no key: -inf - -inf is NaN, and these rows are 0
+        # finite lse for rows with no key, which are 0: -inf - -inf would be NaN
         merged *= (1 / (1 + tl.exp(tl.load(sinks + head) - tl.where(no_key, 0.0, merged_lse))))[:, None]
     inside = (rows < num_rows)[:, None] & (cols < HEAD_DIM)[None, :]
     tl.store(_pointers(out, strides, batch, head, rows, cols), merged.to(out.dtype.element_ty), mask=inside)
@@ -315,7 +315,7 @@ def dots_kernel(
 
 @triton.jit
 def _piece(x, strides, piece_rows, batch, head, rows, cols, HEAD_DIM: tl.constexpr):
-    """fp32 block of a piece [B, H, n, D]; 0, and nothing read, in rows that it does not have."""
+    """fp32 block of a piece [B, H, n, D]; rows that it does not have are 0 and not read."""
     own = rows - _value(piece_rows[0])
     inside = (own >= 0) & (own < _value(piece_rows[1]))
     mask = inside[:, None] & (cols < HEAD_DIM)[None, :]
@@ -324,7 +324,7 @@ def _piece(x, strides, piece_rows, batch, head, rows, cols, HEAD_DIM: tl.constex
 
 @triton.jit
 def _piece_lse(lse, piece_rows, batch, head, rows):
-    """fp32 lse of a piece; -inf in rows that it does not have."""
+    """fp32 lse of a piece; -inf for rows that it does not have."""
     own = rows - _value(piece_rows[0])
     inside = (own >= 0) & (own < _value(piece_rows[1]))
     start = batch * _value(piece_rows[2]) + head * _value(piece_rows[3])

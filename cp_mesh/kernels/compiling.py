@@ -1,29 +1,30 @@
-"""Kernels that are compiled when first met: one rank of a host, or of a device, compiles, and the others load what it
-wrote to disk."""
+"""Compilation at a kernel's first call: one rank of a host, or of a device, compiles, and the others load the result
+from disk."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cp_mesh.errors import warn
+
 PATIENCE = 60.0
-"""Seconds to wait for another rank's compilation, which takes 1 to 10; a rank that waited in vain compiles it too."""
+"""Seconds to wait for another rank to compile, which takes 1 to 10; after that a rank compiles too."""
 
 
 @contextmanager
 def one_rank_compiles(number: int | None = None) -> Iterator[None]:
-    """Hold a lock of this user on this host, while something is compiled. Where there are no locks, none is held, and
-    a warning says so where the folder is missing or is not of this user alone.
+    """Hold a lock of this user on this host while something is compiled.
 
-    ``number``: of the device, if what is compiled for another is of no use to it; only its own ranks wait then.
+    ``number``: the device, if compiled code serves one device only; then only ranks of this device wait.
 
-    Compilers that look for others' results before they begin, and write their own, then compile once a host, or once a
-    device. What is done inside must not wait for other ranks, nor for the device, which may wait for other ranks.
+    A compiler that looks for a cached result first, and writes its own, then runs once per host, or per device. Code
+    inside must not wait for other ranks, nor for the device, which may wait for other ranks. On a system without locks
+    none is held; if the lock's folder cannot be made or belongs to others too, a warning says so.
     """
     try:
         import fcntl
@@ -33,7 +34,7 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
     try:
         file = _open("compiling.lock" if number is None else f"compiling_{number}.lock")
     except OSError as error:
-        warnings.warn(f"cp_mesh: ranks compile without waiting for each other: {error}", stacklevel=2)
+        warn(f"ranks compile without waiting for each other: {error}")
         yield
         return
     deadline = time.monotonic() + PATIENCE
@@ -49,15 +50,15 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the file open too
         os.close(file)
 
 
 def _open(name: str) -> int:
-    """A file of this user's own folder, which lies where everybody may write: others may have put something there.
+    """Open a file in this user's folder under the shared temporary folder, where other users may create files too.
 
     Raises:
-        OSError: if the folder is another user's, open to others, or a link; if there is none; if the file is no file.
+        OSError: if the folder belongs to another user, is open to others, is a link or cannot be made.
     """
     folder = Path(tempfile.gettempdir()) / f"cp_mesh_{os.geteuid()}"
     with suppress(FileExistsError):
@@ -66,8 +67,8 @@ def _open(name: str) -> int:
     try:
         found = os.fstat(inside)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"expected {folder} of this user alone, got one of others too; remove it")
-        # nonblocking, as opening a pipe would wait for its reader
+            raise PermissionError(f"expected {folder} to be owned by and open to this user only; remove it")
+        # nonblocking: opening a pipe would wait for its reader
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=inside)
     finally:
         os.close(inside)

@@ -1,7 +1,7 @@
 """The contract between the loops and the kernels that compute tiles.
 
-A kernel is asked to *begin* a pass (which prepares fp32 running state), to take one *step* per source of keys, and
-to *finish* (`cp_mesh.kernels.merge`).
+A pass of a kernel *begins* (which prepares fp32 running state), takes one *step* per source of keys, and *finishes*
+(`cp_mesh.kernels.merge`).
 
 Shapes: q [B, H, Sq, D], k [B, K, Sk, D], v [B, K, Sk, Dv], out [B, H, Sq, Dv], with any strides; H is a multiple of
 K and query head h reads kv head h // (H // K). lse [B, H, Sq] is the log-sum-exp of the scaled scores, natural log,
@@ -23,7 +23,7 @@ from cp_mesh.geometry.varlen import Segments
 
 
 class Steps(NamedTuple):
-    """Positions of rows i that are first + step · i, and from row ``split`` on second + step · i."""
+    """Positions of rows as numbers: first + step · i for row i, and second + step · i from row ``split`` on."""
 
     split: int
     first: int
@@ -32,7 +32,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, positions: Tensor) -> Steps | None:
-        """Of int64 positions [S] on the CPU; None if they are not so."""
+        """The steps of int64 positions [S] on the CPU; None if these do not have this form."""
         num = len(positions)
         if num < 2:
             return cls(num, int(positions.sum()), 0, 1)
@@ -44,19 +44,19 @@ class Steps(NamedTuple):
         return cls(split, int(positions[0]), int(positions[-1]) - step * (num - 1), step)
 
     def rows(self, begin: int, end: int) -> Steps:
-        """Of the rows begin to end alone."""
+        """The steps of rows begin to end."""
         split = min(max(self.split - begin, 0), end - begin)
         return Steps(split, self.first + self.step * begin, self.second + self.step * begin, self.step)
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows.
+    """The allowed pairs of a tile that is not a band: the mask, and the positions of the tile's rows.
 
-    ``adjacent`` tells that most keys are followed by the sequence's next one, ``steps`` of queries and of keys whether
-    they are `Steps`. ``sizes`` is given where tiles differ from batch to batch: a kernel that is compiled for a shape
-    pads queries and keys to so many rows. ``kept`` holds what a kernel prepared of them: a plan gives all layers the
-    same object, on one stream.
+    ``adjacent``: most neighbouring rows of the keys are neighbours in the sequence. ``steps``: the `Steps` of queries
+    and of keys, or None. ``sizes``: set if tile sizes differ from batch to batch; a kernel that is compiled per shape
+    pads queries and keys to these numbers of rows. ``kept``: a cache for what a kernel prepares from these pairs; all
+    layers of a plan share this object on one stream.
     """
 
     mask: Mask
@@ -68,13 +68,13 @@ class Pairs:
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
-        """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices."""
+        """The allowed pairs, bool [B or 1, len(q_rows), len(k_rows)], from int64 local indices."""
         return self.mask.allowed(self.q_pos[q_rows], self.k_pos[k_rows])
 
 
 @dataclass(frozen=True, eq=False)
 class KernelTile:
-    """Rows of q against rows of the given k and v, and which pairs count."""
+    """Rows of q, rows of k and v, and which pairs of them are allowed."""
 
     q: Rows
     k: Rows
@@ -83,26 +83,26 @@ class KernelTile:
 
 @dataclass(frozen=True)
 class Capability:
-    """What a kernel computes: the one source for the chooser, the errors and the docs table.
+    """What a kernel supports: the one source for the choice of kernels, the errors and the docs table.
 
     Attributes:
         devices: device types.
         dtypes: dtypes of q, k and v.
-        compute_capability: least CUDA compute capability, (0, 0) on the CPU.
-        covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors),
-            "segments" (packed documents, as sequences).
+        compute_capability: minimum CUDA compute capability, (0, 0) on the CPU.
+        covers: tile covers: "full", "causal" (bands bounded on the right only), "window", "pairs" (masks read from
+            tensors), "segments" (packed documents, as sequences).
         max_head_dim: largest head dim; head dims are multiples of ``head_dim_multiple``.
         min_head_dim: smallest head dim.
         wide_heads_on: if given, the compute capabilities on which head dims above 192 have a backward.
         v_head_dim: whether v's head dim may differ from q's and k's.
         differentiable_lse: whether a gradient of lse is accepted.
         deterministic: whether the backward is bitwise reproducible, or `Kernel.reproducible` is.
-        deterministic_covers: those of which it is; None: all of them.
-        features: what of `Scores.features` it serves.
-        deterministic_features: those whose gradients are bitwise reproducible; None: all of them.
+        deterministic_covers: covers whose backward is; None: all.
+        features: the `Scores.features` it supports.
+        deterministic_features: features whose gradients are bitwise reproducible; None: all.
         only_on: if given, the compute capabilities (major, minor) that the kernel was made for.
-        lacking: what must be installed first, in words; None if the kernel can be called. It may import packages. The
-            answer must be the same on all ranks.
+        lacking: a function that returns which requirement is not installed, or None. It may import packages, and must
+            return the same on all ranks.
     """
 
     devices: tuple[str, ...]
@@ -125,7 +125,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Request:
-    """What a call needs of its kernel. Equal on all ranks, so that all ranks choose the same kernel."""
+    """What a call needs from its kernel. Equal on all ranks, so that all ranks choose the same kernel."""
 
     device: str
     compute_capability: tuple[int, int]
@@ -139,7 +139,7 @@ class Request:
 
 
 def shortfalls(capability: Capability, request: Request) -> list[str]:
-    """What the request needs and the kernel lacks, in words; empty if the kernel can serve it."""
+    """What the request needs and the kernel lacks, in words; empty if the kernel supports the request."""
     missing = []
     if request.device not in capability.devices:
         missing.append(f"device {request.device} (has {', '.join(capability.devices)})")
@@ -177,7 +177,7 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
             missing.append(f"scores with {feature}")
         elif request.deterministic and reproducible is not None and feature not in reproducible:
             missing.append(f"a deterministic gradient of {feature}")
-    # Asked last, and only where it decides: the answer may import a package.
+    # Called last, and only if all else is supported: it may import a package.
     if not missing and (lacking := capability.lacking()):
         missing.append(lacking)
     return missing

@@ -1,9 +1,9 @@
-"""Kernels of optional packages: FlashAttention-3, and FlashAttention-2 (flash-attn); what they share with the fourth.
+"""Kernels of optional packages: FlashAttention-3 and FlashAttention-2 (flash-attn), and helpers for FlashAttention-4.
 
-No package is imported before a CUDA call that it could serve is planned. All take [B, S, H, D] views with unit last
-stride and rows that start at multiples of 16 bytes, and write gradients into such views. Their lse is as in `contract`;
-given the global out and lse they return a tile's share of the gradients, rounded to the inputs' dtype. None of them
-waits for the device. FlashAttention-4 is in `flash_attn_4`.
+A package is imported when the first CUDA call that it could serve is planned. All take [B, S, H, D] views with unit
+last stride and rows aligned to 16 bytes, and write gradients into such views. Their lse follows `contract`; given the
+global out and lse they return a tile's share of the gradients, rounded to the inputs' dtype. No kernel here waits for
+the device. FlashAttention-4 is in `flash_attn_4`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cp_mesh.kernels.scores import Scores
 
 HALF = (torch.bfloat16, torch.float16)
 
-# Parameters that the calls below pass by name: other releases, and other packages of that name, have others.
+# Parameters that the calls below pass by name: other releases, and other packages of that name, may lack them.
 _FA2_CALLS = {
     "_flash_attn_forward": {"softmax_scale", "causal", "window_size_left", "softcap", "return_softmax"},
     "_flash_attn_backward": {"softmax_scale", "causal", "window_size_left", "softcap", "deterministic"},
@@ -34,7 +34,7 @@ _FA2_CALLS = {
 
 @lru_cache
 def import_once(name: str) -> ModuleType | str:
-    """The module, or in words why it cannot be imported. Asked for plans of CUDA calls, once a process."""
+    """Import a module once per process; if that fails, return the error as text."""
     try:
         return import_module(name)
     except Exception as error:  # a broken build can raise anything
@@ -42,14 +42,14 @@ def import_once(name: str) -> ModuleType | str:
 
 
 def lacks(name: str, calls: dict[str, set[str]], install: str) -> str | None:
-    """What of a module is missing, in words. It is imported: a package that is there may not work."""
+    """What a module lacks, in words, or None. Imports it, since an installed package may still be broken."""
     module = import_once(name)
     if isinstance(module, str):
         return f"package {name} ({install}; {module})"
     for function, needed in calls.items():
         has = inspect.signature(getattr(module, function)).parameters if hasattr(module, function) else {}
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in has.values()):
-            continue  # a torch.library op, which does not show its parameters here
+            continue  # a torch.library op hides its parameters
         if missing := needed - set(has):
             return f"parameters {', '.join(sorted(missing))} of {name}.{function} ({install})"
     return None
@@ -74,12 +74,12 @@ def _fa2_lacks() -> str | None:
 
 
 def bshd(x: Tensor) -> Tensor:
-    """[B, H, S, D] as [B, S, H, D], or back: a view."""
+    """A view of [B, H, S, D] as [B, S, H, D], or back."""
     return x.transpose(1, 2)
 
 
 def writable(buffer: Tensor | None, like: Tensor) -> Tensor:
-    """The caller's buffer, or a new one if a kernel could not store 16 bytes at a time there: none of them checks."""
+    """The caller's buffer, or a new one if the buffer's rows are not aligned to 16 bytes, which no kernel checks."""
     if buffer is not None and buffer.shape == like.shape:
         unit = 16 // buffer.element_size()
         if buffer.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in buffer.stride()[:-1]):
@@ -88,7 +88,7 @@ def writable(buffer: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    # num_splits=0 lets the kernel split the keys, which costs a second kernel and fp32 partial outputs
+    # num_splits=0 would let it split the keys, at the cost of a second kernel and fp32 partial outputs
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
         bshd(q), bshd(k), bshd(v), softmax_scale=scores.scale, is_causal=cover == CAUSAL,
         softcap=scores.softcap or 0.0, num_splits=1,
@@ -98,9 +98,9 @@ def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: S
 
 def _fa3_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None, "uses_delta is not set"
-    # All three are given: some releases return gradients first, others do not return them.
+    # All three are passed: some releases return the gradients first, others do not return them.
     dq, dk, dv = torch.empty_like(t.q), writable(t.dk, t.k), writable(t.dv, t.v)
-    # the kernel reads lse as packed rows
+    # the kernel reads lse as contiguous
     torch.ops.flash_attn_3.bwd(
         bshd(t.dout), bshd(t.q), bshd(t.k), bshd(t.v), bshd(t.out), t.lse.contiguous(), dq=bshd(dq),
         dk=bshd(dk), dv=bshd(dv), softmax_scale=t.scores.scale, is_causal=t.cover == CAUSAL,
@@ -121,7 +121,7 @@ def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: S
 def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None, "uses_delta is not set"
     dq, dk, dv = torch.empty_like(t.q), writable(t.dk, t.k), writable(t.dv, t.v)
-    # the kernel reads lse as packed rows
+    # the kernel reads lse as contiguous
     _fa2()._flash_attn_backward(
         bshd(t.dout), bshd(t.q), bshd(t.k), bshd(t.v), bshd(t.out), t.lse.contiguous(), bshd(dq), bshd(dk),
         bshd(dv), dropout_p=0.0, softmax_scale=t.scores.scale, causal=t.cover == CAUSAL, window_size_left=-1,
@@ -145,7 +145,7 @@ FA3 = merging_kernel(
     ),
     _fa3_forward,
     _fa3_backward,
-    # its window cannot be negative: -1 means unlimited
+    # only squares: a window bound of -1 means unlimited, so negative bounds cannot be passed
     squares=True,
 )
 FA2_PACKAGE = merging_kernel(

@@ -1,19 +1,19 @@
-"""FlashAttention-4 (package flash-attn-4): what is compiled, and calls that skip its Python.
+"""FlashAttention-4 (package flash-attn-4): which variants it compiles, and calls that skip its Python.
 
-Calls are as in `flash_attn`. Its softcap computes tanh with a relative error of 2⁻¹¹.
+Tensors are as in `flash_attn`. Its softcap computes tanh with a relative error of 2⁻¹¹.
 
-**Variants.** It compiles a kernel when a kind of call is first met: dtype, head dims, heads per kv head, softcap, which
-sides of the band are bounded, packed sequences or not, and whether a sequence may be longer than a block. Lengths,
-strides, the bounds themselves and the scale are no part of it. Calls with packed sequences are made alike: the longest
-sequence is said to be `LONGEST` at least, and `MOST_SEQUENCES` go into a call, above which another kernel is used. So
-packed documents take two variants, full and causal, of each pass, whatever the batch. What is compiled is kept on disk
-(`FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0` in the environment is respected), and one rank of a host compiles at a time.
-A variant must have been compiled before it is captured in a CUDA graph.
+**Variants.** It compiles a kernel at the first call of each kind. A kind is the dtype, the head dims, the heads per kv
+head, the softcap, which sides of the band are bounded, whether sequences are packed, and whether a sequence may be
+longer than a block. Lengths, strides, the bounds themselves and the scale do not matter. Calls with packed sequences
+share a kind: the maximum length passed is at least `LONGEST`, and a call takes at most `MOST_SEQUENCES` sequences,
+above which the package uses another kernel. So packed documents need two variants of each pass, full and causal, for
+any batch. Compiled kernels are cached on disk (unless `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0` is set), and one rank
+of a host compiles at a time. A variant must be compiled before a CUDA graph captures it.
 
-**Host time.** Its Python checks arguments and looks for what it compiled: 73 us of a forward call and 95 of a backward
-(Dao-AILab/flash-attention, issue 2426). So the first call of a kind goes through its Python, and what it
-launches is recorded; if that is what `_forward_launches` and `_backward_launches` say, later calls launch it at once. A
-release that differs, short tiles and deterministic calls keep its Python.
+**Host time.** The package's Python checks arguments and looks up compiled kernels: 73 us per forward call, 95 per
+backward (Dao-AILab/flash-attention, issue 2426). So the first call of a kind runs this Python, and its launches are
+recorded; if they equal `_forward_launches` or `_backward_launches`, later calls of the kind launch directly. Other
+releases, short tiles, strides of 0 and deterministic calls always run the package's Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import FakeTensorMode
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, warn
 from cp_mesh.geometry.mask import Band
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -44,11 +44,11 @@ from cp_mesh.tape import give_up
 
 LONGEST = 1024
 MOST_SEQUENCES = 256  # its BIN_BATCH_SEARCH_THRESH
-SHORT = 256  # rows or keys up to which one block may hold a tile, for which other kernels are compiled
+SHORT = 256  # up to so many rows or keys a tile may fit in one block, for which the package compiles other kernels
 
 _PACKED = {f"{name}_{side}" for name in ("cu_seqlens", "seqused", "max_seqlen") for side in "qk"}
 _BOTH = {"softmax_scale", "softcap", "window_size_left", "window_size_right"} | _PACKED
-# Parameters that the calls below pass by name: other releases, and other packages of that name, have others.
+# Parameters that the calls below pass by name: other releases, and other packages of that name, may lack them.
 _CALLS = {
     "_flash_attn_fwd": _BOTH | {"return_lse", "out", "lse"},
     "_flash_attn_bwd": _BOTH | {"dq", "dk", "dv", "deterministic"},
@@ -56,7 +56,7 @@ _CALLS = {
 
 
 def _package() -> Any:
-    # read when the package is imported, whose default is to compile in every process anew
+    # the package reads this when imported; its default is no cache on disk, so that every process compiles
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     return import_once("flash_attn.cute.interface")
 
@@ -67,7 +67,7 @@ def _lacks() -> str | None:
 
 
 class Packed(NamedTuple):
-    """Sequences of one call, int32: where their rows and keys begin [n + 1], how many there are [n]; and the most."""
+    """Packed sequences of one call: begins [n + 1] and lengths [n] of their rows and keys, int32; maximum lengths."""
 
     q_begins: Tensor
     k_begins: Tensor
@@ -81,7 +81,7 @@ class Call(NamedTuple):
     """One call of either pass; q, k and v are [B, S, H, D], or [S, H, D] with packed sequences.
 
     Attributes:
-        left, right: the `Band`.
+        left, right: bounds of the `Band`.
     """
 
     q: Tensor
@@ -98,7 +98,7 @@ class Call(NamedTuple):
         return self.left is None and self.right == 0
 
     def keywords(self) -> dict[str, Any]:
-        """Of both passes, for the package's Python."""
+        """The arguments that both passes of the package's Python take."""
         given: dict[str, Any] = {
             "softmax_scale": self.scale,
             "window_size_left": self.left,
@@ -111,7 +111,7 @@ class Call(NamedTuple):
         return {"q": self.q, "k": self.k, "v": self.v} | given
 
     def kind(self, name: str, *more: Any) -> tuple[Any, ...]:
-        """Equal for calls that launch the same compiled kernels."""
+        """A key that is equal for calls that launch the same compiled kernels."""
         tensors = (self.q, self.k, self.v)
         return (
             name, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1], self.q.shape[-2] // self.k.shape[-2],
@@ -126,9 +126,9 @@ class Call(NamedTuple):
         return longer and not any(0 in x.stride() for x in (self.q, self.k, self.v))
 
 
-Launches = list[tuple[Any, ...]]  # the arguments of one compiled kernel after the other
+Launches = list[tuple[Any, ...]]  # the arguments of each compiled kernel, in order
 _compiled: dict[tuple[Any, ...], tuple[Callable[..., Any], ...]] = {}
-"""By kind, what is launched at once; nothing for kinds that keep the package's Python."""
+"""By kind, the kernels to launch directly; empty for kinds that run the package's Python."""
 _recording = threading.Lock()
 
 
@@ -140,13 +140,13 @@ def _run(
     keywords: Callable[[], dict[str, Any]],
     launches: Callable[[], Launches],
 ) -> None:
-    """Call the package's function of that name, or launch what it once launched for a call of this kind."""
+    """Launch the recorded kernels of this kind, or call the package's function of that name."""
     compiled = _compiled.get(kind)
     if compiled:
         for kernel, arguments in zip(compiled, launches(), strict=True):
             call_kernel(kernel, *arguments)
         return
-    give_up("FlashAttention-4's own Python, which launches what no mode sees")
+    give_up("FlashAttention-4's own Python, whose launches no mode sees")
     if compiled is None:
         given = keywords()
         _refuse_in_capture(given["q"])
@@ -165,10 +165,9 @@ def _run(
 
 @lru_cache
 def _warn_of_release() -> None:
-    warnings.warn(
-        "cp_mesh: this release of flash-attn-4 launches its kernels in another way than 4.0.0b36, so its own Python is "
-        "called: exact, with more host time. pip install flash-attn-4==4.0.0b36 has less",
-        stacklevel=2,
+    warn(
+        "this release of flash-attn-4 launches its kernels differently from 4.0.0b36, so every call runs the "
+        "package's own Python: exact, with more host time. To avoid it: pip install flash-attn-4==4.0.0b36"
     )
 
 
@@ -176,37 +175,36 @@ def _refuse_in_capture(x: Tensor) -> None:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         refuse(
             "CUDA graph capture",
-            "kernels that are compiled",
-            "a call of FlashAttention-4 of a new kind",
+            "kernels that are compiled already",
+            "a FlashAttention-4 call whose kernel is not compiled",
             "run one forward and backward with these shapes before the capture, or cp_mesh.warm_up",
             UnsupportedError,
         )
 
 
 def _compile(name: str, given: dict[str, Any]) -> None:
-    """Where the package keeps results on disk: have one rank of the host compile a call's kernels, and launch nothing.
+    """Compile a call's kernels on one rank of the host, without a launch; only if the package caches them on disk.
 
     A launch under the lock could wait for a peer: the device may be in a barrier, and loading code waits for the
-    device. With fake tensors the package compiles alone; where it cannot, the call itself compiles.
+    device. With fake tensors the package only compiles; if that fails, the call itself compiles.
     """
     if not getattr(import_once("flash_attn.cute.cache_utils"), "CUTE_DSL_CACHE_ENABLED", False):
         return
-    mode = FakeTensorMode()  # whose first use imports for a second, outside of the lock
+    mode = FakeTensorMode()  # outside of the lock: its first use imports for a second
     fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in given.items()}
     try:
         with one_rank_compiles(), mode, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the package's, of fake tensors: nothing that a user could change
+            warnings.simplefilter("ignore")  # the package warns of fake tensors, which no user can change
             getattr(_package(), name)(**fakes)
     except Exception as error:
-        warnings.warn(
+        warn(
             f"FlashAttention-4 does not compile with fake tensors, so every rank compiles for itself:"
-            f" {type(error).__name__}: {error}",
-            stacklevel=2,
+            f" {type(error).__name__}: {error}"
         )
 
 
 class _RecordingCache:
-    """Stands for a cache of compiled kernels: those taken from it are recorded when this thread launches them."""
+    """Wraps a cache of compiled kernels, and records its kernels when this thread launches them."""
 
     def __init__(self, cache: Any, recorded: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
         self._cache, self._recorded, self._thread = cache, recorded, threading.get_ident()
@@ -232,7 +230,7 @@ class _RecordingCache:
 
 
 def _recorded(name: str, given: dict[str, Any]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Call the package's function; which compiled kernels it launched, with their arguments."""
+    """Call the package's function, and return the compiled kernels that it launched, with their arguments."""
     recorded: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     functions = [x for x in vars(_package()).values() if hasattr(x, "compile_cache")]
     caches = [function.compile_cache for function in functions]
@@ -247,10 +245,10 @@ def _recorded(name: str, given: dict[str, Any]) -> list[tuple[Callable[..., Any]
 
 
 def _same(recorded: Launches, launches: Callable[[], Launches], given: set[int]) -> bool:
-    """Whether ours do the same: tensors that were ``given`` are the very same, buffers of the call are alike."""
+    """Whether our launches equal the recorded ones: the ``given`` tensors are identical, other buffers are alike."""
     try:
         ours = launches()
-    except (AttributeError, TypeError):  # of a release that differs
+    except (AttributeError, TypeError):  # another release
         return False
     if [len(x) for x in recorded] != [len(x) for x in ours]:
         return False
@@ -258,7 +256,7 @@ def _same(recorded: Launches, launches: Callable[[], Launches], given: set[int])
     for theirs, own in zip(sum(recorded, ()), sum(ours, ()), strict=True):
         if isinstance(theirs, Tensor) and isinstance(own, Tensor):
             alike = (theirs.shape, theirs.stride(), theirs.dtype) == (own.shape, own.stride(), own.dtype)
-            # a begin of sequences may be their copy of ours, as it must lie at 16 bytes
+            # the package may have copied begins of sequences, to align them to 16 bytes
             swapped = theirs.data_ptr() in given and theirs.data_ptr() != own.data_ptr()
             if not alike or swapped or buffers.setdefault(own.data_ptr(), theirs.data_ptr()) != theirs.data_ptr():
                 return False
@@ -268,7 +266,7 @@ def _same(recorded: Launches, launches: Callable[[], Launches], given: set[int])
 
 
 def _forward_launches(call: Call, out: Tensor, lse: Tensor) -> Launches:
-    """One kernel; as release 4.0.0b36 launches it on compute capability 9.0."""
+    """The launch of the forward, one kernel, as in release 4.0.0b36 on compute capability 9.0."""
     left, right = (None, None) if call.causal else (call.left, call.right)
     aux = _package().AuxData(None, None)
     packed = call.packed[:4] if call.packed else (None,) * 4
@@ -278,9 +276,9 @@ def _forward_launches(call: Call, out: Tensor, lse: Tensor) -> Launches:
 def _backward_launches(
     call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launches:
-    """What prepares, the kernel itself, and what rounds its fp32 sums: of dq, and of dk and dv where heads share keys.
+    """The launches and buffers of the backward, as in release 4.0.0b36: preparation, main kernel, rounding fp32 sums.
 
-    The sums of dq are cleared by the first. Buffers are as release 4.0.0b36 makes them.
+    fp32 sums are dq's, cleared by the first kernel, and those of dk and dv if query heads share a kv head.
     """
     q, k = call.q, call.k
     left, right = (None, None) if call.causal else (call.left, call.right)
@@ -293,7 +291,7 @@ def _backward_launches(
 
     rows, keys = padded(q, q_begins, m_block), padded(k, k_begins, n_block)
     before = q.shape[:-3]
-    # one allocation for two buffers, and one launch that clears two: host time
+    # saves host time: one allocation for two buffers, below one launch that clears two
     delta, lse_log2 = q.new_empty((2, *before, q.shape[-2], rows), dtype=torch.float32)
     dq_sum = q.new_empty((*before, q.shape[-2], rows * wide[0]), dtype=torch.float32)
     of_q, of_k = (q_begins, q_lens), (k_begins, k_lens)
@@ -315,7 +313,7 @@ def _backward_launches(
 
 @lru_cache
 def _backward_blocks(package: Any, dim: int, v_dim: int, causal: bool, local: bool) -> tuple[int, int, int, int]:
-    """Rows and keys of a block, and the head dims of its fp32 sums."""
+    """Rows and keys of a block, and the padded head dims of its fp32 sums."""
     tile = package._tile_size_bwd_sm90(dim, v_dim, causal, local)
     step = 64 if tile.dKV_swapAB else 32
     return tile.m_block_size, tile.n_block_size, *(-(-x // step) * step for x in (dim, v_dim))
@@ -337,13 +335,13 @@ def _run_backward(
         return call.keywords() | tensors | {"softcap": call.softcap or 0.0, "deterministic": deterministic}
 
     launches = partial(_backward_launches, call, dout, out, lse, dq, dk, dv)
-    spread = 0 in dout.stride()  # of a sum over heads, say: it is compiled for, as those of q, k and v are
+    spread = 0 in dout.stride()  # of an expanded tensor, say: stride 0 needs a kernel of its own, as in `kind`
     kind = call.kind("backward", deterministic, spread)
     _run(call, kind, deterministic or spread, "_flash_attn_bwd", keywords, launches)
 
 
 def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:
-    """The head dims to call it with: of the pairs that differ, some do not compile; (192, 128) has its own kernels."""
+    """The head dims to pad to: the package compiles equal ones, and (192, 128), but not all other pairs."""
     head_dim, v_head_dim, grouped = q.shape[3], v.shape[3], q.shape[1] != k.shape[1]
     if head_dim == v_head_dim or ((head_dim, v_head_dim) == (192, 128) and not (backward and grouped)):
         return head_dim, v_head_dim
@@ -351,12 +349,12 @@ def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int,
 
 
 def _widen(x: Tensor, dim: int) -> Tensor:
-    """With zeros after the end of the last dim, which change no score and no output."""
+    """Pad the last dim with zeros, which change no score and no output."""
     return x if x.shape[3] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[3]))
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:
-    """The first ``dim`` of the last dim; the same object if that is all, which tells the caller its buffer was used."""
+    """Undo `_widen`; the same object if nothing changes, so that the caller sees that its buffer was used."""
     return x if x.shape[3] == dim else x[..., :dim]
 
 
@@ -365,7 +363,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
     out, lse = q.new_empty((B, S, H, v_dim)), q.new_empty((B, H, S), dtype=accumulation_dtype(q.dtype))
     q_, k_, v_ = (bshd(_widen(x, to)) for x, to in ((q, dim), (k, dim), (v, v_dim)))
     if isinstance(cover, Segments):
-        out.zero_(), lse.fill_(float("-inf"))  # rows of no block have no key
+        out.zero_(), lse.fill_(float("-inf"))  # rows outside of all blocks have no key
         for row, packed in _by_batch_row(cover, q):
             call = Call(q_[row], k_[row], v_[row], *_window(cover), scores.scale, scores.softcap, packed)
             _run_forward(call, out[row], lse[row])
@@ -382,7 +380,7 @@ def _backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Ten
     q_, k_, v_, dout_, out_, dq_, dk_, dv_ = (bshd(x) for x in (q, k, v, dout, out, *grads))
     scale, softcap = t.scores.scale, t.scores.softcap
     if isinstance(t.cover, Segments):
-        for x in grads:  # rows and keys of no block
+        for x in grads:  # for rows and keys outside of all blocks
             x.zero_()
         for row, packed in _by_batch_row(t.cover, q):
             call = Call(q_[row], k_[row], v_[row], *_window(t.cover), scale, softcap, packed)
@@ -394,16 +392,16 @@ def _backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Ten
 
 
 def _window(cover: Band | Pairs | Segments) -> tuple[int | None, int | None]:
-    assert isinstance(cover, Band | Segments), "the chooser gives tensor masks to kernels that read them"
+    assert isinstance(cover, Band | Segments), "choose_kernel gives tensor masks to kernels that read them"
     assert cover.left is None or cover.right is None or cover.left + cover.right >= 0, "a schedule has no empty tiles"
     return cover.left, cover.right
 
 
 def _by_batch_row(cover: Segments, x: Tensor) -> Iterator[tuple[int, Packed]]:
-    """Batch row and sequences of each call: a call takes sequences of one batch row.
+    """Batch row and packed sequences of each call: a call takes sequences of one batch row.
 
-    Their lengths are told beside where they begin, so sequences may leave rows and keys out. Those the kernel neither
-    reads nor writes.
+    Lengths are passed beside the begins, so there may be gaps between sequences. The kernel does not read or write
+    rows and keys in gaps.
     """
     tables = cover.on(x.device)
     for row in range(x.shape[0]):
@@ -418,13 +416,13 @@ _HAS = Capability(
     devices=("cuda",),
     dtypes=HALF,
     compute_capability=(9, 0),
-    # it has kernels for Blackwell, with other limits of head dims; nothing was run there
+    # it has Blackwell kernels too, with other limits of head dims; they were never run here
     only_on=((9, 0),),
     covers=("full", "causal", "window", "segments"),
     max_head_dim=256,
     head_dim_multiple=8,
     v_head_dim=True,
-    # of windows and sequences it was not tried
+    # not tried with windows and sequences
     deterministic_covers=frozenset({"full", "causal"}),
     features=frozenset({"softcap"}),
     lacking=_lacks,
@@ -435,7 +433,7 @@ FA4 = merging_kernel(
     _forward,
     _backward,
     taped=True,
-    # In squares: any other band is a window for FlashAttention-4, and of these that backward was not tried.
+    # In squares: FlashAttention-4 treats other bands as windows, with which its deterministic backward was not tried.
     reproducible=merging_kernel(
         "fa4", _HAS, _forward, partial(_backward, deterministic=True), squares=True, taped=True
     ),

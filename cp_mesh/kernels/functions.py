@@ -1,8 +1,8 @@
-"""Functions of one score or one pair, as users write them for flex_attention: traced graphs, kept by a handle.
+"""score_mod and mask_mod, as users write them for flex_attention: traced graphs, found by a handle.
 
-The string of an op carries a handle, and kernels find the function by it. A handle is a digest of the graph and of
-shapes and dtypes of the tensors that it reads, captured ones, so equal functions are one, and a changed one is another.
-A call keeps its functions alive until its backward has run; beside that the last ones are kept.
+The attention op takes the handle in a string argument, and kernels look the function up by it. A handle is a digest of
+the graph and of the shapes and dtypes of the captured tensors, so equal functions share one and a change gives another.
+A call keeps its functions alive until its backward has run; a cache keeps the most recent ones.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from cp_mesh.errors import refuse
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 KEPT = 64
-"""Functions that are kept though nobody holds them: those of a call whose backward recomputes it, for one."""
+"""Recent functions that stay alive without an owner, for example for a backward that recomputes its call."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScalarFunction:
-    """A function of one pair of a query and a key.
+    """A traced score_mod or mask_mod: a function of one query and one key.
 
     Attributes:
-        handle: the same for equal functions, on all ranks.
-        said: what differs between functions of unlike handles, for an error.
-        graph: (b, h, q_idx, kv_idx, *captured) -> bool, or with a score before these -> score; all of them scalars but
-            the captured tensors.
-        num_captured: how many tensors it reads.
-        of_scalars: whether it reads these at single elements, and computes with scalars alone.
-        code: of the graph, with the device of this rank, which the handle leaves out.
+        handle: equal for equal functions, on all ranks.
+        said: a description for errors, different for different handles.
+        graph: (b, h, q_idx, kv_idx, *captured) -> bool, or (score, b, h, q_idx, kv_idx, *captured) -> score; all but
+            the captured tensors are scalars.
+        num_captured: number of captured tensors.
+        of_scalars: whether it reads single elements of these and computes with scalars only.
+        code: text of the graph, including this rank's device, which the handle leaves out.
     """
 
     handle: str
@@ -50,7 +50,7 @@ class ScalarFunction:
 
     @classmethod
     def of(cls, name: str, graph: Graph, captured: Sequence[Tensor]) -> ScalarFunction:
-        """The function of a graph; one that is known already if it is equal."""
+        """The function of a graph; the existing one if an equal one is known."""
         code = "\n".join(f"{x.name} = {x.target} {x.args} {x.kwargs}" for x in graph.nodes)
         read = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in captured)
         anywhere = re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", code)
@@ -67,17 +67,17 @@ class ScalarFunction:
         return function
 
     def check(self, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tp_size: int = 1) -> None:
-        """Refuse tensors that are too short where they are read at an index itself, or at one that is cut at a number.
+        """Refuse captured tensors that are too short for a dim read at b, h, q_idx or kv_idx, clamped or not.
 
         Args:
             captured: as the graph takes them, or DTensors.
-            sizes: how many batch rows, heads, queries and keys are counted.
-            tp_size: ranks that have other heads, which are not counted: tensors of all of these are refused.
+            sizes: numbers of batch rows, heads, queries and keys that the indices count.
+            tp_size: number of tp ranks; if h counts this rank's heads only, a tensor with all ranks' heads is refused.
         """
         inputs = self.graph.graph.find_nodes(op="placeholder")
         of_index = dict(zip(inputs[len(inputs) - len(captured) - 4 :], zip(INDICES, sizes, strict=True), strict=False))
         for node in self.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default):
-            if node.args[0] in of_index and node.args[1] is None and type(last := node.args[2]) is int:  # as padding is
+            if node.args[0] in of_index and node.args[1] is None and type(last := node.args[2]) is int:  # for padding
                 of_index[node] = of_index[node.args[0]][0], min(of_index[node.args[0]][1], last + 1)
         of_captured = dict(zip(inputs[len(inputs) - len(captured) :], captured, strict=True))
         for node in self.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
@@ -86,32 +86,32 @@ class ScalarFunction:
             for dim, at in enumerate(node.args[1]):
                 name, size = of_index.get(at, ("", 0))
                 if (there := of_captured[node.args[0]].shape[dim]) < size:
-                    hint = f"{name} counts all of the call: those of the whole sequence, and of all ranks of DTensors"
+                    hint = f"{name} is a global index: over the whole sequence, and over all ranks of DTensors"
                     refuse(f"dim {dim} of a captured tensor, read at {name}", f"{size} elements", there, hint)
                 if name == "h" and there == size * tp_size > size:
-                    hint = f"read it at h + {size} * the rank of tp, or give q, k, v as DTensors, where h is global"
-                    expected = f"{size} elements, the heads of this rank of tp, from which h counts"
+                    hint = f"read it at h + {size} * tp_rank, or pass q, k, v as DTensors, for which h is global"
+                    expected = f"{size} elements, the heads of this tp rank, which h counts"
                     refuse(f"dim {dim} of a captured tensor, read at h", expected, there, hint)
 
     def sizes(self, batch: int, heads: int) -> tuple[int, int]:
-        """Of how many batch rows and heads a mask_mod differs; 1 where it does not read the index."""
+        """Numbers of batch rows and of heads with masks of their own; 1 if the function does not read that index."""
         indices = self.graph.graph.find_nodes(op="placeholder")[:2]
         return batch if indices[0].users else 1, heads if indices[1].users else 1
 
     def of_pairs(
         self, score: Tensor | None, indices: tuple[Tensor, Tensor, Tensor, Tensor], captured: Sequence[Tensor]
     ) -> Tensor:
-        """Of all pairs at once.
+        """Evaluate the function at all pairs.
 
         Args:
             score: [B, H, rows, keys], for a function that takes one.
-            indices: int64 [B], [H], [rows] and [keys], global ones.
+            indices: global indices, int64 [B], [H], [rows] and [keys].
             captured: as the graph takes them.
 
         Returns:
             [B, H, rows, keys].
         """
-        if not all(map(len, indices)):  # which vmap refuses
+        if not all(map(len, indices)):  # vmap refuses empty dims
             empty = torch.empty([len(x) for x in indices], dtype=torch.bool, device=indices[0].device)
             return empty if score is None else score
         call: Callable[..., Tensor] = self.graph
@@ -132,9 +132,9 @@ class ScalarFunction:
         wanted: Sequence[int],
         in_order: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Gradients of the score [B, H, rows, keys], and of those captured tensors that are wanted, by index.
+        """Gradients of the score [B, H, rows, keys], and of the captured tensors whose indices are ``wanted``.
 
-        ``in_order``: sums have a fixed order.
+        With ``in_order``, sums have a fixed order.
         """
         with dispatching(*_OF_AUTOGRAD), torch.enable_grad(), _fixed_order(in_order):
             score = score.detach().requires_grad_()
@@ -164,13 +164,13 @@ _last: deque[ScalarFunction] = deque(maxlen=KEPT)
 
 
 def find(handle: str) -> ScalarFunction | None:
-    """The function of a handle; None for the empty one."""
+    """The function of a handle; None for the empty handle."""
     if not handle:
         return None
     function = _known.get(handle)
     if function is None:
-        hint = "functions live in the process that traced them: call cp_mesh.flex_attention in this one"
-        refuse("score_mod or mask_mod", "the handle of a function that was traced here", handle, hint)
+        hint = "functions exist only in the process that traced them: call cp_mesh.flex_attention in this process"
+        refuse("score_mod or mask_mod", "the handle of a function that this process traced", handle, hint)
     return function
 
 
@@ -183,7 +183,7 @@ _OF_VMAP = (
 
 @contextmanager
 def _fixed_order(asked: bool) -> Iterator[None]:
-    """Gradients of what is read at an index are sums by atomics else, if there are many."""
+    """Use deterministic algorithms if ``asked``: otherwise gradients of indexed tensors may be summed by atomics."""
     before = torch.are_deterministic_algorithms_enabled()
     if not asked or before:
         yield

@@ -1,6 +1,6 @@
-"""A kernel's passes: they keep the partial results of its tiles and combine them once, in fp32 or fp64.
+"""Forward and backward passes of a kernel: they collect partial results of tiles and combine them in fp32 or fp64.
 
-A tile kernel is a pair of functions on one tile; `merging_kernel` turns it into a `Kernel`. Partial outputs and
+A tile kernel is a pair of functions on one tile; `merging_kernel` makes a `Kernel` from them. Partial outputs and
 gradients stay as the kernel returned them until the pass ends (`combine`): a running fp32 sum would be read and written
 once per tile, which costs five times the memory traffic and rounds no better.
 """
@@ -22,21 +22,21 @@ from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finis
 from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 
-# (q, k, v, cover, scores) -> the tile's own (out, lse); lse in the units of `contract`. The cover is of a kind that the
-# kernel's capability names.
+# (q, k, v, cover, scores) -> (out, lse) of the tile alone; lse as in `contract`. The cover is of a kind that the
+# kernel's capability lists.
 TileForward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
-# -> the tile's contribution to (dq, dk, dv), and to the gradients of `Scores.wanted` if there are any
+# -> the tile's contribution to (dq, dk, dv), and to the gradients of `Scores.wanted`, if any
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]]
 Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
 
 
 class BackwardTile(NamedTuple):
-    """What a tile's gradients depend on; out, lse and delta are those of all keys, for the tile's rows.
+    """The input of a tile's backward; out, lse and delta are global, over all keys, for the tile's rows.
 
-    The bias of ``scores`` is that of the tile's rows.
-    delta = rowsum(dout · out) - dlse, float32 (float64), is given to kernels that read it, and out to the others.
-    dk and dv, if given, are where the kernel may write these gradients: [B, K, n, D] views of k's dtype with unit last
-    stride. It returns those very tensors then, or others, which are copied.
+    ``scores`` has the bias of the tile's rows. A kernel that reads delta = rowsum(dout · out) - dlse, float32 or
+    float64, gets it; other kernels get out. dk and dv, if given, are buffers that the kernel may write these gradients
+    into: [B, K, n, D] views of k's dtype with unit last stride. It then returns these tensors themselves, or others,
+    which the caller copies.
     """
 
     dout: Tensor
@@ -54,7 +54,7 @@ class BackwardTile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeyGradients:
-    """Gradients of key rows from ``begin`` on: dk [B, K, n, D], dv [B, K, n, Dv], not to be written."""
+    """Gradients of key rows from ``begin`` on: dk [B, K, n, D], dv [B, K, n, Dv]; read-only."""
 
     begin: int
     dk: Tensor
@@ -65,15 +65,15 @@ class KeyGradients:
 class Kernel:
     """A named kernel: ``begin_forward(q, v_head_dim, scores)``, ``begin_backward(dout, q, out, lse, delta, scores)``.
 
-    The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
-    if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
-    inputs' dtype, else in the accumulation dtype. A kernel that takes ``one_tile`` skips masked blocks of
-    `Pairs` itself: all tiles of a step are passed in one call.
+    The backward gets the *global* lse, over all keys, and the global out, or delta = rowsum(dout · out) - dlse if it
+    ``uses_delta``; so partial gradients sum to the full ones. It returns them in the inputs' dtype if it ``rounds``,
+    else in the accumulation dtype. A kernel with ``one_tile`` skips masked blocks of `Pairs` itself and gets all tiles
+    of a step in one call.
 
-    One that is ``taped`` may be recorded (`cp_mesh.tape`): all that it does is operators of PyTorch, or goes through
-    `tape.call`, or it gives up there.
+    A ``taped`` kernel may be recorded (`cp_mesh.tape`): it runs PyTorch operators only, or calls `tape.call` or
+    `tape.give_up` for the rest.
 
-    ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
+    ``reproducible`` is the kernel for calls that ask for a deterministic backward, if it is a different one.
     """
 
     name: str
@@ -100,15 +100,15 @@ def merging_kernel(
     taped: bool = False,
     reproducible: Kernel | None = None,
 ) -> Kernel:
-    """A `Kernel` from two functions that compute single tiles.
+    """Make a `Kernel` from two functions that compute single tiles.
 
     Args:
         name, capability: of the kernel.
         forward, backward: the tile functions.
-        squares: give them nothing but full tiles and square causal ones.
+        squares: pass only full tiles and square causal tiles to these functions.
         uses_delta: the backward reads delta instead of computing it from out.
-        rounds: partial gradients come back in the inputs' dtype, not in the accumulation dtype.
-        one_tile: the tile functions skip what does not count of `Pairs`, however large and in whatever order.
+        rounds: partial gradients are in the inputs' dtype, not in the accumulation dtype.
+        one_tile: the tile functions skip masked blocks of `Pairs` of any size and order.
         taped, reproducible: as in `Kernel`.
     """
     prepare: Prepare = _squares if squares else list
@@ -127,9 +127,9 @@ def merging_kernel(
 def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
     parts = []
     for tile in tiles:
-        assert isinstance(tile.cover, Band), "the chooser gives tensor masks to kernels that read them"
+        assert isinstance(tile.cover, Band), "choose_kernel gives tensor masks to kernels that read them"
         split = split_causal(tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
-        assert split is not None, "the chooser gives windows to kernels that have them"
+        assert split is not None, "choose_kernel gives windows to kernels that support them"
         for q, k, causal in split:
             q_rows, k_rows = (tile.q[0] + q[0], tile.q[0] + q[1]), (tile.k[0] + k[0], tile.k[0] + k[1])
             parts.append(KernelTile(q_rows, k_rows, CAUSAL if causal else FULL))
@@ -137,22 +137,22 @@ def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
 
 
 def dense_rows(*tensors: Tensor) -> list[Tensor]:
-    """With unit stride in the head dim and, on CUDA, rows that start at multiples of 16 bytes.
+    """The tensors with unit stride in the head dim and, on CUDA, rows aligned to 16 bytes; copied if necessary.
 
-    SDPA checks this before it calls a stock kernel; called through aten, kernels read other memory instead.
+    SDPA checks this before it calls a stock kernel; called through aten, a kernel would read wrong memory.
     """
     dense = []
     for x in tensors:
         (B, H, S, _), (batch, head, row, last) = x.shape, x.stride()
         steps = batch * (B > 1) | head * (H > 1) | row * (S > 1)
         if last != 1 or (x.is_cuda and (x.data_ptr() | steps * x.element_size()) % 16):
-            x = x.clone(memory_format=torch.contiguous_format)  # contiguous() returns it as it is, wherever it starts
+            x = x.clone(memory_format=torch.contiguous_format)  # contiguous() would return an unaligned x itself
         dense.append(x)
     return dense
 
 
 def _rows(rows: tuple[int, int], *tensors: Any) -> list[Any]:
-    """Views of a range of rows; a tensor itself where that is all of it, and None of None."""
+    """Views of a range of rows; a tensor itself if the range is all its rows; None for None."""
     begin, end = rows
     cut = []
     for x in tensors:
@@ -161,7 +161,7 @@ def _rows(rows: tuple[int, int], *tensors: Any) -> list[Any]:
 
 
 class MergingForward:
-    """Running (out, lse) of one rank's queries."""
+    """Forward pass: (out, lse) of one rank's queries, merged over steps."""
 
     def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scores: Scores) -> None:
         self._tile_forward, self._prepare, self._scores = tile_forward, prepare, scores
@@ -169,7 +169,7 @@ class MergingForward:
         self._sum = OutputSum((*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype), q.device)
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
-        """Add one source's keys."""
+        """Add the tiles of one source's keys."""
         k, v = dense_rows(k, v)
         for tile in self._prepare(tiles):
             (q,), (k_rows, v_rows) = _rows(tile.q, self._q), _rows(tile.k, k, v)
@@ -177,12 +177,12 @@ class MergingForward:
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and lse in the accumulation dtype; written to ``into`` if given."""
+        """Return out in q's dtype and lse in the accumulation dtype, written to ``into`` if given."""
         return self._sum.finish(self._like, self._q.dtype, into, self._scores.sinks)
 
 
 class SummingBackward:
-    """Running dq of one set of queries."""
+    """Backward pass: dq of one rank's queries, summed over steps."""
 
     def __init__(
         self,
@@ -205,10 +205,10 @@ class SummingBackward:
     def step(
         self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
     ) -> list[KeyGradients]:
-        """Add a set of keys to dq.
+        """Add the contribution of one source's keys to dq, and compute their dk and dv.
 
-        Their dk and dv are *written* to the views ``into`` if given, every row of them (rows that no tile reaches
-        become 0), and else returned as pieces, which may overlap and then add up.
+        If ``into`` is given, dk and dv are *written* to all rows of these views, 0 for rows that no tile reaches. Else
+        they are returned as pieces; overlapping pieces add up.
         """
         parts, (k, v) = self._prepare(tiles), dense_rows(k, v)
         if into is None:
@@ -233,7 +233,7 @@ class SummingBackward:
     def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> KeyGradients:
         dout, q, out, lse, delta = _rows(tile.q, self._dout, self._q, self._out, self._lse, self._delta)
         k, v = _rows(tile.k, k, v)
-        if dk is not None and dk.dtype != k.dtype:  # a buffer for fp32 sums: not where a kernel can write
+        if dk is not None and dk.dtype != k.dtype:  # a kernel cannot write to a buffer of fp32 sums
             dk = dv = None
         scores = self._scores.rows(*tile.q)
         dq, dk, dv, *of_scores = self._tile_backward(
@@ -245,9 +245,9 @@ class SummingBackward:
         return KeyGradients(tile.k[0], dk, dv)
 
     def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
-        """Write dq, rounded once, to a tensor [B, H, S, D] and return it; and other sums beside it, each to its own.
+        """Write dq, rounded once, into a tensor [B, H, S, D] and return it; write the sums ``beside`` to theirs.
 
-        Without a tensor, dq of any strides, which may be as a kernel returned it, in its dtype.
+        Without ``into``, return dq with any strides, possibly a kernel's own result in its dtype.
         """
         if into is None:
             finish_sums(beside)
@@ -256,11 +256,11 @@ class SummingBackward:
         return into
 
     def score_gradients(self) -> ScoreGradients:
-        """The gradients of `Scores.wanted` from all steps, of q's heads and rows."""
+        """Gradients of `Scores.wanted`, summed over all steps, for q's heads and rows."""
         return self._of_scores
 
 
 def _partition(ranges: Sequence[tuple[int, int]], length: int) -> bool:
-    """Whether row ranges cover all of ``length`` rows, each once."""
+    """Whether row ranges cover each of ``length`` rows exactly once."""
     edges = sorted(ranges)
     return bool(edges) and edges[0][0] == 0 and edges[-1][1] == length and all(a[1] == b[0] for a, b in pairwise(edges))

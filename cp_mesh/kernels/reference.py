@@ -3,7 +3,7 @@
 Memory is O(ROWS x keys of the tile). With S = score_mod(softcap(X) + biases), X = scale·QKᵀ and P = exp(S - lse):
 dV = PᵀdO, dS = P ∘ (dO Vᵀ - delta), dX = dS ∘ score_mod' ∘ softcap'(X), dQ = scale·dX K, dK = scale·dXᵀ Q, where
 delta = rowsum(dO ∘ O) - dlse, and dropout acts on P before V and on dO Vᵀ (FlashAttention-2, arXiv:2307.08691, alg. 2).
-What score_mod gives is differentiated by autograd, a tile at a time.
+Autograd differentiates score_mod, one tile at a time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, VECTORS, ScoreGradients, Scores, Where
 from cp_mesh.kernels.scores.dropout import kept_weights
 
-ROWS = 512  # query rows whose scores are held at a time
+ROWS = 512  # query rows whose scores are in memory at a time
 
 
 def _scores(
     q: Tensor, k: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores
 ) -> tuple[Tensor, Tensor | float]:
-    """Scores [B, K, G, rows, Sk] of query rows ``first_row`` onwards, and their derivatives by scale · q·k.
+    """Scores [B, K, G, rows, Sk] of query rows from ``first_row`` on, and their derivatives by scale · q·k.
 
-    q is [B, K, G, rows, D]. They are neither masked nor what score_mod makes of them.
+    q is [B, K, G, rows, D]. The scores come before the mask and score_mod.
     """
     x = torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale
     slope: Tensor | float = 1.0
@@ -43,7 +43,7 @@ def _scores(
 def _masked(
     x: Tensor, cover: Band | Pairs | Segments, first_row: int, num_rows: int, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """What score_mod makes of `_scores`, -inf where a key is hidden; and bool, broadcast: where it is not."""
+    """`_scores` after score_mod, -inf for masked pairs; and the allowed pairs, bool, which broadcast."""
     begin = first_row + (x.shape[4] - num_rows if isinstance(cover, Band) else 0)
     rows = torch.arange(begin, begin + x.shape[3], device=x.device)
     allowed = cover.allowed(rows, torch.arange(x.shape[4], device=x.device))
@@ -57,12 +57,12 @@ def _masked(
 
 
 def _where(cover: Band | Pairs | Segments, first_row: int, num_rows: int) -> Where:
-    assert isinstance(cover, Pairs), "scores that need positions get them"
+    assert isinstance(cover, Pairs), "scores that need positions get `Pairs`"
     return Where(cover.q_pos[first_row : first_row + num_rows], cover.k_pos)
 
 
 def _added(scores: Scores, where: Where, first_row: int, num_kv_heads: int) -> Tensor:
-    """What is added to scores: broadcasts to [B, K, G, rows, Sk]."""
+    """The sum of ALiBi, relative bias and bias, as far as given; broadcasts to [B, K, G, rows, Sk]."""
     scores = scores.rows(first_row, first_row + len(where.q_pos))
     total = torch.zeros((1, 1, 1, 1), device=where.q_pos.device)
     for name in ADDED:
@@ -72,7 +72,7 @@ def _added(scores: Scores, where: Where, first_row: int, num_kv_heads: int) -> T
 
 
 def _add_gradients(total: ScoreGradients, scores: Scores, dscores: Tensor, where: Where, first_row: int) -> None:
-    """Add what dscores [B, H, rows, Sk] of the query rows ``first_row`` onwards contribute."""
+    """Add the contribution of dscores [B, H, rows, Sk], of query rows from ``first_row`` on, to ``total``."""
     rows = first_row, first_row + dscores.shape[2]
     total, scores = total.part(rows=rows), scores.rows(*rows)
     for name, grad in total.items():
@@ -81,14 +81,14 @@ def _add_gradients(total: ScoreGradients, scores: Scores, dscores: Tensor, where
 
 
 def _dropout_factors(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
-    """The factors of dropout on probs [B, K, G, rows, Sk] of the query rows ``first_row`` onwards: 0 or 1 / (1 - p)."""
+    """Dropout factors, 0 or 1 / (1 - p), for probs [B, K, G, rows, Sk] of query rows from ``first_row`` on."""
     B, K, G, num_rows, _ = probs.shape
     kept = kept_weights(scores, B, K * G, *_where(cover, first_row, num_rows))
     return rearrange(kept, "b (k g) i j -> b k g i j", k=K).to(probs.dtype) / (1 - scores.dropout_p)
 
 
 def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, H, S, D] -> [B, K, G, S, D] in the accumulation dtype."""
+    """Reshape [B, H, S, D] to [B, K, G, S, D] and convert it to the accumulation dtype."""
     return rearrange(x.to(dtype), "b (k g) s d -> b k g s d", k=num_kv_heads)
 
 
@@ -136,7 +136,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         if tile.scores.score_mod is not None:
             of_tile = dscores.flatten(1, 2), x.flatten(1, 2), _where(tile.cover, begin, q_rows.shape[3])
             dx = tile.scores.modified_gradient(*of_tile, of_scores).view_as(x)
-            dscores = dx.masked_fill(~allowed, 0.0)  # where score_mod has no derivative it is hidden
+            dscores = dx.masked_fill(~allowed, 0.0)  # score_mod may have no derivative at masked pairs
         if tile.scores.wanted:
             where = _where(tile.cover, begin, q_rows.shape[3])
             _add_gradients(of_scores, tile.scores, dscores.flatten(1, 2), where, begin)

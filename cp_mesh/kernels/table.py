@@ -15,20 +15,20 @@ from cp_mesh.kernels.triton_attention import TRITON
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, FLEX, CPU_FLASH, REFERENCE)
 }
-"""In the order of preference. On Hopper FA4 and FA3 are fastest where they are installed, then cuDNN, whose kernels
-were made for it too; FlashAttention-2 comes from the generation before, and PyTorch has its own build of it. The
-library's own Triton kernel takes what others lack: masks read from tensors, scores, determinism, gradients of lse.
-"flex" takes functions of users. The reference takes everything."""
+"""In order of preference. On Hopper, FA4 and FA3 are fastest if installed, then cuDNN, all written for Hopper.
+FlashAttention-2 was written for the generation before; PyTorch ships its own build of it. The library's Triton kernel
+supports what these lack: masks read from tensors, score terms, determinism, gradients of lse. "flex" takes score_mod
+and mask_mod. The reference supports everything."""
 
 
 def choose_kernel(name: str, request: Request) -> Kernel:
-    """The kernel of that name, or for "auto" the first of `KERNELS` that can serve the request.
+    """Return the kernel of that name, or for "auto" the first of `KERNELS` that supports the request.
 
     Raises:
         ArgumentError: on an unknown name.
-        UnsupportedError: if the kernel cannot serve the request; the message names what it lacks and one that can.
+        UnsupportedError: if the kernel does not support the request; the message names what it lacks and one that does.
     """
-    able = (kernel for kernel in KERNELS.values() if not shortfalls(kernel.capability, request))  # some import packages
+    able = (kernel for kernel in KERNELS.values() if not shortfalls(kernel.capability, request))  # may import packages
     if name == "auto":
         chosen = next(able, None)
         if chosen is None:

@@ -1,14 +1,14 @@
-"""The library's own attention kernel, in Triton: any mask, layout, head dims and features of scores, a gradient of lse.
+"""The library's own Triton attention kernel: any mask, layout and score term, head dims up to 256, a gradient of lse.
 
-It reads the mask at the positions of its rows, so it takes windows, documents, key padding, a prefix and permuted
-layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward is a kernel
-that writes dk and dv, one that writes dq and, if asked, one for the gradient of a bias or of a table of relative
-distances. All sum in a fixed order, but the last, which adds sums of many blocks to the table atomically.
+It evaluates the mask at the positions of its rows, so it supports windows, documents, key padding, a prefix and
+permuted layouts, and skips blocks of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward is
+one kernel for dk and dv, one for dq and, if needed, one for the gradient of a bias or of a table of relative
+distances. All sum in a fixed order, except the table's, which adds sums of many blocks atomically.
 
-Nothing waits for the device. Lengths, bounds, positions and documents are no part of a compiled variant; head dims,
-the group size, dtypes, the features of scores, and whether there are positions, documents and aligned rows are. Block
-sizes are a static table, so that all ranks compute alike. A variant must have been compiled before it is captured in a
-CUDA graph.
+Nothing waits for the device. A compiled variant depends on head dims, group size, dtypes and score terms, and on
+whether there are positions, documents and aligned rows; it does not depend on lengths, bounds, positions or document
+ids. Block sizes come from a static table, so that all ranks compute alike. A variant must be compiled before a CUDA
+graph captures it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, Kernel, merging_kernel
 from cp_mesh.kernels.scores import ADDED, ScoreGradients, Scores
 
-MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
+MAX_ROWS = 1 << 30  # per tile: band bounds and local indices have 32 bits
 LOG2_E = math.log2(math.e)
-LEAST_UNIT = 1e-6  # of scores: what is added is divided by it, and it must be positive for maxima
-BIAS_BY_BLOCKS = True  # copied beside the products where it can be, and not read pair by pair
-FAR_RADIUS = 256  # of the longest table whose clipped distances have blocks of their own
-MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
+LEAST_UNIT = 1e-6  # minimum unit of scores: terms are divided by it, and maxima need it positive
+BIAS_BY_BLOCKS = True  # load the bias by block copies that overlap the products if possible, not pair by pair
+FAR_RADIUS = 256  # largest radius of a table for which blocks of clipped distances are special (FAR)
+MAX_KEPT = 1 << 18  # largest list of blocks that is cached for other layers: 1 MiB
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of queries and of keys that a program computes together; powers of two, 16 at least."""
+    """Block sizes of a kernel: rows of queries and of keys, powers of two, 16 or more."""
 
     q: int
     k: int
@@ -49,7 +49,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Config:
-    """Blocks of the kernels; ``apart`` computes dk and dv in two, where the sums of both do not fit in registers."""
+    """Block sizes of all kernels; ``apart``: dk and dv in two launches, as both sums do not fit in registers."""
 
     forward: Blocks
     key_gradients: Blocks
@@ -58,26 +58,26 @@ class Config:
 
     @property
     def table_gradient(self) -> Blocks:
-        """Square, so that all blocks of a diagonal have the same distances; programs hide each other's loads."""
+        """Square, so that all blocks of a diagonal have the same distances; one stage, as other programs hide loads."""
         return Blocks(self.key_gradients.k, self.key_gradients.k, num_stages=1)
 
 
 def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
-    """The static table; ``head_dim`` is the larger of the two, ``scored`` whether scores have features."""
+    """Block sizes from the static table; ``head_dim`` is the larger one, ``scored`` whether scores have features."""
     if dtype != torch.float32 and scored and head_dim > 128:
         return WIDE_SCORED_CONFIG
     configs = FLOAT_CONFIGS if dtype == torch.float32 else HALF_CONFIGS
     return next(config for largest, config in configs if head_dim <= largest)
 
 
-# By the largest head dim. The fastest on a Hopper GPU for 128; for others, those like them that spill no registers.
+# By the largest head dim. For 128, the fastest on a Hopper GPU; for others, similar sizes that spill no registers.
 HALF_CONFIGS = (
     (64, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(64, 64, 4, 3))),
     (128, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(128, 64, 8, 3))),
     (256, Config(Blocks(128, 32, 8), Blocks(32, 128, 8), Blocks(128, 32, 8), apart=True)),
 )
 WIDE_SCORED_CONFIG = Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)
-# There are no exact products of fp32 on tensor cores: they are computed in registers, in which small blocks fit.
+# Tensor cores have no exact fp32 products. Products are computed in registers, which only fit small blocks.
 FLOAT_CONFIGS = (
     (64, Config(Blocks(32, 16), Blocks(32, 16), Blocks(32, 16))),
     (128, Config(Blocks(16, 32, 8), Blocks(16, 32, 8), Blocks(16, 32, 8))),
@@ -86,7 +86,7 @@ FLOAT_CONFIGS = (
 
 
 def triton_kernel(config: Config | None = None) -> Kernel:
-    """The kernel, with blocks from the table or, for tests, of these sizes."""
+    """The kernel, with block sizes from the table or, for tests, as given."""
     return merging_kernel(
         "triton",
         Capability(
@@ -138,12 +138,12 @@ def _backward(
 
     assert t.delta is not None, "uses_delta is set"
     scores, cover = t.scores, t.cover
-    assert isinstance(cover, Band | Pairs), "the chooser gives sequences to kernels that take them"
+    assert isinstance(cover, Band | Pairs), "choose_kernel gives sequences to kernels that support them"
     config = config or config_for(t.q.dtype, max(t.q.shape[3], t.v.shape[3]), bool(scores.features))
     by_key, by_query = config.key_gradients, config.query_gradients
     dq = _empty_like(t.q, t.q.shape[3])
     dk, dv = (_empty_like(x, x.shape[3]) if into is None else into for x, into in ((t.k, t.dk), (t.v, t.dv)))
-    # once a tile, and not once a block of keys; inf makes all weights of a row 0
+    # scaled once per tile, not once per block of keys; inf makes all weights of a row 0
     rows_read = (torch.where(t.lse == -torch.inf, torch.inf, t.lse * LOG2_E).contiguous(), t.delta.contiguous())
     read = (t.q, t.k, t.v, t.dout)
     parts = _ScoreParts(scores, t.q, by_query)
@@ -161,7 +161,7 @@ def _backward(
 
 
 def _empty_like(x: Tensor, dim: int) -> Tensor:
-    """[B, H, S, dim] with heads and rows in x's order in memory, where a result of this order needs no copy."""
+    """An empty [B, H, S, dim] with heads and rows in x's memory order, so that the result needs no copy."""
     B, H, S, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty((B, S, H, dim)).transpose(1, 2)
@@ -169,7 +169,7 @@ def _empty_like(x: Tensor, dim: int) -> Tensor:
 
 
 class _ScoreParts:
-    """Where the kernels write the wanted gradients of scores."""
+    """Buffers for the wanted gradients of scores."""
 
     def __init__(self, scores: Scores, q: Tensor, blocks: Blocks) -> None:
         B, H, num_q, _ = q.shape
@@ -193,10 +193,10 @@ class _ScoreParts:
 
 
 class _Launch:
-    """Launches kernels on one tile: their first arguments are tensors that they read, then those that they write."""
+    """Launches kernels on one tile. Kernels take the tensors that they read first, then the tensors that they write."""
 
     def __init__(self, cover: Band | Pairs, rows: _MaskRows | None, scores: Scores, q: Tensor) -> None:
-        assert not (scores.needs_positions and rows is None), "the plan gives positions"
+        assert not (scores.needs_positions and rows is None), "the plan passes positions"
         self._cover, self._rows, self._scores = cover, rows, scores
         self._words = _dropout_words(cover, scores, q) if scores.dropout_p else None
 
@@ -217,13 +217,13 @@ class _Launch:
 
         Args:
             kernel, blocks: what to launch.
-            read: q, k, v and dout, if it reads that, with unit last stride.
-            rows: lse and delta, if it reads them, contiguous.
-            written: tensors of four dims with unit last stride, and lse.
-            more: its last arguments.
-            of_keys: whether a program owns a block of keys, or of queries.
-            grid: of programs; None: one for each block, which reads blocks of the bias.
-            flags: its last constants.
+            read: q, k, v and, in a backward, dout, with unit last stride.
+            rows: in a backward, lse and delta, contiguous.
+            written: results: tensors of four dims with unit last stride, and lse.
+            more: additional arguments of the kernel.
+            of_keys: a program owns a block of keys, not of queries.
+            grid: the launch grid; None: a program per block, which may load the bias by blocks.
+            flags: additional compile-time constants of the kernel.
         """
         q, k, v = read[:3]
         num_q, num_k = q.shape[2], k.shape[2]
@@ -277,7 +277,7 @@ class _Launch:
         )
 
     def _bias_blocks(self, blocks: Blocks, q: Tensor) -> Any:
-        """A descriptor of blocks of the bias, if keys that are neighbours have neighbouring columns; else None."""
+        """A descriptor of blocks of the bias if neighbouring keys have neighbouring columns; else None."""
         bias = self._scores.bias
         if bias is None or not (isinstance(self._cover, Pairs) and self._cover.adjacent and BIAS_BY_BLOCKS):
             return None
@@ -287,7 +287,7 @@ class _Launch:
     def table_gradient(
         self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dtable: Tensor
     ) -> None:
-        """A program for each diagonal of blocks, batch row and head."""
+        """Launch a program for each diagonal of blocks, batch row and head."""
         assert self._rows is not None
         q, k = read[:2]
         longest = max(-(-q.shape[2] // blocks.q), -(-k.shape[2] // blocks.k))
@@ -301,7 +301,7 @@ class _Launch:
     def bias_gradient(
         self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dbias: Tensor
     ) -> None:
-        """A program for each block of dbias, which sums over the dims that it lacks."""
+        """Launch a program for each block of dbias, which sums over the dims that dbias broadcasts."""
         q, k = read[:2]
         each = [size == whole for size, whole in zip(dbias.shape, q.shape[:3], strict=False)]
         counts = (q.shape[0], q.shape[1], -(-q.shape[2] // blocks.q))
@@ -313,13 +313,13 @@ class _Launch:
 
 
 def _far(scores: Scores) -> int | None:
-    """The radius of a table that is so short that most distances are clipped."""
+    """The radius of a table so short that most distances are clipped; else None."""
     radius = None if scores.relative_bias is None else scores.relative_bias.shape[1] // 2
     return radius if radius is not None and radius <= FAR_RADIUS else None
 
 
 def _describable(x: Tensor) -> bool:
-    """Whether the hardware is to copy blocks of [B, H, S, D]; for fp32 products, pointers need fewer registers."""
+    """Whether to load blocks of [B, H, S, D] by descriptor (TMA); not for fp32, where pointers need fewer registers."""
     if x.element_size() > 2 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0)):
         return False
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
@@ -328,7 +328,7 @@ def _describable(x: Tensor) -> bool:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
-    """Of blocks of rows, and of columns if told. A dim of size 1 has any stride, which must be aligned all the same."""
+    """A descriptor of blocks [rows, columns or head dim]. A dim of size 1 needs an aligned stride too: 16."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [16 if size == 1 else stride for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
@@ -336,7 +336,7 @@ def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
 
 
 def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First and second words of queries [B, H, Sq], and words of keys [Sk]; int32."""
+    """Dropout words, int32: first and second words of queries [B, H, Sq], words of keys [Sk]."""
     from cp_mesh.kernels.triton_dropout import words_kernel
 
     assert isinstance(cover, Pairs) and scores.dropout_seed is not None
@@ -356,7 +356,7 @@ def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tens
 def _score_arguments(
     scores: Scores, words: tuple[Tensor, Tensor, Tensor] | None
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The kernels' ``scores`` and ``numbers``."""
+    """The kernels' arguments ``scores`` and ``numbers``."""
     slopes, table, bias = scores.alibi_slopes, scores.relative_bias, scores.bias
     dropout = None if words is None else (*words, 1 / (1 - scores.dropout_p))
     tensors = (
@@ -367,7 +367,7 @@ def _score_arguments(
         dropout,
     )
     radius = 0 if table is None else table.shape[1] // 2
-    threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as a signed number of 32 bits
+    threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as int32
     columns, strides, each = 0, [0, 0, 0, 0], [0, 0]
     if bias is not None:
         columns = bias.shape[3]
@@ -382,14 +382,14 @@ def block_dim(dim: int) -> int:
 
 
 def _bounds(band: Band, num_q: int, num_k: int) -> tuple[int, int]:
-    """(lo, hi) of ``lo <= i - j <= hi``, both finite: no distance is below -num_k or above num_q."""
+    """Finite bounds (lo, hi) of ``lo <= i - j <= hi``: no distance is below -num_k or above num_q."""
     lo = -num_k if band.right is None else min(max(num_q - num_k - band.right, -num_k), num_q)
     hi = num_q if band.left is None else min(max(num_q - num_k + band.left, -num_k), num_q)
     return (lo, hi) if lo <= hi else (num_q, num_q)
 
 
 def _mask_rows(cover: Pairs, blocks: tuple[Blocks, ...]) -> _MaskRows:
-    """Made once for a cover: it depends on the mask alone, which layers share."""
+    """The `_MaskRows` of a cover, cached there for all layers, since it depends on the mask only."""
     if blocks not in cover.kept:
         cover.kept[blocks] = _MaskRows(cover, blocks)
     rows: _MaskRows = cover.kept[blocks]
@@ -397,7 +397,7 @@ def _mask_rows(cover: Pairs, blocks: tuple[Blocks, ...]) -> _MaskRows:
 
 
 class _Rows(NamedTuple):
-    """Rows of queries or of keys, and what bounds grains of them, as `grains_kernel` takes and writes it."""
+    """Rows of queries or of keys, and bounds of their grains: the arguments of `grains_kernel`."""
 
     positions: Tensor
     firsts: Tensor
@@ -409,7 +409,7 @@ class _Rows(NamedTuple):
 
 
 class _MaskRows:
-    """A mask at the rows of a tile, on the device, for kernels of these blocks."""
+    """A mask at the rows of a tile, on the device, for kernels with these block sizes."""
 
     def __init__(self, cover: Pairs, blocks: Sequence[Blocks]) -> None:
         self.grain = min(size for block in blocks for size in (block.q, block.k))
@@ -429,7 +429,7 @@ class _MaskRows:
             return torch.empty(shape, dtype=dtype, device=positions.device)
 
         rows = _Rows(
-            positions.contiguous(),  # read as such by the kernels, and so are the others
+            positions.contiguous(),  # kernels read all of these as contiguous
             firsts.contiguous(),
             lasts.contiguous(),
             None if ids is None else ids.expand(num_masks, -1).contiguous(),
@@ -443,15 +443,15 @@ class _MaskRows:
 
     @property
     def bounds(self) -> tuple[Any, ...]:
-        """Bounds and runs of grains of queries and of keys, and how many of both there are."""
+        """Bounds and runs of grains, of queries and of keys, and the numbers of both grains."""
         q, k = self._q, self._k
         return (q.bounds, k.bounds), (q.runs, k.runs), q.bounds.shape[2], k.bounds.shape[2]
 
     def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None, step: int = 0) -> tuple[Any, ...]:
-        """The ``pairs`` of programs that own blocks of queries and loop over keys, or the reverse.
+        """The ``pairs`` of programs that own blocks of queries and loop over keys (``keys_inside``), or the reverse.
 
-        If ``apart``, blocks count as masked unless their distances are affine, of one sign, and so long or longer,
-        and, if ``step`` is not 0, their keys that many positions apart, from one on that is aligned.
+        With ``apart``, a block counts as masked unless its distances are affine, of one sign and at least ``apart``.
+        With ``step`` not 0, its keys must also be ``step`` positions apart and begin at an aligned position.
         """
         if (kept := self._visits.get((blocks, keys_inside, apart, step))) is not None:
             return kept

@@ -1,12 +1,12 @@
 """The backward of `cp_mesh.kernels.triton_attention`; legend in `triton_forward`. Needs triton.
 
-With x the products, s the scores, w the weights exp(s - lse) and m what dropout multiplies them by: dv = (m · w)ᵀ dout,
-ds = w · (m · (dout vᵀ) - delta), dx = ds · ds/dx, dq = scale · dx k and dk = scale · dxᵀ q. Gradients of slopes, table
-and bias are sums of ds; those of table and bias have kernels of their own, which visit blocks in the order of their
-sums. ``lse`` (in base 2, inf for a row without a key) and ``delta`` are [B, H, Sq], contiguous.
+With x the scaled products, s the scores, w the weights exp(s - lse) and m the dropout factors: dv = (m · w)ᵀ dout,
+ds = w · (m · (dout vᵀ) - delta), dx = ds · ∂s/∂x, dq = scale · dx k and dk = scale · dxᵀ q. The gradients of slopes,
+table and bias are sums of ds; the table and the bias have their own kernels, which visit blocks in the order of their
+sums. ``lse`` (base 2, inf for a row with no key) and ``delta`` are [B, H, Sq], contiguous.
 """
 
-# Triton reads annotations as code, and takes none but its own.
+# No annotations: Triton evaluates them, and accepts only its own types.
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def key_gradients_kernel(
     POSITIONS: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Write dk, dv or both of a block of keys, summed over the heads that read it; scores are transposed here."""
+    """Write dk, dv or both for a block of keys, summed over its query heads; scores are transposed here."""
     batch, kv_head, block = program(num_heads // GROUP, tl.cdiv(num_k, BLOCK_K), LAST_FIRST=False)
     mask_row, first = (batch % num_masks).to(tl.int64), block * BLOCK_K
     keys = load(k, k_strides, batch, kv_head, first, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
@@ -105,7 +105,7 @@ def key_gradients_kernel(
         count = num_partial if masked else num_full
         if masked:
             firsts, lasts, k_ids = keys_seen(first, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
-        # counted, as a division by the count would let the compiler take it for positive
+        # n is counted: dividing by the count would let the compiler assume that it is positive
         n = 0
         next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
         next_head = kv_head * GROUP
@@ -148,7 +148,7 @@ def key_gradients_kernel(
                 weights = tl.where(allowed, weights, 0.0)
             if scores[4] is not None:
                 one, two = query_words(scores[4], batch, head, num_heads, other, num_q, BLOCK_Q)
-                # dropped ones are negative, which needs no register of its own
+                # dropped weights are marked negative, which needs no extra register
                 weights = keep(weights, -weights, one[None, :], two[None, :], words[:, None], numbers)
             douts = load(dout, dout_strides, batch, head, other, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, masked)
             if dv is not None:
@@ -156,7 +156,7 @@ def key_gradients_kernel(
                 dv_sum = tl.dot(used.to(douts.dtype), douts, dv_sum, input_precision="ieee")
             if dk is not None:
                 if scores[0] is not None:
-                    weights *= derivative  # before the product, which leaves no registers for both
+                    weights *= derivative  # before the next product: then there are no registers for both
                 dweights = tl.dot(values, douts.T, input_precision="ieee")
                 if scores[4] is not None:
                     dweights = tl.where(weights > 0.0, dweights, 0.0) * scores[4][3]
@@ -211,9 +211,9 @@ def query_gradients_kernel(
     POSITIONS: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Write dq of one block of queries, and its parts of other gradients, fp32.
+    """Write dq of one block of queries, and its fp32 parts of the gradients of slopes and of the table's ends.
 
-    These are those of slopes, dslopes [B, H, blocks], and if FAR of the table's ends, dends [2, B, H, blocks].
+    Slopes: dslopes [B, H, blocks] or None. First and last entry of the table, if FAR: dends [2, B, H, blocks] or None.
     """
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
     batch, head, block = program(num_heads, num_blocks, LAST_FIRST=True)
@@ -333,12 +333,12 @@ def bias_gradient_kernel(
     POSITIONS: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Write dbias fp32 at a block of keys, and of queries if it has rows of its own; else, sum over what it lacks.
+    """Write fp32 dbias at a block of keys and, if it has query rows, of queries; sum over the dims that it broadcasts.
 
-    EACH_BATCH, EACH_HEAD and EACH_ROW tell which dims dbias has. It is not written where no pair is allowed.
+    EACH_BATCH, EACH_HEAD and EACH_ROW: dbias has this dim.
     """
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
-    outer = tl.program_id(0)  # there may be more of them than a grid's second dim takes, 65535
+    outer = tl.program_id(0)  # the first dim: it may exceed 65535, the limit of a grid's other dims
     key_block = tl.program_id(1)
     first_block = outer % num_blocks if EACH_ROW else 0
     outer = outer // num_blocks if EACH_ROW else outer
@@ -435,14 +435,14 @@ def table_gradient_kernel(
     POSITIONS: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Add to dtable fp32 [H, 2R + 1] what the blocks of one diagonal contribute.
+    """Add the gradients of the blocks of one diagonal to dtable, fp32 [H, 2R + 1].
 
-    ``bounds`` and ``runs`` are those of queries and of keys. Within two runs of positions all blocks of a diagonal have
-    the same distances: their gradients are summed as blocks, and added atomically once for many. If FAR, clipped
-    distances are left to `query_gradients_kernel`.
+    ``bounds`` and ``runs``: of queries and of keys. Within two runs of positions all blocks of a diagonal have the same
+    distances: the kernel sums their gradients as one block and adds that atomically once. If FAR,
+    `query_gradients_kernel` handles clipped distances instead.
     """
     num_q_blocks, num_k_blocks = tl.cdiv(num_q, BLOCK_Q), tl.cdiv(num_k, BLOCK_K)
-    # 0, 1, -1, 2, ...: the longest first
+    # 0, 1, -1, 2, ...: longest diagonals first
     diagonal = (tl.program_id(0) + 1) // 2 * tl.where(tl.program_id(0) % 2 == 1, 1, -1)
     head, batch = tl.program_id(1) % num_heads, tl.program_id(1) // num_heads
     mask_row, kv_head = (batch % num_masks).to(tl.int64), head // GROUP
@@ -492,9 +492,9 @@ def table_gradient_kernel(
 
 @triton.jit
 def add_to_table(dtable, total, distance, radius, FAR: tl.constexpr):
-    """Add gradients of pairs of these distances; ``dtable`` points at distance 0. If FAR, not those that are clipped.
+    """Add gradients of pairs at these distances; ``dtable`` points at distance 0. If FAR, skip clipped distances.
 
-    Most distances may be clipped.
+    Sums clipped distances before the atomics, since these may be most.
     """
     between = (tl.abs(distance) < radius) & (total != 0)
     tl.atomic_add(dtable + distance, total, mask=between, sem="relaxed")
@@ -507,6 +507,6 @@ def add_to_table(dtable, total, distance, radius, FAR: tl.constexpr):
 
 @triton.jit
 def clipped_sums(dx, distance, radius):
-    """Sums over rows of gradients of pairs at the first distance of a table and before, at the last one and after."""
+    """Per-row sums of gradients of pairs at distances <= -radius, and of those at distances >= radius."""
     last, first = distance >= radius, (distance <= -radius) & (distance < radius)
     return tl.sum(tl.where(first, dx, 0.0), 1), tl.sum(tl.where(last, dx, 0.0), 1)

@@ -1,10 +1,10 @@
-"""Which weights dropout keeps, in Triton: words of queries and keys, made once a call, and what decides a pair.
+"""Which weights dropout keeps, in Triton: random words of queries and keys, made once per call, and mixed per pair.
 
-`Scores.dropout_seed` has the definition. Philox of every pair would take longer than attention; that of rows takes
-next to nothing, and two products mix the words of a pair.
+`scores/dropout.py` has the definition. Philox for every pair would take longer than attention; for rows only, it takes
+almost no time, and two multiplications mix the words of a pair.
 """
 
-# Triton reads annotations as code, and takes none but its own.
+# No annotations: Triton evaluates them, and accepts only its own types.
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cp_mesh.kernels.triton_tiles import choose, gather
 def words_kernel(
     seed, positions, words, num_rows, num_heads, first_head, first_batch, KEYS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write words int32: of keys [num_rows], or of queries, [2, B, H, num_rows]; a program has ROWS of a head."""
+    """Write int32 words of keys [num_rows], or of queries [2, B, H, num_rows]; a program writes ROWS rows of a head."""
     program, count = tl.program_id(1), tl.num_programs(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
@@ -38,7 +38,7 @@ def words_kernel(
 
 @triton.jit
 def query_words(dropout, batch, head, num_heads, first, num_q, ROWS: tl.constexpr):
-    """Both words of query rows; rows past the end have any."""
+    """Both words of query rows; any words past the end."""
     rows = first + tl.arange(0, ROWS)
     place, inside = (batch * num_heads + head).to(tl.int64) * num_q + rows, rows < num_q
     one, two = tl.load(dropout[0] + place, mask=inside, other=0), tl.load(dropout[1] + place, mask=inside, other=0)
@@ -47,7 +47,7 @@ def query_words(dropout, batch, head, num_heads, first, num_q, ROWS: tl.constexp
 
 @triton.jit
 def key_words(dropout, first, num_k, ROWS: tl.constexpr, ALL: tl.constexpr):
-    """Words of key rows; rows past the end have any. If ALL, all are there, and no shared memory is taken."""
+    """Words of key rows; any words past the end. ALL: no row is past the end, and the load uses no shared memory."""
     if ALL:
         return gather(dropout[2] + first + tl.arange(0, ROWS)).to(tl.uint32, bitcast=True)
     else:
@@ -57,8 +57,8 @@ def key_words(dropout, first, num_k, ROWS: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def keep(x, other, one, two, key, numbers):
-    """x, fp32, where weights are kept, else ``other``; from words that broadcast."""
+    """fp32 x for kept weights, else ``other``; the words broadcast."""
     word = (one ^ key) * 0x7FEB352D
     word = (word ^ (word >> 15) ^ two) * 0x846CA68B
-    # the threshold is a signed number, since numbers of 32 bits are compiled as such
+    # the threshold is passed as int32 minus 2^31, since Triton compiles 32-bit numbers as signed
     return choose(word, numbers[1].to(tl.uint32, bitcast=True) ^ 0x80000000, x, other)

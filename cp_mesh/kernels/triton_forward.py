@@ -1,11 +1,11 @@
 """The forward of `cp_mesh.kernels.triton_attention`. Needs triton.
 
 Legend, here and in the backward: q [B, H, Sq, D], k [B, K, Sk, D], v [B, K, Sk, Dv], unit last stride; GROUP = H / K;
-lse in natural log; ``pairs`` as in `triton_visits`, ``scores`` and ``numbers`` as in `triton_tiles`. POSITIONS tells
-that scores depend on positions or rows; SCALED that products are multiplied by scale before anything else.
+lse in natural log; ``pairs`` as in `triton_visits`, ``scores`` and ``numbers`` as in `triton_tiles`. POSITIONS: scores
+depend on positions or rows. SCALED: products are multiplied by scale first.
 """
 
-# Triton reads annotations as code, and takes none but its own.
+# No annotations: Triton evaluates them, and accepts only its own types.
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def forward_kernel(
     POSITIONS: tl.constexpr,
     FAR: tl.constexpr,
 ):
-    """Write out and lse fp32 [B, H, Sq], contiguous, of one block of queries."""
+    """Write out and lse (fp32 [B, H, Sq], contiguous) of one block of queries."""
     batch, head, block = program(num_heads, tl.cdiv(num_q, BLOCK_Q), LAST_FIRST=True)
     kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
     queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
@@ -93,7 +93,7 @@ def forward_kernel(
         count = num_partial if masked else num_full
         key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
         begin_at, step_at = run_at(pairs, key_block, count > 0, BLOCK_K, POSITIONS, not masked, True)
-        # what is read besides keys and values must leave room for a second program on the processor
+        # fewer stages if more than keys and values is loaded: a second program must fit on the multiprocessor
         for n in tl.range(count, num_stages=2 if (masked and PAIRS) or bias_blocks is not None else None):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
@@ -123,7 +123,7 @@ def forward_kernel(
             if POSITIONS and not masked:
                 highest += of_rows
             new = tl.maximum(largest, highest * unit)
-            # a row with no key so far: -inf - -inf is NaN
+            # for a row with no key so far, -inf - -inf would be NaN
             base = tl.where(new == float("-inf"), 0.0, new) if masked or POSITIONS else new
             decay = tl.exp2(largest - base)
             if POSITIONS and not masked:

@@ -1,19 +1,19 @@
-"""What the attention kernels do with one tile in registers: read and write rows, make scores of products.
+"""Building blocks of the attention kernels, on blocks in registers: load and store rows, compute scores from products.
 
 A score is softcap(scale · q·k) - slope · abs(p - t) + table[clip(p - t, -R, R) + R] + bias, where p and t are the
-positions of the query and the key. Kernels keep scores in a unit of their own, so that making them costs least: a score
-is `score_unit` times what `scored` returns, which is q·k itself, or its tanh, plus what is added, divided by the unit.
+positions of the query and the key. To save operations, kernels keep scores in a unit: a score is `score_unit` times the
+result of `scored`, which is q·k, or its tanh, plus the added terms divided by the unit.
 
-Distances are the sum of a part of each row and a part of each column. In blocks that need no mask the columns are one
-step apart and all distances have one sign (`cp_mesh.kernels.triton_visits`), so two numbers tell all columns.
+A distance is a part of its row plus a part of its column. In full blocks the columns are one constant step apart and
+all distances have one sign (`cp_mesh.kernels.triton_visits`), so two numbers give all columns.
 
-Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], dropout), each or None; dropout = (first
-words of queries [B, H, Sq], second words, words of keys [Sk], what kept weights are multiplied by); numbers = (R,
-threshold of dropout, columns of the bias, its four strides, whether it has batch rows, whether it has heads), which are
-never compiled into a kernel; slopes and table are contiguous, fp32.
+Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], dropout), each may be None; dropout =
+(first words of queries [B, H, Sq], second words, words of keys [Sk], the factor 1 / (1 - p) of kept weights); numbers =
+(R, threshold of dropout, columns of the bias, its four strides, whether it has batch rows, whether it has heads), which
+are never compiled into a kernel; slopes and table are contiguous, fp32.
 """
 
-# Triton reads annotations as code, and takes none but its own.
+# No annotations: Triton evaluates them, and accepts only its own types.
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton import knobs
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 RUNTIME = ("numbers", "num_heads", "num_q", "num_k", "num_masks", "lo", "hi")
-"""Never compiled into a kernel."""
+"""Arguments that Triton must not specialize on."""
 
 
 @triton.jit
@@ -33,9 +33,9 @@ def load(
     x, strides, batch, head, first, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Block [ROWS, COLS] from row ``first`` on; 0 past the head dim and, if CHECKED, past the last row.
+    """Load a block [ROWS, COLS] from row ``first`` on; 0 past the head dim and, if CHECKED, past the last row.
 
-    ``x`` is a pointer, or without strides a descriptor of blocks [1, 1, ROWS, COLS], which needs fewer registers.
+    ``x`` is a pointer or, if strides is None, a descriptor of blocks [1, 1, ROWS, COLS], which needs fewer registers.
     """
     if strides is None:
         return x.load([batch, head, first, 0]).reshape(ROWS, COLS)
@@ -67,9 +67,9 @@ def statistics(
     lse, delta, batch, head, num_heads, first, num_q, PAST: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr,
     STAGED: tl.constexpr,
 ):  # fmt: skip
-    """lse and delta of query rows; if CHECKED, rows past the end have lse = PAST and delta = 0.
+    """Load lse and delta of query rows; if CHECKED, rows past the end have lse = PAST and delta = 0.
 
-    Unless STAGED or CHECKED, delta takes no shared memory.
+    Unless STAGED or CHECKED, delta uses no shared memory.
     """
     rows = first + tl.arange(0, ROWS)
     place, inside = (batch * num_heads + head).to(tl.int64) * num_q + first + tl.arange(0, ROWS), rows < num_q
@@ -81,7 +81,7 @@ def statistics(
         return tl.load(lse + place), gather(delta + place)
 
 
-if knobs.runtime.interpret:  # the interpreter runs no assembly
+if knobs.runtime.interpret:  # the interpreter cannot run assembly
 
     @triton.jit
     def fast_tanh(x):
@@ -99,12 +99,12 @@ else:
 
     @triton.jit
     def fast_tanh(x):
-        """With a relative error of 2^-11, in one instruction."""
+        """tanh with a relative error of 2^-11, in one instruction."""
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def gather(pointers):
-        """Load what nothing writes, where it is needed: Triton would stage it in shared memory, number by number."""
+        """Load read-only memory at the point of use: Triton's own load would stage single numbers in shared memory."""
         dtype: tl.constexpr = pointers.dtype.element_ty
         if dtype == tl.float32:
             return tl.inline_asm_elementwise(
@@ -123,7 +123,7 @@ else:
 
     @triton.jit
     def choose(words, threshold, x, other):
-        """fp32 x where words, uint32, are no less, else other; not behind a rounding, where Triton would move it."""
+        """fp32 x where uint32 words >= threshold, else other; in assembly, or Triton moves it past a rounding."""
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ge.u32 p, $1, $2; selp.f32 $0, $3, $4, p; }", "=f,r,r,f,f",
             [words, threshold, x, other], dtype=tl.float32, is_pure=True, pack=1,
@@ -132,13 +132,13 @@ else:
 
 @triton.jit
 def exact_tanh(x):
-    """Exact for large arguments too, where exp2 gives 0 or inf."""
+    """tanh in fp32, right for large arguments too, for which exp2 is 0 or inf."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
 
 
 @triton.jit
 def score_unit(scale, scores, SCALED: tl.constexpr):
-    """What a score is, divided by what `scored` returns of it; positive, as the largest of both must be the same."""
+    """The unit of scores: a score divided by its `scored` value. Positive, so that both have the same maximum."""
     if scores[0] is not None:
         return scores[0]
     else:
@@ -147,7 +147,7 @@ def score_unit(scale, scores, SCALED: tl.constexpr):
 
 @triton.jit
 def slope_of(scores, head):
-    """Of the head; to be read before products are waited for."""
+    """The ALiBi slope of the head; load it before waiting for products."""
     if scores[1] is not None:
         return tl.load(scores[1] + head)
     else:
@@ -156,7 +156,7 @@ def slope_of(scores, head):
 
 @triton.jit
 def ends_of(scores, head, numbers, FAR: tl.constexpr):
-    """What the table of the head adds at its first and at its last distance, if FAR; read as `slope_of` is."""
+    """The head's table at its first and last distance, if FAR; load it before waiting for products."""
     if FAR:
         table = scores[2] + head.to(tl.int64) * (2 * numbers[0] + 1)
         return tl.load(table), tl.load(table + 2 * numbers[0])
@@ -166,9 +166,9 @@ def ends_of(scores, head, numbers, FAR: tl.constexpr):
 
 @triton.jit
 def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
-    """Of positions of keys and rows of queries, which broadcast; to be read before products are waited for.
+    """The bias at key positions ``t`` and query ``rows``, which broadcast; load it before waiting for products.
 
-    If ALL, all keys are there.
+    ALL: no key is past the end.
     """
     if scores[3] is None:
         return 0.0
@@ -184,7 +184,7 @@ def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
 
 @triton.jit
 def bias_block(blocks, batch, head, row, column, numbers, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`bias_of` neighbouring keys; ``blocks`` is a descriptor of blocks [1, 1, ROWS, COLS]."""
+    """`bias_of` for neighbouring key positions; ``blocks`` is a descriptor of blocks [1, 1, ROWS, COLS]."""
     return blocks.load([batch * numbers[7], head * numbers[8], row, column]).reshape(ROWS, COLS)
 
 
@@ -193,13 +193,13 @@ def scored(
     products, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers,
     SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, FAR: tl.constexpr, BASES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Scores of products in their unit, less what is added to all that share a base; that; and their derivative.
+    """Compute scores from products. Returns (x, of_bases, derivative): scores in their unit are x + of_bases.
 
-    Products are [len(near), len(along)]; distances are near + along · step, all of this sign if ONE_SIGN, and of the
-    radius of the table or more if FAR too. They are not read without scores that need them. Weights have a base for
-    each row (BASES = 0) or column (1): what a base can take costs nothing for each pair. It is a vector or a number.
-    ``slope``, ``ends`` and ``bias`` are what is added to natural scores, and the derivative is that by scale · product.
-    EXACT is for fp32.
+    Products are [len(near), len(along)]; distances are near + along · step, read only if a term needs them. If ONE_SIGN
+    all have sign ``sign`` and, with FAR, are at least the table's radius. Weights have one base per row (BASES = 0) or
+    column (1): the part of the scores that a base can absorb is of_bases, a vector or a number, at no cost per pair.
+    ``slope``, ``ends`` and ``bias`` are in natural units, the derivative is d score / d(scale · product). EXACT: the
+    exact tanh, for fp32.
     """
     x, of_bases, derivative = products, 0.0, 1.0
     if scores[0] is not None:

@@ -1,21 +1,21 @@
-"""Which pairs the attention kernels compute: a mask at the rows of a tile, and the blocks that it leaves.
+"""Which pairs the attention kernels compute: the mask at the rows of a tile, and the blocks to visit.
 
-Every mask is an interval per key: key j is seen by the query positions ``firsts[j] <= p <= lasts[j]``, if the documents
-are equal (`Mask.key_intervals`). A band of local indices is the case p = i, firsts[j] = j + lo, lasts[j] = j + hi,
-which needs no memory.
+Every mask is an interval per key: query positions ``firsts[j] <= p <= lasts[j]`` of the same document see key j
+(`Mask.key_intervals`). A band of local indices is the case p = i, firsts[j] = j + lo, lasts[j] = j + hi: no memory.
 
-A program owns an outer block of rows and visits inner blocks: first those of which every pair is allowed, which need no
-mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else
-`blocks_kernel` lists them from the least and greatest position and document of each block.
+A program owns an outer block of rows and visits inner blocks: first the full blocks, whose pairs are all allowed and
+need no mask, then the masked blocks. It skips blocks without an allowed pair. For a band, its bounds determine the
+blocks; otherwise `blocks_kernel` lists them from the least and greatest position and document of each block.
 
-Scores that read distances want blocks whose distances are affine in rows and keys, and of one sign; with a short table,
-beyond its reach too. Other blocks count as blocks that need a mask: kernels read positions row by row in those alone.
+Scores that read distances use blocks whose distances are affine in rows and keys and of one sign and, with a short
+table, beyond its radius. All other blocks count as masked: only in masked blocks do kernels read positions per row.
 
-Legend: a "mask row" is a batch row of the mask, which may be shared by the batch; pairs = (positions of queries,
-firsts, lasts, q_ids, k_ids, blocks, counts, positions of keys), or None for a band.
+Legend: a "mask row" is a batch row of the mask, which may be shared by the batch; a "grain" is a fixed number of rows,
+of which blocks consist; pairs = (positions of queries, firsts, lasts, q_ids, k_ids, blocks, counts, positions of keys),
+or None for a band.
 """
 
-# Triton reads annotations as code, and takes none but its own.
+# No annotations: Triton evaluates them, and accepts only its own types.
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import triton
 import triton.language as tl
 
 NEVER = tl.constexpr(2**31 - 1)
-"""Above every position: the first position that sees a key which none sees."""
+"""Above every position: the ``first`` of a key that no query sees."""
 NOWHERE = tl.constexpr(-(2**31))
-"""Below the first position that sees any key."""
+"""Below every ``first``: the position of a query that sees no key."""
 CHUNK = tl.constexpr(128)
-"""Inner blocks that `blocks_kernel` looks at together."""
+"""Inner blocks that `blocks_kernel` tests at once."""
 ALIGNED = tl.constexpr(8)
-"""Positions: 16 bytes of a bias in half precision. Block copies may begin nowhere else (H200: illegal instruction)."""
+"""Positions, 16 bytes of a half-precision bias: block copies must begin at a multiple (H200: illegal instruction)."""
 
 
 @triton.jit(debug=True, do_not_specialize=["num_rows"])  # device_assert costs nothing here
 def grains_kernel(positions, firsts, lasts, ids, bounds, id_bounds, runs, num_rows, GRAIN: tl.constexpr):
-    """Bound what the mask says of a grain of rows; of queries, firsts and lasts are both their positions.
+    """Write bounds of the mask for each grain of rows; for queries, firsts and lasts are both their positions.
 
     Writes bounds [4, mask rows, grains]: least first, greatest last, greatest first, least last; id_bounds: least,
-    greatest; runs [3, grains]: least and greatest position, and the step from each row to the next one, or NEVER if
-    steps differ.
+    greatest; runs [3, grains]: least and greatest position, and the step from each row to the next, or NEVER if steps
+    differ.
     """
     grain, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = grain * GRAIN + tl.arange(0, GRAIN)
@@ -65,7 +65,7 @@ def grains_kernel(positions, firsts, lasts, ids, bounds, id_bounds, runs, num_ro
 
 @triton.jit
 def _write_run(runs, grain, position, following, inside):
-    """``following`` are the positions of the next rows, -1 past the last one."""
+    """Write ``runs`` of a grain; ``following``: positions of the next rows, -1 past the last one."""
     step = tl.where(following < 0, NOWHERE, following - position)
     steps = tl.max(step, 0)
     same = (tl.min(tl.where(step == NOWHERE, steps, step), 0) == steps) & (steps != NOWHERE)
@@ -99,12 +99,12 @@ def blocks_kernel(
     INNER: tl.constexpr,
     INNER_ROWS: tl.constexpr,
 ):
-    """List the inner blocks to be visited by each outer block: blocks int32 [mask rows, outer blocks, inner blocks].
+    """List the inner blocks that each outer block visits: blocks int32 [mask rows, outer blocks, inner blocks].
 
-    Those that need a mask lie at the front, those that do not at the back, from the end; counts [.., 2] of both.
-    A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains. ``runs`` of
-    outer and inner rows are given if blocks are to be masked unless their distances are affine, of one sign, and as
-    long as ``apart``, 1 at least, and their keys are as `_run` wants them for ``step``.
+    Masked blocks are listed from the front, full blocks from the back; counts [.., 2] are the numbers of both. An outer
+    block is OUTER grains, an inner one INNER grains or INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains.
+    If ``runs`` of outer and inner rows are given, a full block is listed as masked unless its distances are affine, of
+    one sign and at least ``apart`` (1 or more), and its keys pass the test of `_run` for ``step``.
     """
     block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_masks = tl.num_programs(1).to(tl.int64)
@@ -152,7 +152,7 @@ def blocks_kernel(
 
 @triton.jit
 def _bounds(bounds, grains, mask_row, num_masks, num_grains):
-    """Least first, greatest last, greatest first and least last of rows of grains."""
+    """Least first, greatest last, greatest first and least last over rows of grains."""
     pointers = bounds + mask_row * num_grains + grains
     field, inside = num_masks * num_grains, grains < num_grains
     return (
@@ -165,7 +165,7 @@ def _bounds(bounds, grains, mask_row, num_masks, num_grains):
 
 @triton.jit
 def _id_bounds(bounds, grains, mask_row, num_masks, num_grains):
-    """Least and greatest id of rows of grains."""
+    """Least and greatest id over rows of grains."""
     pointers = bounds + mask_row * num_grains + grains
     inside, greatest = grains < num_grains, _greatest(bounds.dtype.element_ty)
     least_id = tl.min(tl.load(pointers, mask=inside, other=greatest), 1)
@@ -174,9 +174,9 @@ def _id_bounds(bounds, grains, mask_row, num_masks, num_grains):
 
 @triton.jit
 def _run(runs, grains, num_grains, step):
-    """Least and greatest position of rows of grains, and whether all are a step apart.
+    """Least and greatest position of rows of grains, and whether neighbours are a constant step apart.
 
-    Unless ``step`` is 0: this step, and they begin at a multiple of ALIGNED.
+    If ``step`` is not 0, it must be this step, and the least position a multiple of ALIGNED.
     """
     pointers, inside = runs + grains, grains < num_grains
     steps = pointers + 2 * num_grains
@@ -195,10 +195,10 @@ def diagonal_visits(
     diagonal, mask_row, num_masks, bounds, runs, radius, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k,
     Q: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Begin and end of the blocks of queries that may see the block of keys ``diagonal`` blocks before them.
+    """Begin and end of the query blocks i that may see key block i - ``diagonal``.
 
-    Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `grains_kernel`. With its ``runs``, some
-    of their rows must be less than ``radius`` apart too.
+    Blocks are Q and K grains; ``bounds`` and ``runs`` of queries and of keys are written by `grains_kernel`. If
+    ``runs`` is given, some rows of both blocks must also be less than ``radius`` apart.
     """
     first = tl.maximum(diagonal, 0)
     last = tl.maximum(tl.minimum(num_q_blocks, num_k_blocks + diagonal), first)
@@ -223,7 +223,7 @@ def diagonal_visits(
 def visits(
     outer, mask_row, num_outer, num_inner, lo, hi, pairs, OUTER: tl.constexpr, INNER: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """What `inner_block` needs to number the inner blocks of an outer one: counts (partial, full), and where they are.
+    """The inner blocks of an outer block, for `inner_block`: the counts of masked and full ones, and where they begin.
 
     A band allows the inner rows ``outer - hi`` to ``outer - lo`` of an outer row.
     """
@@ -248,9 +248,9 @@ def inner_block(
     n, count, num_inner, num_full, begin, num_before, pairs, INNER: tl.constexpr, PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The n-th of ``count`` partial or full blocks, of what `visits` returned; any number if there is none.
+    """The n-th of ``count`` masked or full blocks, from the results of `visits`; any number past the last one.
 
-    Loops read it one block ahead: an address that waits for another load would shorten their pipelines.
+    Loops load it one block ahead: an address that depends on another load would shorten their pipelines.
     """
     if PAIRS:
         place = begin + (n if MASKED else tl.cdiv(num_inner, INNER) - 1 - n)
@@ -263,10 +263,10 @@ def inner_block(
 
 @triton.jit
 def program(num_heads, num_blocks, LAST_FIRST: tl.constexpr):
-    """Batch row, head and block of this program; blocks of a head run side by side."""
+    """Batch row, head and block of this program; the blocks of a head run together."""
     program = tl.program_id(0)
     block = program % num_blocks
-    if LAST_FIRST:  # under a causal mask the last queries have most keys: no long program should start last
+    if LAST_FIRST:  # with a causal mask the last queries have most keys: start the longest programs first
         block = num_blocks - 1 - block
     head = program // num_blocks % num_heads
     return program // num_blocks // num_heads, head, block
@@ -274,7 +274,7 @@ def program(num_heads, num_blocks, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def queries_at(first, num_q, mask_row, pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Positions and ids of query rows; rows past the end see no key."""
+    """Positions and document ids of query rows; rows past the end see no key."""
     rows = first + tl.arange(0, ROWS)
     ids, inside = rows, rows < num_q
     if PAIRS:
@@ -289,7 +289,7 @@ def queries_at(first, num_q, mask_row, pairs, ROWS: tl.constexpr, PAIRS: tl.cons
 
 @triton.jit
 def keys_seen(first, num_k, mask_row, lo, hi, pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Of key rows: the first and last position that see them, and ids; no position sees rows past the end."""
+    """First and last query position that see each key row, and document ids; no query sees rows past the end."""
     rows = first + tl.arange(0, ROWS)
     inside = rows < num_k
     ids = rows
@@ -306,7 +306,7 @@ def keys_seen(first, num_k, mask_row, lo, hi, pairs, ROWS: tl.constexpr, PAIRS: 
 
 @triton.jit
 def allowed_pairs(positions, q_ids, firsts, lasts, k_ids, DOCUMENTS: tl.constexpr):
-    """bool of two vectors that broadcast against each other."""
+    """Whether pairs are allowed, bool; arguments broadcast."""
     allowed = (positions >= firsts) & (positions <= lasts)
     if DOCUMENTS:
         allowed = allowed & (q_ids == k_ids)
@@ -315,14 +315,14 @@ def allowed_pairs(positions, q_ids, firsts, lasts, k_ids, DOCUMENTS: tl.constexp
 
 @triton.jit
 def key_positions(first, num_k, pairs, ROWS: tl.constexpr):
-    """Positions of key rows, which only `Pairs` have; rows past the end have any."""
+    """Positions of key rows of a `Pairs`; any number past the end."""
     rows = first + tl.arange(0, ROWS)
     return tl.load(pairs[7] + rows, mask=rows < num_k, other=0).to(tl.int32)
 
 
 @triton.jit
 def position_of(pairs, row, POSITIONS: tl.constexpr, KEYS: tl.constexpr):
-    """Of a row of keys or of queries; without POSITIONS any number."""
+    """Position of a row of keys or of queries; any number without POSITIONS."""
     return tl.load(pairs[7 if KEYS else 0] + row).to(tl.int32) if POSITIONS else row
 
 
@@ -330,9 +330,9 @@ def position_of(pairs, row, POSITIONS: tl.constexpr, KEYS: tl.constexpr):
 def run_at(
     pairs, block, any_block, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Position of the first row of a block, and how far the next one is from it; any numbers without ``any_block``.
+    """Position of the first row of a block, and the step to the next; any numbers without ``any_block``.
 
-    Only blocks of ONE_SIGN are runs. Loops read it one block ahead, as they do `inner_block`.
+    Only ONE_SIGN blocks are runs. Loops load it one block ahead, like `inner_block`.
     """
     if POSITIONS and ONE_SIGN:
         return _steps(pairs[7 if KEYS else 0], block * ROWS, any_block)
@@ -344,9 +344,9 @@ def run_at(
 def key_distances(
     at, first_at, other, run, num_k, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr
 ):
-    """Of queries at positions ``at``, the first of them, and the keys from row ``other`` on, at ``run``.
+    """Distances of queries at positions ``at``, the first at ``first_at``, from keys at row ``other`` on, with ``run``.
 
-    Returns near, along, step and sign: distances are near + along · step, all of this sign if ONE_SIGN; and the
+    Returns near, along, step and sign, with distances near + along · step, all of this sign if ONE_SIGN; and the
     positions of the keys. Without POSITIONS these are any numbers.
     """
     along = tl.arange(0, ROWS)
@@ -362,7 +362,7 @@ def key_distances(
 
 @triton.jit
 def query_distances(t, first_t, at, run, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
-    """The first four of keys at positions ``t``, the first of them, and queries ``at``, at ``run``."""
+    """near, along, step and sign, as in `key_distances`, of keys at positions ``t`` and queries ``at`` with ``run``."""
     along = tl.arange(0, ROWS)
     if not POSITIONS:
         return t, along, 1, 1.0

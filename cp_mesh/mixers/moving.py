@@ -58,7 +58,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group_name: str, what: str) -> Tensor:
         ctx.given = sent, received, group_name, what
         started = funcol.all_to_all_single(x.contiguous(), received, sent, group_name)
-        return cast(Tensor, wait_for(started, what, group_name))
+        return wait_for(started, what, group_name)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -1,8 +1,8 @@
-"""One sequence whose rows ranks share, and what a rank saw of it.
+"""A sequence whose rows are sharded over ranks, and records of how it was used.
 
-Read `sharded_sequence` (a mesh axis, a layout, a length; it cuts and joins batches). `rows` remembers what was sharded
-and how attention was called, so that a loss can tell whose rows its labels are. `losses` remembers which losses gave
-which models their first gradients; the loss itself is `training/loss.py`.
+`sharded_sequence` has a mesh axis, a layout and a length; it shards and gathers batches. `cuts` records the tensors
+that were sharded, so that a loss can check the rows of its labels. `losses` records the losses that ran before a
+model's first optimizer step; the loss itself is `training/loss.py`.
 """
 
 from cp_mesh._aliases import moved_from

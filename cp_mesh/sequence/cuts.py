@@ -1,7 +1,7 @@
-"""What `ShardedSequence` cut last over a group: which rows this rank holds, and of which tokens.
+"""Records of what `ShardedSequence` sharded last over a group: the rows that this rank holds, and their tokens.
 
-Labels and tokens are plain tensors, so nothing in them says which rows they hold. The first step compares them with
-what is known here (`training/checks/labels.py`, and the first call of attention).
+Labels and tokens are plain tensors that do not contain their rows. The first step compares them with these records
+(`training/checks/labels.py`, and the first call of attention).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
-"""Names of leaves of which labels are usually the next ones."""
+"""Names of leaves with tokens, whose labels are usually the next tokens."""
 
 
 class Tokens(NamedTuple):
-    """The whole tokens [B, S] of a batch, and how they were cut: padded to ``seq_len``, for this rank of ``ranks``."""
+    """The whole tokens [B, S] of a batch, and how they were sharded: padded to ``seq_len``, this rank of ``ranks``."""
 
     whole: Tensor
     layout: Layout
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
     rank: int
 
     def rows(self, shift: int, layout: Layout | None = None, rank: int | None = None, fill: int = 0) -> Tensor:
-        """The tokens ``shift`` places after each row of a rank, this one if none is said: [B, rows]."""
+        """Return the tokens ``shift`` places after each row of a rank, by default this one: [B, rows]."""
         rank = self.rank if rank is None else rank
         positions = (layout or self.layout).positions(self.seq_len, len(self.ranks), rank).to(self.whole.device)
         return F.pad(self.whole, (0, self.seq_len + shift - self.whole.shape[1]), value=fill)[:, positions + shift]
@@ -43,15 +43,15 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Cuts:
-    """Of one group.
+    """Records of one group.
 
     Attributes:
-        last: layouts and padded lengths of the last tensors, no two alike.
-        tokens: of a first batch, until a loss has looked at them.
-        done: a trained loss has, and no model had a first step since; no other batch is kept.
-        used: a first call of attention came since these tokens were cut.
+        last: distinct layouts and padded lengths of the last tensors.
+        tokens: the tokens of a first batch, until a loss has been compared with them.
+        done: a trained loss has been compared, and no model had a first step since; no other batch is kept.
+        used: a first call of attention came since these tokens were sharded.
         count: batches of tokens since the last such call.
-        gathered: length of the whole that `ShardedSequence.gather` made since tokens were cut last; 0: of none.
+        gathered: length of the whole that `ShardedSequence.gather` made since tokens were sharded last; 0 if none.
     """
 
     last: tuple[tuple[Layout, int], ...] = ()
@@ -63,14 +63,14 @@ class Cuts:
 
 
 def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:
-    """Of a tensor that is sharded, by its name."""
+    """Record a tensor that is sharded, by its name."""
     own = state_of(group, Cuts)
     if (layout, seq_len) not in own.last:
         own.last = (*own.last[-7:], (layout, seq_len))
     if isinstance(whole, FakeTensor) or name not in TOKENS or whole.ndim != 2 or whole.is_floating_point():
         return
     own.gathered, own.count = 0, own.count + 1
-    # a loader may be a batch ahead, so the first batch stays until it was used
+    # a loader may be a batch ahead, so the first batch is kept until a call uses it
     goes = own.tokens is None or (own.used and own.tokens.whole.shape != whole.shape)
     if goes and not own.done and not turned_off(group):
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -78,9 +78,9 @@ def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist
 
 
 def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
-    """In a first call of attention: what the tokens are, for the other ranks, where they are those of the call.
+    """Return a fingerprint of the tokens for a first call of attention, if they are known to be its tokens.
 
-    Nobody knows if several were cut, as by a loader that is ahead. Where there is a root, it ``compares`` them itself.
+    It is unknown after several batches, as with a loader that is ahead. ``compares``: no root compares them itself.
     """
     own = state_of(group, Cuts)
     known = compares and own.tokens is not None and own.count == 1
@@ -89,7 +89,7 @@ def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
 
 
 def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether these are this rank's rows of the tokens that were cut, unlike those of the whole."""
+    """Return whether a tensor has this rank's rows of the recorded tokens, and not the whole tokens."""
     tokens = state_of(group, Cuts).tokens
     if tokens is None or x.ndim != 2 or x.dtype != tokens.whole.dtype or x.device != tokens.whole.device:
         return False
@@ -101,13 +101,13 @@ def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what: str) -> None:
-    """Refuse attention over other rows than were cut last, where no root and no length say which they are.
+    """Refuse attention over rows other than those sharded last, where no root and no length define them.
 
     Args:
         group: the cp group.
-        rows: of this rank; None of a DTensor, which knows them.
+        rows: of this rank; None for a DTensor, which knows its rows.
         layout: of the call.
-        what: calls, for messages.
+        what: the calls, for messages.
 
     Raises:
         ArgumentError: on this rank.
@@ -117,16 +117,16 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
         return
     cuts = {(each.shard_len(length, size, group.rank()), each.spec()) for each, length in own.last}
     if (rows, layout.spec()) not in cuts:  # a loader may be ahead, or there may be several sequences
-        hint = "a sequence with a length of its own, ShardedSequence(..., length=), says which rows they are"
+        hint = "set the length of this sequence, ShardedSequence(..., length=), which defines its rows"
         expected = ", or ".join(f"{cut} in {spec}" for cut, spec in sorted(cuts))
         refuse(what, f"rows that were sharded before, {expected}", f"{rows} in {layout.spec()}", hint)
 
 
 def waits_for_labels() -> bool:
-    """Whether there are tokens with which no loss was compared yet."""
+    """Return whether there are tokens that were not yet compared with a loss."""
     return any(own.tokens is not None for own in states_of_all(Cuts))
 
 
 def is_whole(x: Tensor) -> bool:
-    """Whether this has the rows [B, S] of a whole sequence that was gathered since it was cut."""
+    """Return whether a tensor has the rows [B, S] of a sequence that was gathered after it was sharded."""
     return any(own.gathered and x.shape[1:] == (own.gathered,) for own in states_of_all(Cuts))

@@ -1,6 +1,6 @@
-"""Which losses ran while a model waits for its first optimizer step, where `training/checks/gradients.py` reads them.
+"""Losses that ran while a model waits for its first optimizer step; `training/checks/gradients.py` reads them.
 
-The state is of the process and not of a context: backwards and optimizers may run in other threads than forwards.
+The state belongs to the process, not to a context: backwards and optimizers may run in other threads than forwards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cp_mesh._torch import active_ddp
 from cp_mesh.comm.agreement import capturing
 
 MOST = 1024
-"""Losses for which models wait for a first step: no optimizer of PyTorch may step them."""
+"""Losses after which models wait no longer for a first step: perhaps no PyTorch optimizer steps them."""
 LOOKS = 1024
-"""Optimizer steps after which nothing more is expected of a model that had no gradients, as a teacher."""
+"""Optimizer steps after which a model without gradients, such as a teacher, waits no longer."""
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Planned:
     """A model under a plan, until the first optimizer step that takes its gradients.
 
     Attributes:
-        cp, tp: the groups that it has styles over; of tp, if these shard its rows.
+        cp, tp: the groups of its styles; tp only if it shards the model's rows.
         number: how many plans its group had before.
         looks: optimizer steps that are left.
-        wrapper: in whose forward its attention was called, if it was.
-        staged: a stage of torch.distributed.pipelining called it, which may have no loss.
+        wrapper: the DistributedDataParallel in whose forward its attention was called, if any.
+        staged: a stage of torch.distributed.pipelining called it; such a stage may have no loss.
     """
 
     cp: dist.ProcessGroup | None = None
@@ -45,12 +45,12 @@ class Planned:
 
 @dataclass
 class Losses:
-    """Those of `cross_entropy` since the last optimizer step.
+    """Losses of `cross_entropy` since the last optimizer step.
 
     Attributes:
         meshes: their ranks, where they are known.
-        factors: with which their backwards began, on the device.
-        ran: whether there was any, in compiled code too.
+        factors: gradients with which their backwards began, on the device.
+        ran: whether any loss ran, in compiled code too.
     """
 
     meshes: list[DeviceMesh | dist.ProcessGroup] = field(default_factory=list)
@@ -63,12 +63,12 @@ LOSSES = Losses()
 
 
 def note_loss(loss: Tensor, mesh: DeviceMesh | dist.ProcessGroup | None, factor: Tensor | None = None) -> None:
-    """Of a loss in eager mode.
+    """Record a loss in eager mode.
 
     Args:
         loss: of this rank.
-        mesh: its ranks; None if those of cp computed it alike, of gathered logits.
-        factor: of its gradient, if not that gradient itself.
+        mesh: its ranks; None if all cp ranks computed it alike, from gathered logits.
+        factor: the gradient to record; None: the gradient of ``loss``.
     """
     if WAITING and loss.requires_grad and not capturing():
         LOSSES.ran = True
@@ -78,18 +78,18 @@ def note_loss(loss: Tensor, mesh: DeviceMesh | dist.ProcessGroup | None, factor:
             return
         if mesh is not None and all(mesh is not each for each in LOSSES.meshes):
             LOSSES.meshes.append(mesh)
-        # read when a step asks for it, so that nothing waits for the device here
+        # a step reads it later, so that nothing waits for the device here
         loss.register_hook(lambda grad: LOSSES.factors.append(grad.detach().clone() if factor is None else factor))
 
 
 def note_compiled_backward() -> None:
-    """Of the backward of a loss, in compiled code too."""
+    """Record that the backward of a loss ran, in compiled code too."""
     if WAITING:
         LOSSES.ran = True
 
 
 def note_callers() -> None:
-    """Of attention, in a first call: which wrapper or stage its model is in."""
+    """Record, in a first call of attention, the wrapper or pipeline stage that called the model."""
     frame = sys._getframe(1) if WAITING else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.pipelining."):
@@ -104,7 +104,7 @@ def note_callers() -> None:
 
 
 def forget_losses() -> None:
-    """After an optimizer step."""
+    """Drop the losses after an optimizer step."""
     LOSSES.ran = False
     LOSSES.meshes.clear()
     LOSSES.factors.clear()

@@ -1,6 +1,6 @@
-"""The sequence kit: one object feeds the data, the positions, the style and the labels, so that they cannot disagree.
+"""`ShardedSequence`: one object gives the data, the positions, the style and the labels, so that they cannot disagree.
 
-Labels are shifted before the sequence is sharded: the token after a shard's last row lives on another rank.
+Labels are shifted before the sequence is sharded: the token after a shard's last row is on another rank.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from cp_mesh.geometry.mask import EXCLUDED, Mask
 from cp_mesh.sequence.cuts import Cuts, is_cut, note_cut
 
 WHOLE = ("documents", "blocks", "key_padding", "cu_seqlens")
-"""Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
+"""Names of leaves that `ShardedSequence.shard` does not shard: masks read them by position, on every rank."""
 IGNORED = -100
-"""The label of tokens that do not count."""
+"""The label of tokens that the loss ignores."""
 PADDING = {
     **dict.fromkeys(("labels", "label", "targets", "target"), IGNORED),
     **dict.fromkeys(("tokens", "input_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
     **dict.fromkeys(("documents", "blocks"), EXCLUDED),
 }
-"""Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
+"""Padding values for leaves with these names. Floating-point leaves with other names are padded with 0."""
 MOST_LENGTHS = 16
-"""For which a sequence keeps the positions of its rows."""
+"""Lengths for which a sequence caches the positions of its rows."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class ShardedSequence:
     """A sequence sharded over one mesh axis in a layout.
 
     Args:
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup, of which a mesh is made; or a 2-D mesh of an outer and
-            an inner axis, whose names begin with "cp", which is flattened.
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup, from which a mesh is made; or a 2-D mesh of an outer and
+            an inner axis whose names begin with "cp", which is flattened.
         layout: which positions each rank holds.
-        length: tokens in the whole sequence. Needed where it is not a multiple of ``layout.multiple(cp_size)``: then
-            it is padded, or with ``pad=False`` cut in unequal shards. None: any multiple, read from the tensors.
+        length: tokens in the whole sequence. Needed if it is not a multiple of ``layout.multiple(cp_size)``: it is then
+            padded, or with ``pad=False`` sharded unequally. None: any multiple, read from the tensors.
         pad: pad the sequence at its end to a multiple, so that shards are equal.
-        ulysses_degree: that of ``ContextParallel(sequence, method="hybrid")`` unless it has its own. None: of a 2-D
-            mesh, the size of its second axis, which the double ring takes too.
+        ulysses_degree: the default for ``ContextParallel(sequence, method="hybrid")``. None: for a 2-D mesh the size of
+            its second axis, which the double ring uses too.
 
     Raises:
         ArgumentError: if the mesh is none of these.
@@ -73,11 +73,11 @@ class ShardedSequence:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
-        object.__setattr__(self, "_kept", {})  # of `_rows`; no field, as FSDP2 makes objects of the fields anew
+        object.__setattr__(self, "_kept", {})  # of `_rows`; no field, as FSDP2 rebuilds objects from fields
         for name in ("length", "ulysses_degree"):
             object.__setattr__(self, name, as_int(getattr(self, name)))
         if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):
-            hint = 'pass the cp axis alone, mesh["cp"], or two of such names, mesh["cp_ring", "cp_ulysses"]'
+            hint = 'pass the cp axis alone, mesh["cp"], or two axes with such names, mesh["cp_ring", "cp_ulysses"]'
             refuse("ShardedSequence.mesh", 'a 1-D DeviceMesh, or a 2-D one of axes "cp..."', self.mesh, hint)
         if self.mesh.ndim == 2:
             inner = self.mesh.size(1)
@@ -88,11 +88,11 @@ class ShardedSequence:
             object.__setattr__(self, "mesh", flat(self.mesh))
         if not isinstance(self.layout, Layout):
             got = repr(self.layout) if isinstance(self.layout, str) else self.layout
-            refuse("ShardedSequence.layout", "a Layout", got, "ZigZag(), with parentheses")
+            refuse("ShardedSequence.layout", "a Layout", got, "pass an instance: ZigZag(), with parentheses")
         if self.length is not None and (isinstance(self.length, bool) or not isinstance(self.length, int)):
-            refuse("ShardedSequence.length", "an int, tokens in the whole sequence", self.length, "or None")
+            refuse("ShardedSequence.length", "an int, tokens in the whole sequence", self.length, "None leaves it open")
         if self.length is not None and self.length < 1:
-            refuse("ShardedSequence.length", "at least 1 token", self.length, "or None")
+            refuse("ShardedSequence.length", "at least 1 token", self.length, "None leaves it open")
 
     @property
     def cp_size(self) -> int:
@@ -108,18 +108,18 @@ class ShardedSequence:
         return self.seq_len_in(self.layout)
 
     def seq_len_in(self, layout: Layout) -> int | None:
-        """`seq_len` if the sequence were in this ``layout``."""
+        """Return `seq_len` for another ``layout``."""
         return None if self.length is None else self._sharded_len(self.length, layout)
 
     def for_batch(self, length: int, mask: Mask | None = None) -> ShardedSequence:
-        """This sequence for one batch, of which the length, or the layout too, is another than that of the others.
+        """Return this sequence for one batch that has its own length, or also its own layout.
 
-        Equal lengths give equal sequences, of which plans are kept; of all plans only the latest are.
+        Batches of equal length give equal sequences, which share cached plans; only the latest plans are kept.
 
         Args:
             length: tokens of the batch, without padding.
-            mask: of the batch without padding, as `cp_mesh.batch_mask` makes it: its layout is the one that `balanced`
-                makes. None: the layout stays.
+            mask: the mask of the batch without padding, as `cp_mesh.batch_mask` makes it: the layout is then that of
+                `balanced`. None: the layout stays.
 
         Raises:
             ArgumentError: on a length below 1, or a mask as in `balanced`.
@@ -135,13 +135,13 @@ class ShardedSequence:
         return sequence if mask is None else sequence.balanced(mask)
 
     def balanced(self, mask: Mask) -> ShardedSequence:
-        """This sequence in the layout in which every rank computes an equal share of one batch's mask.
+        """Return this sequence in a layout in which every rank computes an equal share of one batch's mask.
 
         Args:
-            mask: of the sequence without padding, of positions and documents.
+            mask: positions and documents of the sequence without padding.
 
         Raises:
-            ArgumentError, UnsupportedError: as in `cp_mesh.balance`, and without documents and ``length``.
+            ArgumentError, UnsupportedError: as in `cp_mesh.balance`, and without both documents and ``length``.
 
         Example:
             >>> packed = sequence.balanced(Mask(documents=documents))  # doctest: +SKIP
@@ -157,32 +157,32 @@ class ShardedSequence:
         return replace(self, layout=balance(mask, seq_len, self.cp_size))
 
     def shard(self, tree: Any, dim: int = 1, *, pad_value: int | None = None) -> Any:
-        """This rank's rows of every tensor of a pytree.
+        """Return this rank's rows of every tensor of a pytree.
 
         Args:
-            tree: tensors of the *whole* sequence, equal on every cp rank, at ``length`` or already padded. By their
-                key, documents, key_padding and cu_seqlens stay whole; labels and targets are padded with -100, tokens,
-                input_ids, positions, position_ids and attention_mask with 0. Labels of a stream that every rank holds
-                are the padding on all ranks but the first, so that they count once.
+            tree: tensors of the *whole* sequence, equal on every cp rank, at ``length`` or already padded. Keys decide:
+                documents, blocks, key_padding and cu_seqlens stay whole; labels and targets are padded with -100;
+                tokens, input_ids, positions, position_ids and attention_mask with 0. Labels of a stream that every rank
+                holds become padding on all ranks but the first, so that they count once.
             dim: the sequence dim of all tensors that are sharded.
-            pad_value: what pads the sharded tensors, before `PADDING`. Needed where an integer tensor of another name,
-                or of none, is padded: 0 would be a valid label.
+            pad_value: padding of the sharded tensors, in place of `PADDING`. Needed to pad an integer tensor with
+                another key, or with none: 0 would be a valid label.
 
         Returns:
             The same pytree; sharded tensors have ``layout.shard_len`` rows along ``dim``, padding included, in layout
-            order. A model fed with them returns its rows in that order too.
+            order. A model that gets them returns its rows in that order too.
 
         Raises:
-            ArgumentError: on a DTensor or anything that is neither a tensor nor a plain value, a length that does not
-                fit, or padding of an integer tensor of unknown name without ``pad_value``.
+            ArgumentError: on a DTensor, or a leaf that is neither a tensor nor a plain value; a length that does not
+                fit; padding of an integer tensor with an unknown key without ``pad_value``.
         """
         return tree_map_with_path(lambda path, leaf: self._shard_leaf(path, leaf, dim, pad_value), tree)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor in original order, without padding, on every rank.
+        """Return the whole tensor in original order, without padding, on every rank.
 
         Differentiable: the gradient of this rank's rows is the *sum* over ranks of their gradients of the whole, as
-        the gradient contract wants. If every rank computes the same loss from the whole, use `gather`.
+        the gradient contract requires. If every rank computes the same loss from the whole, use `gather`.
 
         Args:
             x: this rank's rows, [..., shard_len, ...].
@@ -191,9 +191,9 @@ class ShardedSequence:
         return self._unshard(x, dim, 1.0)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """`unshard` for a loss that every rank computes alike from the whole: gradients are the *mean* over ranks.
+        """Do `unshard` for a loss that every rank computes alike from the whole: gradients are the *mean* over ranks.
 
-        Then the sum over ranks of parameter gradients is that of one such loss.
+        The sum over ranks of parameter gradients is then the gradient of one such loss.
 
         Args:
             x: this rank's rows, [..., shard_len, ...].
@@ -203,16 +203,16 @@ class ShardedSequence:
 
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
         whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]), scale)
-        if scale != 1 and not torch.compiler.is_compiling():  # of a loss that all ranks compute alike
+        if scale != 1 and not torch.compiler.is_compiling():  # `gather`: all ranks compute the loss alike
             state_of(self.mesh.get_group(), Cuts).gathered = self.length or whole.shape[dim]
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the cp ranks, on every rank: for losses that are no sums over tokens.
+        """Return the sum of a tensor over the cp ranks, on every rank: for losses that are not sums over tokens.
 
-        Differentiable, as the gradient contract wants: the gradient is the *sum* over ranks of the gradients of the
-        result. So a loss that every rank computes alike from it is added to a rank's share divided by the number of
-        ranks whose shares are summed. The load-balancing loss of a router is an example, in ``docs/gradients.md``.
+        Differentiable, as the gradient contract requires: the gradient is the *sum* over ranks of the gradients of the
+        result. So a loss that all ranks compute alike from it must be divided by the number of ranks whose local losses
+        are summed, as for the load-balancing loss of a router in ``docs/gradients.md``.
 
         Args:
             x: of one shape on all cp ranks, such as sums over this rank's rows.
@@ -222,13 +222,13 @@ class ShardedSequence:
     def dropout_seed(
         self, step: int, seed: int = 0, replica: int = 0, device: torch.device | str | None = None
     ) -> Tensor:
-        """A seed for attention's dropout, equal on all ranks of this cp group with no communication.
+        """Return a seed for attention's dropout, equal on all ranks of this cp group without communication.
 
-        Another one for every step, and for every replica, as their tokens are others. Hand it to the model with the
-        batch, so that recomputation finds the same, and let layers add their number: ``seed + layer``.
+        It differs by step, and by replica, whose tokens differ. Pass it to the model with the batch, so that
+        recomputation uses the same seed, and let each layer add its number: ``seed + layer``.
 
         Args:
-            step: the number of the forward, counted by the trainer alike on all ranks; of a resumed run counted on.
+            step: the number of the forward, counted alike on all ranks; a resumed run must continue the count.
             seed: of the run.
             replica: the index of the data-parallel replica, such as ``mesh["dp"].get_local_rank()``: equal on all cp
                 and tp ranks that hold the same tokens.
@@ -241,7 +241,7 @@ class ShardedSequence:
         return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device)
 
     def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of this rank's rows, for the rotary embedding: int64 [shard_len].
+        """Return the global positions of this rank's rows, for the rotary embedding: int64 [shard_len].
 
         Args:
             seq_len: tokens in the whole sequence; None: ``length``.
@@ -255,7 +255,7 @@ class ShardedSequence:
         return self._rows(self._sharded_len(length), device).clone()
 
     def _rows(self, seq_len: int, device: torch.device | str | None) -> Tensor:
-        """Positions of this rank's rows, kept for a few lengths: each tensor of a batch needs them."""
+        """Return the positions of this rank's rows, cached for a few lengths: each tensor of a batch needs them."""
         if torch.compiler.is_compiling():
             return self.layout.positions(seq_len, self.cp_size, self.cp_rank).to(device)
         if (rows := self._kept.get((seq_len, device))) is None:
@@ -266,11 +266,11 @@ class ShardedSequence:
         return rows
 
     def mask(self, mask: Mask, layout: Layout | None = None) -> Mask:
-        """The mask of the padded sequence: its tensors padded, and padding keys hidden where a query could see them.
+        """Return the mask of the padded sequence: tensors padded, and padding keys hidden if a query could see them.
 
         Args:
-            mask: of the sequence without padding, or with.
-            layout: in which the sequence is padded; None: its own.
+            mask: of the sequence without padding, or with it.
+            layout: decides the padding; None: the sequence's own.
         """
         seq_len = self.seq_len_in(self.layout if layout is None else layout)
         if self.length is None or seq_len == self.length:
@@ -278,7 +278,7 @@ class ShardedSequence:
         for name in ("documents", "blocks", "key_padding"):
             x = getattr(mask, name)
             if x is not None and x.shape[-1] not in (self.length, seq_len):
-                hint = "it is of the whole sequence, on every rank" + "; cu_seqlens end there" * (name == "documents")
+                hint = "pass it whole" + "; the last entry of cu_seqlens is its length" * (name == "documents")
                 refuse(f"Mask.{name}: length", f"{self.length}, or {seq_len} with padding", x.shape[-1], hint)
         hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
         return replace(
@@ -298,7 +298,7 @@ class ShardedSequence:
                 "sequence length",
                 f"a multiple of {multiple}",
                 length,
-                f"ShardedSequence(..., length={length}) pads it, and with pad=False cuts unequal shards",
+                f"ShardedSequence(..., length={length}) pads it, and with pad=False shards it unequally",
             )
         return -(-length // multiple) * multiple
 
@@ -317,14 +317,14 @@ class ShardedSequence:
                 f"length of dim {dim}",
                 self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding",
                 x.shape[dim],
-                "pass the whole sequence, which is sharded once",
+                "pass the whole sequence, and shard it once",
             )
         shape = list(x.shape)
         shape[dim] = seq_len - self.length
         return torch.cat([x, x.new_full(shape, value)], dim=dim)
 
     def _pad_ids(self, ids: Tensor, seq_len: int | None) -> Tensor:
-        if ids.dtype == torch.uint8:  # of which every value is some document's id, or some block's
+        if ids.dtype == torch.uint8:  # it has no negative value for excluded tokens
             ids = ids.to(torch.int16)
         return self._pad(ids, -1, EXCLUDED, seq_len)
 
@@ -337,7 +337,7 @@ class ShardedSequence:
         if isinstance(leaf, DTensor):
             refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
         if not torch.compiler.is_compiling() and is_cut(leaf, self.mesh.get_group()):
-            got, hint = "rows that shard has returned", "shard once; under a ShardedModel the model takes the whole"
+            got, hint = "rows that shard has returned", "shard once; pass whole tensors to a ShardedModel"
             refuse(f"shard({name or ''})", "a tensor of the whole sequence", got, hint)
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
@@ -365,7 +365,7 @@ class ShardedSequence:
         return whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
-        """The padding becomes a document of its own."""
+        """Add the padding as a document of its own."""
         end = int(cu_seqlens[-1])
         if self.length is None or end == self.seq_len:
             return cu_seqlens
@@ -376,7 +376,7 @@ class ShardedSequence:
 
 @dataclass
 class Root:
-    """A `ShardedModel` whose forward runs.
+    """A `ShardedModel` whose forward is running.
 
     Attributes:
         sequence: its sequence, in the layout of the batch.
@@ -392,7 +392,7 @@ ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)
 
 
 class _AllReduce(torch.autograd.Function):
-    """Sum over ranks; so is the backward, as the loss is the sum of what all ranks make of it."""
+    """Sum over ranks, in forward and backward: the total loss is the sum over ranks, and each uses the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
@@ -410,7 +410,7 @@ def _sum(x: Tensor, group_name: str, what: str) -> Tensor:
 
 class _Unshard(torch.autograd.Function):
     """All-gather of shards that may be unequal, and un-permutation; backward sums ``scale`` times the gradients over
-    ranks and takes own rows."""
+    ranks and takes this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence, seq_len: int, scale: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""Linears, embeddings and losses sharded over a tp axis; rows of the sequence travel while products are computed.
+"""Linears, embeddings and losses sharded over a tp axis, with communication overlapped by matmuls.
 
-Read `styles` (what plans name) and `plan` (which module gets which style), then `matmul` and `overlap`, what `colwise`
-and `rowwise` share, and `vocab_parallel`, the vocabulary over tp.
+Read `styles` (the public styles) and `plan` (which module gets which style). Then read `matmul` and `overlap`, which
+`colwise` and `rowwise` share, and `vocab_parallel`, which shards the vocabulary.
 """
 
 from cp_mesh._aliases import moved_from

@@ -1,8 +1,8 @@
-"""Column linears over tp: the output features of the weights are sharded.
+"""Column-parallel linears: the output features of the weights are sharded over tp.
 
-Those that read one input are one node of autograd: the input is gathered once, and in the backward its gradient is
-summed once. There the gather runs beside the product for the input's gradient, and that gradient is summed while the
-products for the weights run. `matmul.py` has the shapes.
+Linears that read one input are one autograd node: the forward gathers the input once, and the backward reduces its
+gradient once. In the backward the gather overlaps with the matmul for the input's gradient, and the reduction of that
+gradient with the matmuls for the weights. `matmul.py` defines the shapes.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ class Columns(NamedTuple):
     Attributes:
         num_rows: S of the whole sequence.
         group_name: of the tp group.
-        sharded: whether each rank has its own rows of the input, or all of them.
-        most_features: of all outputs together, on the rank that has most, so that all ranks choose alike.
-        transport: "auto", "functional" or "symmetric_memory", for rows that travel beside products.
-        recompute: gather the input again in the backward, rather than keep what was gathered; always where tp has one
-            rank, which gathers nothing.
+        sharded: True if the input is this rank's rows, False if it is all rows.
+        most_features: features of all outputs together on the rank that has most, so that all ranks decide alike.
+        transport: "auto", "functional" or "symmetric_memory", for communication beside matmuls.
+        recompute: gather the input again in the backward instead of saving the gathered rows; always True if tp has
+            one rank, which gathers nothing.
     """
 
     num_rows: int
@@ -53,7 +53,7 @@ class Columns(NamedTuple):
 
     @property
     def fixed(self) -> tuple[int, str, bool, int, str]:
-        """What both ops are told."""
+        """The arguments of both ops."""
         return self[:-1]
 
 
@@ -63,10 +63,10 @@ def column_linears(
     """``F.linear`` of one input by several weights, each of which is this rank's rows of a whole weight.
 
     Args:
-        x: [..., rows of this rank, C], or all rows [..., S, C], equal on all ranks, if the call is not sharded.
-        weights: [O, C] each, or DTensors over tp, of which this is the rank's part.
-        biases: [O] or None each; as weights.
-        call: how x lies.
+        x: [..., rows of this rank, C]; if the call is not sharded, all rows [..., S, C], equal on all ranks.
+        weights: this rank's part [O, C] of each, plain or as the local part of a DTensor over tp.
+        biases: [O] or None each, like the weights.
+        call: how x is sharded.
         names: of the weights and then of the biases, for messages.
 
     Returns:
@@ -93,8 +93,8 @@ def _compute(
     keeps: bool,
     graded: str,
 ) -> list[Tensor]:
-    """Outputs [..., S, O], and if asked for the gathered input [..., S, C]."""
-    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # with the transports
+    """Outputs [..., S, O], and with ``keeps`` also the gathered input [..., S, C]."""
+    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # loads the transports
 
     check_rows("column linears", x, num_rows, group_name, sharded, graded=graded, transport=transport)
     shards = Shards(num_rows, group_name, "column linears")
@@ -126,11 +126,11 @@ def _differentiate(
     transport: str,
     gathers: bool,
 ) -> list[Tensor]:
-    """Gradients that are wanted: of the input, of each weight, of each bias.
+    """The wanted gradients: of the input, of each weight, of each bias.
 
-    ``gathers``: x is this rank's rows; else it is the whole input, and None if no weight wants a gradient.
+    ``gathers``: x is this rank's rows; else it is the whole input. x is None if no weight needs a gradient.
     """
-    from cp_mesh.tensor_parallel.overlap import chosen_transport  # with the transports
+    from cp_mesh.tensor_parallel.overlap import chosen_transport  # loads the transports
 
     shards = Shards(num_rows, group_name, "backward of column linears")
     widths = weights[0].shape[1], most_features
@@ -156,8 +156,8 @@ def _beside_copies(
     shards: Shards,
     gathers: bool,
 ) -> list[Tensor]:
-    """As `_differentiate`, where sums that arrive can be added to: this rank's own rows come last."""
-    from cp_mesh.tensor_parallel.overlap import moving  # with the transports
+    """`_differentiate` over symmetric memory: this rank's own rows are computed last, onto the sums that arrived."""
+    from cp_mesh.tensor_parallel.overlap import moving  # loads the transports
 
     rank, of_weights = shards.group.rank(), wants[1 : 1 + len(weights)]
     batches = [as_batch(dout) for dout in douts]
@@ -214,7 +214,7 @@ class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         (x, *weights), wants = ctx.saved_tensors, list(ctx.needs_input_grad[3:])
-        if torch.is_grad_enabled():  # by create_graph: gradients depend on weights, and on x by its gathered rows
+        if torch.is_grad_enabled():  # create_graph: gradients depend on weights, and on x through its gathered rows
             weights = [y.detach().requires_grad_(graded) for y, graded in zip(weights, ctx.graded, strict=True)]
             x = x if x is None else x.detach().requires_grad_(ctx.graded_input)
         found = iter(_column_linears_backward(list(douts), x, weights, wants, *ctx.call.fixed, ctx.gathers))

@@ -1,12 +1,12 @@
-"""What linears over tp share: products in parts, beside which rows travel, and the checks before the first collective.
+"""Shared by the tensor-parallel linears: split matmuls that overlap communication, and checks before a collective.
 
-A gather for a product begins with the product of this rank's rows, which needs none; the rows of others follow as they
-come. Products that are summed over tp begin with the rows of others, which travel while this rank's own are computed.
-`overlap.py` says where this pays, and over what rows travel: functional collectives, which have a stream of their own
-and are waited for where their result is read, or symmetric memory.
+Gather and matmul: this rank's rows are multiplied first, while the rows of other ranks arrive; those follow in order of
+arrival. Matmul and reduce-scatter: the rows of other ranks are multiplied first and sent while this rank's own are
+computed. `overlap.py` decides where this pays, and over which transport: functional collectives, which have a stream of
+their own and are waited for where their result is read, or symmetric memory.
 
-The linears are ops, so that compiled code keeps this order, and neither merges the backward's gather with the forward's
-nor keeps what a policy of memory let go.
+The linears are ops, so that compiled code keeps this order. It then neither merges the backward's gather with the
+forward's nor saves tensors that a checkpointing policy dropped.
 
 Shapes: B batch rows, S rows of the sequence, C features of the input, O features of an output on this rank.
 """
@@ -30,7 +30,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 
 
 def cast_alike(*given: Tensor) -> tuple[Tensor, ...]:
-    """As autocast does it; refuse dtypes that differ then."""
+    """The tensors in the autocast dtype; refuses dtypes that still differ then."""
     cast = tuple(autocast(*given))
     if len(dtypes := {tensor.dtype for tensor in cast}) > 1:
         hint = "cast the input, or use autocast"
@@ -39,7 +39,7 @@ def cast_alike(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def part_of(parameter: Any) -> Any:
-    """This rank's part of a DTensor, below autograd; anything else is returned as it is."""
+    """This rank's part of a DTensor, without autograd; other values unchanged."""
     if not isinstance(parameter, DTensor):
         return parameter
     with torch.no_grad():
@@ -47,26 +47,26 @@ def part_of(parameter: Any) -> Any:
 
 
 def placed_as(grad: Tensor, spec: Any) -> Tensor:
-    """The gradient of a parameter of which `part_of` took a part, as a DTensor; without a spec as it is.
+    """The gradient of a parameter's `part_of`, as a DTensor with the parameter's spec; unchanged without a spec.
 
-    ``to_local()`` and its backward do the same, and take the host longer than the linear.
+    ``to_local()`` and its backward do the same, but take more host time than the linear.
     """
     if spec is None:
         return grad
-    stride = (spec.shape[-1], 1)[-len(spec.shape) :]  # of a weight or a bias
-    if torch.is_grad_enabled() or spec.stride != stride:  # by create_graph; of a weight that was transposed
+    stride = (spec.shape[-1], 1)[-len(spec.shape) :]  # contiguous, for a weight or a bias
+    if torch.is_grad_enabled() or spec.stride != stride:  # create_graph, or a transposed weight
         options: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": stride}
         return DTensor.from_local(grad, spec.mesh, spec.placements, **options)
-    return DTensor(grad, copy.copy(spec), requires_grad=False)  # as PyTorch does it, which may write to specs
+    return DTensor(grad, copy.copy(spec), requires_grad=False)  # a copy, as in PyTorch, which may write to specs
 
 
 def spec_of(parameter: Any) -> Any:
-    """What `placed_as` is told of a parameter, without keeping it."""
+    """The spec of a DTensor parameter, for `placed_as`, which then need not keep the parameter; else None."""
     return spec_of_dtensor(parameter) if isinstance(parameter, DTensor) else None
 
 
 def refuse_transforms(what: str) -> None:
-    """Refuse what differentiates otherwise than backward() does."""
+    """Refuse transforms of torch.func."""
     if not torch.compiler.is_compiling() and in_transform():
         hint = "use backward() or torch.autograd.grad"
         refuse(f"cp_mesh: {what}", "no transform of torch.func", "vmap, grad or the like", hint, UnsupportedError)
@@ -102,7 +102,7 @@ def add_product(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 
 
 def graded_names(names: Sequence[str], tensors: Sequence[Tensor | None]) -> str:
-    """Names of those that require a gradient; which collectives a backward runs depends on them."""
+    """Names of the tensors that require a gradient, on which the collectives of the backward depend."""
     given = zip(names, tensors, strict=True) if torch.is_grad_enabled() else ()
     return ", ".join([name for name, x in given if x is not None and x.requires_grad]) or "none"
 
@@ -119,16 +119,16 @@ def check_rows(
     features: int | None = None,
     transport: str = "auto",
 ) -> None:
-    """Before the first collective of a call; the first one of a kind is compared over tp.
+    """Check the rows of a call before its first collective; the first call of a kind is compared over tp.
 
-    ``graded``: what `graded_names` returns of the call's tensors. ``alike``: tensors that must be equal on all ranks.
-    ``features``: in the place of those of x, where these may differ between ranks.
+    ``graded``: `graded_names` of the call's tensors. ``alike``: tensors that must be equal on all ranks.
+    ``features``: compared instead of x's feature count, for calls in which that may differ between ranks.
     """
     group: dist.ProcessGroup = resolve_group(group_name)
     with refusing(group_name, "tp"):
         expected = Shards(num_rows, group_name).own if sharded else num_rows
         if x.shape[-2] != expected:
-            hint = "pass DTensors, whose shape says how many rows there are, where tp does not divide them"
+            hint = "pass DTensors, whose shape has the number of rows, if tp does not divide it"
             refuse(f"{what}: input", f"{expected} of {num_rows} rows on this rank", x.shape[-2], hint)
     shape, features = tuple(x.shape[:-2]), x.shape[-1] if features is None else features
     agree_once(
@@ -145,7 +145,7 @@ def check_rows(
 
 
 def gradients_of_parameters(douts: Sequence[Tensor], whole: Tensor | None, wants: Sequence[bool]) -> list[Tensor]:
-    """Gradients of each weight and of each bias, those that are wanted."""
+    """The wanted gradients of each weight and of each bias."""
     grads, (of_weights, of_biases) = [], (wants[: len(douts)], wants[len(douts) :])
     if any(of_weights):
         assert whole is not None

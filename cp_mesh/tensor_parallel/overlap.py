@@ -1,6 +1,6 @@
-"""Over what rows travel beside products: where it pays, and what moves them.
+"""Overlap of communication and matmuls in tensor-parallel linears: where it pays, and over which transport.
 
-It is loaded by the first call of a linear, with the transports, which the ops can be registered without.
+The first call of a linear loads this file and the transports. Registering the ops needs neither.
 """
 
 from collections.abc import Iterator
@@ -14,26 +14,26 @@ from cp_mesh.comm.shards import FunctionalMoves, Moves, Shards
 from cp_mesh.comm.symmetric_shards import SymmetricMoves
 
 PRODUCT_RATE = 650e12
-"""FLOP/s of long products in bf16 on an H200. Where others are slower, and in fp32, products take longer than is
-reckoned here, and some go at once that would pay in parts."""
+"""FLOP/s of long bf16 matmuls on an H200. On slower GPUs and in fp32 matmuls take longer than this predicts, so some
+are not split although it would pay."""
 LINK_RATE = 280e9
 PER_PRODUCT, PER_BARRIER = 8.8e-6, 5.1e-6
-"""Seconds that a product takes longer in two parts, and of a barrier of two ranks: of an H200 too."""
+"""Seconds that splitting a matmul in two costs, and of a barrier of two ranks, measured on H200s."""
 HOST_WAITS = 1e-3
-"""Seconds of products, by `PRODUCT_RATE`, below which the device would wait for the host: it is busy longer with parts.
-On two H100s blocks of a Llama were faster at once with linears of up to 0.74 ms, those of 8B's feed-forward layer at 4K
-rows, and in parts with 1.5 ms or more, as at 16K rows (docs/results/linears_2xh100.md)."""
+"""Seconds of matmuls, by `PRODUCT_RATE`, below which the device would wait for the host, which has more to do if they
+are split. On two H100s blocks of a Llama were faster unsplit with linears of up to 0.74 ms (feed-forward layers of 8B
+at 4K rows), and split with 1.5 ms or more, as at 16K rows (docs/results/linears_2xh100.md)."""
 
 
 def chosen_transport(
     shards: Shards, transport: str, x: Tensor, widths: tuple[int, int], num_products: int
 ) -> str | None:
-    """Over what rows travel beside the products of a rank's rows, or None: one collective before or after all products.
+    """The transport for rows that travel beside matmuls, or None for one collective before or after all matmuls.
 
-    Of each rank's rows of x [..., rows, D], ``widths[0]`` features travel, and ``widths[1]`` are on the other side of
-    their products, on the rank that has most. What can be hidden is the shorter of a rank's products and its rows' way;
-    it costs further products for each other rank, two barriers, and time of the host, for which short products would
-    wait. Symmetric memory that was asked for is taken also where this does not pay. Shards have to be equal.
+    Each rank's rows of x [..., rows, D] travel with ``widths[0]`` features; ``widths[1]`` is the other feature dim of
+    their matmuls, on the rank that has most. Overlap hides the shorter of a rank's matmul time and its transfer time.
+    It costs further matmuls for each other rank, two barriers, and host time, for which short matmuls would wait. With
+    transport="symmetric_memory" it is used even where it does not pay. It needs equal shards.
     """
     size = shards.group.size()
     if size == 1:

@@ -1,8 +1,8 @@
 """`tensor_parallel_plan`: which module of a Llama gets which style over tp, by names and shapes.
 
-Known are decoders whose linears are named as in examples/llama.py and torchtitan (wq, wk, wv, wo; w1, w3, w2), or as in
-Transformers (q_proj ... o_proj; gate_proj, up_proj, down_proj). Any other module with parameters is refused: on rows or
-heads that are sharded over tp, its gradient would be a part of the sum.
+It supports decoders whose linears are named as in examples/llama.py and torchtitan (wq, wk, wv, wo; w1, w3, w2), or as
+in Transformers (q_proj ... o_proj; gate_proj, up_proj, down_proj). It refuses any other module with parameters, because
+on rows or heads that are sharded over tp its gradient would be partial.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _OF_HEADS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
 _BEFORE_ATTENTION = ("attention_norm", "input_layernorm")
 _BEFORE = (*_BEFORE_ATTENTION, "feed_forward_norm", "ffn_norm", "pre_feedforward_layernorm")
 _AFTER, _EITHER, _LAST = "post_feedforward_layernorm", "post_attention_layernorm", "norm"
-"""Norms before linears, and of what linears return; the second of these is before some where the first is missing."""
+"""Norms on outputs of linears, in a layer without the first the second is a norm before linears; and the last norm."""
 _NUMBERS = frozenset(
     ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_kv_heads", "hidden_size")
 )
-"""Of all heads: attention that reads one would take this rank's for them."""
+"""Attributes that count all heads: attention that reads one would compute wrongly with this rank's heads."""
 _HINT = "write this model's plan by hand, or use PyTorch's styles"
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
@@ -54,29 +54,29 @@ def tensor_parallel_plan(
 ) -> dict[str, ParallelStyle]:
     """The styles over tp of a Llama, or of a decoder that is built like one, for `parallelize`.
 
-    It goes by names and shapes of modules. Known are the Llama of ``examples/llama.py``, that of torchtitan, and of
-    Transformers decoders whose layers have q_proj, k_proj, v_proj and o_proj, gate_proj, up_proj and down_proj: Llama,
-    Mistral, Qwen2, Qwen3 and others. Biases of these are sharded with them, norms of heads (q_norm, k_norm) get the
-    gradients of all heads, and tied embeddings stay tied.
+    It recognizes modules by name and shape: the Llama of ``examples/llama.py``, that of torchtitan, and Transformers
+    decoders whose layers have q_proj, k_proj, v_proj and o_proj, gate_proj, up_proj and down_proj (Llama, Mistral,
+    Qwen2, Qwen3 and others). Biases are sharded with their linears, norms of heads (q_norm, k_norm) get the gradients
+    of all heads, and tied embeddings stay tied.
 
     Args:
-        model: whole and plain, before other styles and FSDP2; it is not changed. It takes tokens [B, S], and its
-            attention reads the number of heads off the projections.
+        model: the whole, plain model, before other styles and FSDP2; it is not changed. It takes tokens [B, S], and its
+            attention derives the number of heads from the projections.
         mesh: the tp axis.
         mode: of all styles, as in `OverlappedColwise`. In "reduce_scatter" norms get PyTorch's ``SequenceParallel``.
-        recompute_all_gather: of all column linears.
-        transport: of all linears.
-        use_local_output: whether rows between the linears are plain tensors. False: DTensors over tp, which know the
-            length of the sequence, so that tp need not divide it. Only in mode "reduce_scatter".
+        recompute_all_gather: of all column linears, as in `OverlappedColwise`.
+        transport: of all linears, as in `OverlappedColwise`.
+        use_local_output: True passes plain tensors between the linears. False passes DTensors over tp, which carry the
+            sequence length, so that tp need not divide it; only in mode "reduce_scatter".
 
     Returns:
-        Styles by the names of modules, with ``*`` for the numbers of layers.
+        Styles by module name, with ``*`` for layer numbers.
 
     Raises:
-        ArgumentError: if tp does not divide the heads, and of options that disagree.
-        UnsupportedError: of what is not known, by its name: other modules with parameters, such as fused projections,
-            experts and other norms; linears with a forward of their own (LoRA); a head with a bias; dropout, which each
-            rank would draw for itself.
+        ArgumentError: if tp does not divide the heads, or options disagree.
+        UnsupportedError: for a module that it does not support, by name: other modules with parameters, such as fused
+            projections, experts and other norms; linears with a forward of their own (LoRA); a head with a bias;
+            dropout, whose random numbers would differ between tp ranks.
 
     Example:
         >>> parallelize(model, mesh["tp"], tensor_parallel_plan(model, mesh["tp"]))  # doctest: +SKIP
@@ -84,7 +84,7 @@ def tensor_parallel_plan(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         refuse("tensor_parallel_plan: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["tp"]')
     if mode == "all_reduce" and not use_local_output:
-        hint = "DTensors between linears are of mode 'reduce_scatter'"
+        hint = "DTensors between linears need mode='reduce_scatter'"
         refuse("tensor_parallel_plan: use_local_output", "True in mode 'all_reduce'", False, hint)
     columns = {"mode": mode, "recompute_all_gather": recompute_all_gather, "transport": transport}
     found = _Found(model, mesh.size(), columns, {"mode": mode, "use_local_output": use_local_output})
@@ -104,7 +104,7 @@ def tensor_parallel_plan(
 
 
 class _Norm(SequenceParallel):
-    """PyTorch's style, which would make frozen parameters trainable."""
+    """PyTorch's style, but frozen parameters stay frozen."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         trained = [x.requires_grad for x in module.parameters()]
@@ -115,12 +115,12 @@ class _Norm(SequenceParallel):
 
 
 class _Found:
-    """What is known of a model's modules, by their paths.
+    """The modules of a model that are recognized so far, by path.
 
     Attributes:
-        styles: None of linears that are computed with others, and of norms of all rows.
-        head_dims: of attention modules.
-        widths: features of the rows between linears, of the layers that have attention.
+        styles: the style of each module; None for linears whose parent has the style, and for norms on all rows.
+        head_dims: the head dim of each attention module.
+        widths: the hidden size of each layer with attention.
     """
 
     def __init__(self, model: nn.Module, tp_size: int, columns: dict[str, Any], rows: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class _Found:
         self.widths: dict[str, int] = {}
 
     def add_linears(self, path: str) -> None:
-        """Those of attention or of a feed-forward part, if the module is one."""
+        """Add the linears of an attention or feed-forward module; other modules add nothing."""
         children = {name for name, _ in self.modules[path].named_children()}
         for names in (*_ATTENTION, *_FEED_FORWARD):
             if children.isdisjoint(names):
@@ -142,7 +142,7 @@ class _Found:
             if names in _ATTENTION:
                 self._check_attention(path, *linears)
             elif len(sizes := {*(x.out_features for x in linears[:-1]), linears[-1].in_features}) > 1:
-                _refuse(path, f"as many features of {', '.join(read)} as {last} reads", sorted(sizes))
+                _refuse(path, f"as many output features of {', '.join(read)} as {last} has inputs", sorted(sizes))
             self.styles |= {f"{path}.{name}": None for name in read} | {path: OverlappedColwise(*read, **self.columns)}
             self.styles[f"{path}.{last}"] = OverlappedRowwise(**self.rows, transport=self.columns["transport"])
 
@@ -152,27 +152,27 @@ class _Found:
             got = f"head_dim={size} and {q.out_features}, {k.out_features}, {v.out_features}, {o.in_features} features"
             if size is None:
                 _refuse(path, "an attribute head_dim of this module", "none")
-            _refuse(path, "a head_dim, queries as long as what is joined, keys as long as values", got)
+            _refuse(path, "a head_dim, queries as wide as the output projection's input, keys as wide as values", got)
         code = getattr(inspect.unwrap(type(self.modules[path]).forward), "__code__", None)
         if found := sorted(_NUMBERS.intersection(() if code is None else code.co_names)):
-            _refuse(path, "a forward that reads the number of heads off its projections", f"one that reads {found[0]}")
+            _refuse(path, "a forward that takes the number of heads from its projections", f"one that reads {found[0]}")
         heads = q.out_features // size, k.out_features // size
         if any(x % self.tp_size for x in heads):
             fits = next(n for n in range(self.tp_size, 0, -1) if heads[0] % n == heads[1] % n == 0)
             expected, got = f"heads that tp={self.tp_size} divides", f"{heads[0]} of queries and {heads[1]} of keys"
             refuse(f"tensor_parallel_plan: {path}", expected, got, f"tp={fits} divides them")
         if self.sharded and self.local and not self._has_weights(layer, _BEFORE_ATTENTION):
-            hint = "name it so; or use_local_output=False: attention is given DTensors then, which know the length"
+            hint = "rename it, or pass use_local_output=False: attention then gets DTensors, which carry the length"
             _refuse(path, f"a norm {' or '.join(_BEFORE_ATTENTION)} before it", "none with parameters", hint)
         self.head_dims[path], self.widths[layer] = size, q.in_features
 
     def add_other(self, path: str) -> None:
-        """Any other module: its style if it is known, a refusal if it is not and has parameters."""
+        """Add the style of any other module; refuses an unknown module that has parameters."""
         module, (parent, _, name) = self.modules[path], path.rpartition(".")
         options = {"dropout": module.p} if isinstance(module, Dropout) else vars(module)
-        for key, p in options.items():  # attention's is drawn for this rank's heads
+        for key, p in options.items():  # attention's dropout may differ: each rank has other heads
             if "dropout" in key and not key.startswith("att") and isinstance(p, float) and p > 0:
-                _refuse(path, f"{key}=0", p, "each rank would draw for itself")
+                _refuse(path, f"{key}=0", p, "the dropout masks of tp ranks would differ")
         shapes = {tuple(x.shape) for x in module.parameters(recurse=False)}
         if not shapes or (isinstance(module, nn.Linear) and path in self.styles):
             return
@@ -185,7 +185,7 @@ class _Found:
                 _refuse(path, "a linear without a bias", "one with a bias")
             style = VocabParallelHead(mode=self.rows["mode"])
         elif name in _OF_HEADS and shapes == {(self.head_dims.get(parent),)}:
-            style = _Norm(use_local_output=True)  # its dim 1 is that of rows or of heads
+            style = _Norm(use_local_output=True)  # it shards dim 1, which is rows or heads
         elif name in (*_BEFORE, _AFTER, _EITHER) and shapes == {(self.widths.get(parent),)}:
             style = _Norm(use_local_output=is_after and self.local) if self.sharded else None
         elif name == _LAST and parent not in self.widths and shapes <= {(x,) for x in self.widths.values()}:

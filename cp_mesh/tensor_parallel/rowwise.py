@@ -1,7 +1,7 @@
-"""Row linears over tp: the input features of the weight are sharded, and outputs are summed over tp.
+"""Row-parallel linears: the input features of the weight are sharded over tp, and outputs are summed over tp.
 
-One whose rows are sharded then is two nodes of autograd: the first saves what the backward needs. What travels at once,
-the sum of all rows and that of an embedding, is `sum_rows`. `matmul.py` has the shapes.
+A linear with sharded output rows is two autograd nodes: the first saves the tensors for the backward. `sum_rows` is one
+collective without overlap: the sum with all rows on every rank, and that of an embedding. `matmul.py` has the shapes.
 """
 
 from itertools import chain
@@ -34,14 +34,14 @@ from cp_mesh.tensor_parallel.matmul import (
 def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, most_features: int, transport: str
 ) -> Tensor:
-    """`F.linear` of this rank's features, summed over tp ranks, each of which gets its own rows.
+    """`F.linear` of this rank's features, reduce-scattered over tp: each rank gets its own rows of the sum.
 
     Args:
         x: [..., S, C of this rank].
-        weight: [O, C of this rank], or a DTensor over tp, of which this is the rank's part.
-        bias: [O], which all ranks hold, or None; as the weight.
-        group_name: of the tp group, of two ranks at least.
-        most_features: C of the rank that has most.
+        weight: this rank's part [O, C of this rank], plain or as the local part of a DTensor over tp.
+        bias: [O], equal on all ranks, or None; plain or a DTensor, like the weight.
+        group_name: of the tp group, which has two ranks or more.
+        most_features: the largest C of a rank.
         transport: as in `Columns`.
 
     Returns:
@@ -68,7 +68,7 @@ def _compute(
     transport: str,
     graded: str,
 ) -> Tensor:
-    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # with the transports
+    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # loads the transports
 
     num_rows = x.shape[-2]
     options: dict[str, Any] = {"graded": graded, "features": len(weight), "transport": transport}
@@ -98,8 +98,8 @@ def _differentiate(
     most_features: int,
     transport: str,
 ) -> list[Tensor]:
-    """Gradients of the input, if the weight is given; of the weight, if the input is; and of the bias."""
-    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # with the transports
+    """Gradients of the input, if the weight is given; of the weight, if the input is given; and of the bias."""
+    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # loads the transports
 
     shards = Shards(num_rows, group_name, "backward of a row linear")
     if x is None and weight is None:
@@ -125,7 +125,7 @@ def _differentiate(
 
 
 def _single_zero(x: Tensor, features: int, group_name: str) -> Tensor:
-    """A single zero in the shape of the output: groups have no ranks in traced code."""
+    """A single zero expanded to the shape of the output; an op, as traced code cannot ask a group for its rank."""
     return x.new_zeros(()).expand(*x.shape[:-2], Shards(x.shape[-2], group_name).own, features)
 
 
@@ -145,8 +145,8 @@ _awaited = Operator("row_linear_awaited", _single_zero, _single_zero, refuse_sec
 
 
 class _RowGradients(torch.autograd.Function):
-    """Takes the gradient of what `_RowLinear` computes. A checkpoint's recomputation ends where the last tensor was
-    saved, which is here: before the product and its sum."""
+    """Receives the gradient of `_RowLinear`'s output. A checkpoint's recomputation ends at the last saved tensor, which
+    is saved here, so that it repeats neither the matmul nor the sum."""
 
     @staticmethod
     def forward(
@@ -184,10 +184,10 @@ def sum_rows(
     graded: str,
     tokens: Tensor | None = None,
 ) -> Tensor:
-    """The sum over tp ranks of x [..., S, O], plus a bias [O] that all of them hold, if all rows are given to all.
+    """The sum over tp ranks of x [..., S, O], plus a bias [O] that is equal on all ranks.
 
-    Its backward gathers what the forward scattered. First calls are compared by ``what`` they are, with what
-    `graded_names` says of their tensors, and with tokens that the rows are of.
+    The backward gathers rows that the forward scattered. First calls compare ``what``, the `graded_names` of their
+    tensors, and the tokens of an embedding.
 
     Returns:
         [..., rows of this rank, O] if ``sharded``, else [..., S, O].
@@ -256,7 +256,7 @@ def _once(dout: Tensor) -> Tensor:
 
 
 class _Once(torch.autograd.Function):
-    """What ``create_graph`` asks for where no op is called: a gradient that has none."""
+    """A gradient without a gradient, for ``create_graph`` where no op is called: a second backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Styles for linears, embeddings and the last linear over tp: communication beside products, and logits in chunks.
+"""Styles over tp for linears, embeddings and the last linear: overlapped communication, and logits in chunks.
 
 They compose with PyTorch's styles, with the styles of this library over cp, and with FSDP2 around both. Weights are
-DTensors over tp, as PyTorch's `ColwiseParallel` and `RowwiseParallel` make them.
+DTensors over tp, like those of PyTorch's `ColwiseParallel` and `RowwiseParallel`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, Head, embed
 from cp_mesh.wrap import LINEAR, check_plain, replace_forward, replaced
 
 Mode = Literal["reduce_scatter", "all_reduce"]
-"""How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
+"""How tp shards the rows between the linears: along the sequence, or not at all (all rows on every rank)."""
 Transport = Literal["auto", "functional", "symmetric_memory"]
-"""Over what rows travel beside products."""
-_SHARD = "_cp_mesh_shard"  # of a parameter: what took its place, for the modules that share it
+"""The transport of communication beside matmuls."""
+_SHARD = "_cp_mesh_shard"  # attribute of a parameter: the DTensor that replaced it, for modules that share it
 
 
 def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of a style that lets other ranks of tp hear of what it refuses."""
+    """Wrap the forward of a style: an error is announced to the other tp ranks before it is raised."""
 
     @functools.wraps(run)
     def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
@@ -52,9 +52,9 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OverTP(ParallelStyle):
-    """What the styles share: their mode and transport, and which modules they take."""
+    """Base of the styles: mode, transport, and the check of modules."""
 
-    transport: str  # of those that take one
+    transport: str  # only of styles that take one
 
     def __init__(self, mode: str, transport: str | None = None) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _OverTP(ParallelStyle):
         return _Where(mesh, group.group_name, group.size(), group.rank())
 
     def check(self, module: nn.Module, kind: type[nn.Module]) -> None:
-        """Refuse a module of another kind, or that has a style or a forward of its own."""
+        """Refuse a module that is no ``kind``, has a style already, or has a forward of its own."""
         style = type(self).__name__
         if (other := replaced(module, LINEAR)) is not None:
             refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
@@ -85,7 +85,7 @@ class _OverTP(ParallelStyle):
             refuse(style, f"nn.{kind.__name__}", type(module).__name__, "name the linears, or leave the module out")
         if type(module).forward is not kind.forward or "forward" in module.__dict__:
             got = f"{type(module).__name__}, which has a forward of its own"
-            hint = "PyTorch's styles take DTensors to it"
+            hint = "PyTorch's styles pass DTensors to such a forward"
             refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
 
     def replace(self, module: nn.Module, run: Callable[..., Any], *first: Any) -> nn.Module:
@@ -94,29 +94,30 @@ class _OverTP(ParallelStyle):
 
 
 class OverlappedColwise(_OverTP):
-    """Linears whose output features are sharded over tp, and which gather their input once.
+    """Column-parallel linears: output features are sharded over tp, and linears of one input gather it once.
 
-    Its backward gathers the input beside the product for the input's gradient, and sums that gradient over tp beside
-    the products for the weights.
+    The backward overlaps the gather of the input with the matmul for the input's gradient, and the reduction of that
+    gradient over tp with the matmuls for the weights.
 
     Args:
         names: of linears inside of the module that read one input: ``"wq", "wk", "wv"`` of an attention module, ``"w1",
-            "w3"`` of a feed-forward one. They are computed together, when the first of them is called, and each has to
-            be called with this same tensor. None: the module is a linear itself.
+            "w3"`` of a feed-forward one. All are computed at the call of the first one, and each must be called once
+            with this same tensor. Without names the module is itself a linear.
         mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
-        recompute_all_gather: keep this rank's rows for the backward, and gather them again there, rather than keep all
+        recompute_all_gather: save this rank's rows for the backward and gather them again there, instead of saving all
             rows. Only in mode "reduce_scatter".
-        transport: of rows that travel beside products in mode "reduce_scatter", where tp divides them. "functional":
-            collectives. "symmetric_memory": copy engines of GPUs of one NVLink host. "auto": these where they are
-            there, and both only where a small model of times says that it pays (`cp_mesh/tensor_parallel/matmul.py`).
+        transport: for communication beside matmuls in mode "reduce_scatter"; it needs a number of rows that tp divides.
+            "functional": collectives. "symmetric_memory": copy engines of GPUs of one NVLink host, always beside
+            matmuls. "auto": symmetric memory if available, else collectives. "auto" and "functional" overlap only where
+            a cost model says that it pays (`cp_mesh/tensor_parallel/overlap.py`).
 
-    The input is a plain tensor, of as many rows on each rank, or a DTensor over tp, whose shards are those of
-    `torch.chunk`. Outputs are plain tensors [..., S, features of this rank]. Biases are sharded as the outputs are;
-    what is frozen costs no product, and what nobody needs does not travel. It differentiates once.
+    The input is a plain tensor with equally many rows on each rank, or a DTensor over tp, whose shards have
+    `torch.chunk` sizes. Outputs are plain tensors [..., S, features of this rank]. Biases are sharded like the outputs.
+    Frozen parameters cost no matmul, and gradients that nobody needs no communication. No second derivative.
 
     Raises:
-        ArgumentError: of names that are not linears, or disagree; in a forward also if one of them is called with
-            another input, twice, or not at all, and if rows are not those that tp ranks hold.
+        ArgumentError: if names are not linears, or differ in input features or dtype; in a forward also if a linear is
+            called with another input, twice, or not at all, or if the number of rows is wrong.
         UnsupportedError: for linears with a forward of their own.
 
     Example:
@@ -134,7 +135,7 @@ class OverlappedColwise(_OverTP):
         super().__init__(mode, transport)
         if recompute_all_gather and mode == "all_reduce":
             hint = "mode='reduce_scatter' gathers"
-            refuse("OverlappedColwise: recompute_all_gather", "False where nothing is gathered", True, hint)
+            refuse("OverlappedColwise: recompute_all_gather", "False in mode 'all_reduce'", True, hint)
         self.names, self.recompute_all_gather = names, recompute_all_gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -179,7 +180,7 @@ class OverlappedColwise(_OverTP):
     def _run(
         self, where: _Where, together: _Together, name: str, module: nn.Module, forward: Any, /, input: Tensor
     ) -> Tensor:
-        if not together.linears:  # the module itself, or a call from outside of the forward of its parent
+        if not together.linears:  # a style without names, or a call from outside of the parent's forward
             return self._compute(where, input, {"": module})[0]
         if not together.waiting:
             outs = self._compute(where, input, together.linears)
@@ -187,8 +188,8 @@ class OverlappedColwise(_OverTP):
             together.waiting = dict(zip(together.linears, outs, strict=True))
         given, version = together.given
         if input is not given or version != _version(input) or name not in together.waiting:
-            got = f"{name} called with another tensor, one that was written since, or twice"
-            hint = "give linears of other inputs a style of their own"
+            got = f"{name} called with another tensor, one written to since, or twice"
+            hint = "give a linear with another input a style of its own"
             refuse(f"OverlappedColwise{self.names}", "one call of each, with one tensor", got, hint)
         return together.waiting.pop(name)
 
@@ -209,9 +210,9 @@ class _Together:
     """Linears with one input, while the forward of their parent runs.
 
     Attributes:
-        linears: those of the module that runs, by name: a copy of it has its own; empty outside of the forward.
-        given: the input that they were computed on, and its version.
-        waiting: outputs that were not asked for yet.
+        linears: by name, of the module whose forward runs (a copy has its own); empty outside of the forward.
+        given: the input on which they were computed, and its version.
+        waiting: outputs that no linear has returned yet.
     """
 
     linears: dict[str, nn.Module] = field(default_factory=dict)
@@ -220,24 +221,24 @@ class _Together:
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor was written, as far as that is counted."""
+    """How often a tensor was written to; 0 where PyTorch does not count that."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else times_written(x)
 
 
 class OverlappedRowwise(_OverTP):
-    """A linear whose input features are sharded over tp; its output is summed over tp.
+    """A row-parallel linear: input features are sharded over tp, and the output is summed over tp.
 
     Args:
         mode: "reduce_scatter": each rank gets its rows of the sequence, dim -2. "all_reduce": each gets all rows.
-        use_local_output: return plain tensors, which in mode "reduce_scatter" needs rows that tp divides; False:
-            DTensors over tp.
+        use_local_output: True returns plain tensors; in mode "reduce_scatter" tp must then divide the number of rows.
+            False returns DTensors over tp.
         transport: as in `OverlappedColwise`.
 
     The input is [..., S, features of this rank], plain, or a DTensor sharded along its last dim. A bias is added once,
     and its gradient is complete on every rank.
 
     Raises:
-        ArgumentError: of rows that tp does not divide, with local outputs.
+        ArgumentError: if tp does not divide the number of rows, with local outputs.
         UnsupportedError: for a linear with a forward of its own.
     """
 
@@ -282,7 +283,7 @@ class VocabParallelEmbedding(_OverTP):
     The tokens are int64 or int32 [..., S], equal on all tp ranks.
 
     Raises:
-        ArgumentError: of fewer tokens in the vocabulary than leave each tp rank some.
+        ArgumentError: if a tp rank would hold no token of the vocabulary.
         UnsupportedError: for an embedding with max_norm, scale_grad_by_freq or sparse gradients.
     """
 
@@ -316,16 +317,16 @@ class VocabParallelEmbedding(_OverTP):
 
 
 class VocabParallelHead(_OverTP):
-    """The last linear, whose logits the loss computes, in chunks of rows, of this rank's part of the vocabulary.
+    """The last linear, with its vocabulary sharded over tp; the loss computes the logits in chunks of rows.
 
-    The module returns a `DeferredLogits` of `vocab_parallel.py`, which `cross_entropy` takes in the place
-    of logits; those of all rows are never held together. Its ``whole()`` computes them all.
+    The module returns a `DeferredLogits` (`vocab_parallel.py`), which `cross_entropy` takes in place of logits, so that
+    the logits of all rows never exist at once. Its ``whole()`` computes all logits.
 
     Args:
         mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
 
     Raises:
-        ArgumentError: of fewer tokens in the vocabulary than leave each tp rank some.
+        ArgumentError: if a tp rank would hold no token of the vocabulary.
         UnsupportedError: for a linear with a bias, or with a forward of its own.
     """
 
@@ -337,7 +338,7 @@ class VocabParallelHead(_OverTP):
         self.check(module, nn.Linear)
         assert isinstance(module, nn.Linear)
         if module.bias is not None:
-            hint = "OverlappedColwise() has logits with a bias"
+            hint = "OverlappedColwise() takes a bias"
             refuse("VocabParallelHead", "a linear without a bias", "one with a bias", hint, UnsupportedError)
         own = where.vocabulary("VocabParallelHead", module.out_features)
         _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
@@ -351,15 +352,15 @@ class VocabParallelHead(_OverTP):
         num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
         weight = where.local(module.weight)
         assert isinstance(module, nn.Linear) and weight is not None
-        of_other = not torch.compiler.is_compiling() and is_view(x)  # of which FSDP2 warns where a model returns it
+        of_other = not torch.compiler.is_compiling() and is_view(x)  # FSDP2 warns if a model returns a view
         x = _hidden(x, weight) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
         return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
 
 
 def _hidden(x: Tensor, weight: Tensor) -> Tensor:
-    """A copy, which needs a gradient if the weight does: FSDP2 reduces nothing that is behind no such output.
+    """A copy that requires a gradient if the weight does: FSDP2 skips reduction if no output requires one.
 
-    Of a view it would warn at the model's end.
+    Without the copy FSDP2 would warn of a view that the model returns.
     """
     found: Tensor = _Hidden.apply(x, weight)
     return found
@@ -377,7 +378,7 @@ class _Hidden(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Where:
-    """The tp axis, as plain values: a module's forward is traced by torch.compile."""
+    """The tp axis as plain values, since torch.compile traces a module's forward."""
 
     mesh: DeviceMesh
     group_name: str
@@ -385,7 +386,7 @@ class _Where:
     rank: int
 
     def read(self, what: str, x: Tensor, expected: Shard | Replicate) -> tuple[int, Tensor]:
-        """Rows of the whole sequence, dim -2, and the local tensor."""
+        """The number of rows (dim -2) of the whole sequence, and the local tensor."""
         if isinstance(x, DTensor):
             if x.device_mesh != self.mesh or x.placements != (expected,):
                 got = f"{written(x.placements)} on {written(x.device_mesh)}"
@@ -404,9 +405,9 @@ class _Where:
         return None if checked is None else checked.to_local()
 
     def given(self, parameter: Any) -> Tensor | None:
-        """A weight or bias for nodes of autograd that take its part themselves, which costs the host less.
+        """A weight or bias for autograd nodes that take its local part themselves, which costs less host time.
 
-        Its part where torch.compile traces, or autocast may cast it: then its gradient passes a cast.
+        It is the local part under torch.compile and autocast, where the gradient passes a cast.
         """
         checked = self._checked(parameter)
         if checked is None or torch.compiler.is_compiling() or is_autocast(checked.device.type):
@@ -419,17 +420,17 @@ class _Where:
             return None
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
             got = f"{type(parameter).__name__} on {written(getattr(parameter, 'device_mesh', 'no mesh'))}"
-            hint = "let fully_shard take the block, or the module that holds all linears of one input"
+            hint = "call fully_shard on the block, or on the module that holds all linears of one input"
             refuse("linears over tp: a weight", "a DTensor over tp", got, hint)
         return parameter
 
     def most(self, linear: nn.Module, which: str) -> int:
-        """Features of the rank that has most."""
+        """The largest number of features that a rank has."""
         return -(-int(getattr(linear, which)) // self.size)
 
     def check_output(self, what: str, num_rows: int, needs_equal: bool) -> None:
         if needs_equal and num_rows % self.size:
-            hint = "use_local_output=False returns DTensors, which say how long a sequence is"
+            hint = "use_local_output=False returns DTensors, which carry the sequence length"
             refuse(what, f"a multiple of {self.size} rows, for local outputs", num_rows, hint)
 
     def wrap(self, out: Tensor, num_rows: int, sharded: bool) -> Tensor:
@@ -454,7 +455,7 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
 
 
 def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
-    """Put a DTensor in the place of a parameter; modules that share it share the DTensor."""
+    """Replace a parameter by a DTensor; modules that share the parameter share the DTensor."""
     parameter: Any = getattr(module, name)
     if parameter is None:
         return

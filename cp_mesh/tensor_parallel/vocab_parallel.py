@@ -1,10 +1,9 @@
-"""A vocabulary that is sharded over tp: the embedding, and losses of logits that never exist as a whole.
+"""A vocabulary sharded over tp: the embedding, and losses without the whole logits in memory.
 
-The loss of a row needs three numbers of each rank's part of the vocabulary: the largest logit, the sum of
-exp(logit - largest), and the label's logit where the label is of this part. Logits are computed for this, one chunk of
-rows after the other, and again in the backward: that is one product more, and in place of logits [S, V / tp] there is
-one chunk of them. The backward holds the gathered rows [S, C] and their gradient beside it, and the weight's gradient
-in float32.
+The loss of a row needs three numbers from each rank's part of the vocabulary: the largest logit, the sum of
+exp(logit - largest), and the label's logit if the label is in this part. Logits are computed in chunks of rows, and
+again in the backward. That costs one more matmul, and saves memory: one chunk replaces the logits [S, V / tp]. The
+backward also holds the gathered rows [S, C], their gradient, and the weight's gradient in float32.
 
 Shapes: S rows of the sequence, C features, V vocabulary, N all rows of the batch.
 """
@@ -27,16 +26,16 @@ from cp_mesh.tensor_parallel.colwise import Columns, column_linears
 from cp_mesh.tensor_parallel.matmul import check_rows, graded_names, refuse_transforms
 
 CHUNK_BYTES = 256 << 20
-"""Of the logits of a chunk of rows on this rank, in the dtype that they are computed in."""
+"""Bytes of the logits of one chunk of rows on this rank, in the accumulation dtype."""
 
 
 def embed(tokens: Tensor, weight: Tensor, begin: int, size: int, padding_idx: int | None) -> Tensor:
-    """Rows of this rank's part of a table, and zeros for tokens of other parts: their sum over tp is the embedding.
+    """Embeddings of the tokens in this rank's part of the vocabulary, else zeros: the sum over tp is the embedding.
 
     Args:
         tokens: int64 or int32 [..., S], equal on all tp ranks.
         weight: [tokens of this rank, C].
-        begin: the first of them.
+        begin: the first token of this rank.
         size: V.
         padding_idx: a token whose row gets no gradient.
 
@@ -44,7 +43,7 @@ def embed(tokens: Tensor, weight: Tensor, begin: int, size: int, padding_idx: in
         [..., S, C].
 
     Raises:
-        IndexError: of tokens outside of the whole vocabulary, on the CPU; a device assertion on CUDA.
+        IndexError: for a token outside of the whole vocabulary, on the CPU; CUDA raises a device assertion.
     """
     index, own = _own_index(tokens, begin, len(weight), size)
     padding = None if padding_idx is None or not 0 <= padding_idx - begin < len(weight) else padding_idx - begin
@@ -52,20 +51,20 @@ def embed(tokens: Tensor, weight: Tensor, begin: int, size: int, padding_idx: in
 
 
 def _own_index(tokens: Tensor, begin: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Places in this rank's part of the vocabulary, 0 for tokens of others, and which tokens are of it.
+    """Indices in this rank's part of the vocabulary (0 for tokens of other ranks), and which tokens are in the part.
 
-    Those of no rank keep a place that does not exist, so that whatever reads it raises.
+    Tokens outside of the vocabulary keep an index out of range, so that a lookup raises.
     """
     other = (tokens >= 0) & (tokens < size) & ((tokens < begin) | (tokens >= begin + count))
     return torch.where(other, 0, tokens - begin), ~other
 
 
 class Head:
-    """This rank's part of the last linear. Not a dataclass, in which FSDP2 would find the weight and warn of a view.
+    """This rank's part of the last linear. Not a dataclass: FSDP2 would find the weight in one and warn of a view.
 
     Attributes:
         weight: [tokens of this rank, C].
-        begin: the first of them.
+        begin: the first token of this rank.
         size: V.
         group_name: of the tp group.
     """
@@ -74,7 +73,7 @@ class Head:
         self.weight, self.begin, self.size, self.group_name = weight, begin, size, group_name
 
     def check(self) -> None:
-        """Refuse a weight that was freed since."""
+        """Refuse a weight that FSDP2 has freed."""
         if not torch.compiler.is_compiling() and self.weight.untyped_storage().size() == 0:
             hint = "fully_shard the module that holds it with reshard_after_forward=False, the default of a root"
             refuse("DeferredLogits", "the weight of the last linear", "one that FSDP2 has freed", hint)
@@ -82,7 +81,7 @@ class Head:
 
 @constant_in_traces
 def check_ranks(group_name: str, names: Sequence[str]) -> None:
-    """Refuse a loss over groups of which one holds several ranks of tp: their equal labels would be counted twice."""
+    """Refuse a loss over a group with several ranks of one tp group: their equal labels would be counted twice."""
     tp, *groups = ({*dist.get_process_group_ranks(resolve_group(x))} for x in (group_name, *names))
     if shared := next((sorted(tp & ranks) for ranks in groups if len(tp & ranks) > 1), None):
         hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
@@ -92,13 +91,13 @@ def check_ranks(group_name: str, names: Sequence[str]) -> None:
 class DeferredLogits(NamedTuple):
     """Logits that `cp_mesh.cross_entropy` computes in chunks; what a linear under `VocabParallelHead` returns.
 
-    FSDP2 looks for tensors in what a model returns, and finds ``hidden`` alone.
+    FSDP2 searches the outputs of a model for tensors, and finds only ``hidden`` here.
 
     Attributes:
         hidden: the input of the linear, [..., rows of this rank, C], or all rows [..., S, C] if it is not sharded.
         head: the linear.
         num_rows: S.
-        sharded: whether each tp rank has its own rows of the input.
+        sharded: True if each tp rank has its own rows of the input.
     """
 
     hidden: Tensor
@@ -114,7 +113,7 @@ class DeferredLogits(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the logits, [..., S, V]."""
+        """The shape of the logits, [..., S, V]."""
         return (*self.hidden.shape[:-2], self.num_rows, self.head.size)
 
     @property
@@ -122,12 +121,12 @@ class DeferredLogits(NamedTuple):
         return self.hidden.requires_grad or self.head.weight.requires_grad
 
     def check_groups(self, names: Sequence[str]) -> None:
-        """Refuse a loss over groups of these names that is not for ranks with other tokens."""
+        """Refuse a loss over groups, given by name, whose ranks do not hold distinct tokens."""
         check_ranks(self.head.group_name, names)
 
     @torch.no_grad()
     def whole(self) -> Tensor:
-        """All logits [..., S, V], on every tp rank, without a gradient: for sampling, or a look at them."""
+        """All logits [..., S, V], on every tp rank, without a gradient: for sampling or inspection."""
         head = self.head
         head.check()
         shards = Shards(head.size, head.group_name, "DeferredLogits.whole")
@@ -137,9 +136,9 @@ class DeferredLogits(NamedTuple):
         return shards.gather(own.mT)().mT.contiguous()
 
     def losses(self, labels: Tensor, ignore_index: int) -> Tensor:
-        """Losses [N] of labels [N], int64, equal on all tp ranks; float32 at least, and 0 of ignored tokens."""
+        """Losses [N] for labels [N], int64, equal on all tp ranks; float32 or float64, and 0 for ignored tokens."""
         refuse_transforms("cross_entropy")
-        head = self.head  # whose dtype that of its input was, before FSDP2 cast what the model returned
+        head = self.head  # it has the dtype that hidden had before FSDP2 cast the model's output
         head.check()
         hidden, weight = autocast(self.hidden.to(head.weight.dtype), head.weight)
         call = head.begin, head.size, self.num_rows, head.group_name, self.sharded, ignore_index
@@ -153,12 +152,12 @@ def _refuse_operator(logits: DeferredLogits, *_: Any) -> NoReturn:
     refuse("logits of VocabParallelHead", "logits as the head returned them", "an item, or arithmetic", hint)
 
 
-for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv"):  # a tuple has hidden states as item 0
+for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv"):  # item 0 of the tuple is hidden
     setattr(DeferredLogits, f"__{_name}__", _refuse_operator)
 
 
 def _chunks(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows, and their logits [rows, V of this rank], in the accumulation dtype, which may be written."""
+    """Chunks of rows and their logits [rows, V of this rank], in the accumulation dtype; callers may write to them."""
     dtype = accumulation_dtype(rows.dtype)
     step = max(1, CHUNK_BYTES // (len(weight) * dtype.itemsize))
     for begin in range(0, len(rows), step):
@@ -167,7 +166,7 @@ def _chunks(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _gathered(hidden: Tensor, num_rows: int, group_name: str, sharded: bool) -> Tensor:
-    """[N, C]"""
+    """The input of all rows, [N, C]."""
     whole = Shards(num_rows, group_name, "cross_entropy").gather(hidden)() if sharded else hidden
     return whole.reshape(-1, whole.shape[-1])
 
@@ -185,8 +184,8 @@ def _head_losses(
     ignore_index: int,
     graded: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [N]; and of each row, [N, 1], the largest logit of all ranks and the sum of exp(logit - largest)."""
-    kind = size, ignore_index, hidden.requires_grad, weight.requires_grad  # at least what the first losses differ in
+    """Losses [N]; and for each row, [N, 1], the largest logit of all ranks and the sum of exp(logit - largest)."""
+    kind = size, ignore_index, hidden.requires_grad, weight.requires_grad  # at least the kind in training/loss.py
     options: dict[str, Any] = {"graded": graded, "alike": {"labels": labels}}
     check_rows("cross_entropy", hidden, num_rows, group_name, sharded, *kind, **options)
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index
@@ -222,7 +221,7 @@ def _head_losses_backward(
     sharded: bool,
     ignore_index: int,
 ) -> list[Tensor]:
-    """Gradients of the input and of the weight, those that are wanted; each rounded once to their dtype."""
+    """The wanted gradients of the input and of the weight, each rounded once to the tensor's dtype."""
     note_compiled_backward()
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index
     index, own = _own_index(labels.where(counts, begin), begin, len(weight), size)

@@ -1,4 +1,4 @@
-"""What is asked before or beside training: proofs, explanations, predictions and warm-up.
+"""Tools to run before training: verification, explanation, prediction and warm-up.
 
-`verify` proves a configuration or a model, `explain` says what a call will do, and `warm_up` compiles beforehand.
+`verify` tests a configuration or a model, `explain` describes what a call will run, `warm_up` compiles kernels early.
 """

@@ -1,4 +1,4 @@
-"""How the commands of ``python -m cp_mesh`` read what is typed, and how they speak."""
+"""Command-line parsing and output of ``python -m cp_mesh``."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ import torch.distributed as dist
 from cp_mesh.tools.verify.report import STYLES, console
 
 WIDTH = 100
-REFUSED = 2  # the exit status of what could not run; 1 is that of what is wrong
-MOST = 1 << 20  # of any number of an option, and of tokens that are computed
+REFUSED = 2  # exit status if something could not run; 1 if something is wrong
+MOST = 1 << 20  # largest number that an option takes, and most tokens that are computed
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-AFTER = 1.0  # seconds, from which on something is worth a line
-SPEAKING = 1.0  # seconds for which other ranks wait for the first one's words
+AFTER = 1.0  # seconds that an operation runs before it gets a progress line
+SPEAKING = 1.0  # seconds that other ranks wait before they exit, so that rank 0 can print the error
 
 
 class Parser(argparse.ArgumentParser):
-    """Of 100 columns; of several ranks the first one speaks."""
+    """Argument parser with at most 100 columns; only rank 0 prints errors."""
 
     def __init__(self, command: str, description: str, options: Mapping[str, Any]) -> None:
         width = min(WIDTH, shutil.get_terminal_size().columns) - 2
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(option, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """What is wrong, and where to read on; torchrun ends all ranks when the first one leaves."""
+        """Print the error on rank 0 and exit; other ranks wait first, since torchrun kills all ranks when one exits."""
         if _rank():
             time.sleep(SPEAKING)
         else:
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(REFUSED)
 
     def of_launch(self, name: str, least: int, most: int) -> int:
-        """A number that torchrun sets in the environment."""
+        """Read a number that torchrun sets in the environment."""
         word = os.environ.get(name, "")
         if not re.fullmatch("[0-9]{1,9}", word) or not least <= int(word) <= most:
             expected = f"{name} in the environment: expected {least} to {most}, as torchrun sets it"
@@ -62,21 +62,21 @@ class Parser(argparse.ArgumentParser):
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """What was computed is printed before."""
+        """Turn an OSError while writing ``path`` into an error of the command; print the results before."""
         try:
             yield
         except OSError as error:
-            self.error(f"expected a file that can be written, got {path} ({error.strerror or error})")
+            self.error(f"expected a writable file, got {path} ({error.strerror or error})")
 
 
 def _rank() -> int:
-    """Of this process, as its launcher says; one that says no number is refused, and speaks."""
+    """Return RANK from the environment; 0 if it is no number, so that this process prints the error about it."""
     word = os.environ.get("RANK", "")
     return int(word) if re.fullmatch("[0-9]{1,9}", word) else 0
 
 
 def show(line: str, passed: bool | None = None) -> None:
-    """Print a line, in the color of its outcome on a terminal where the package rich is installed."""
+    """Print a line, colored by its outcome if stdout is a terminal and the package rich is installed."""
     screen = None if passed is None else console(soft_wrap=True)
     if screen is None or passed is None:
         print(line, flush=True)
@@ -85,10 +85,10 @@ def show(line: str, passed: bool | None = None) -> None:
 
 
 class Progress:
-    """Says on stderr what is under way, once it has taken a second: ``with progress("fitting"): ...``.
+    """Print operations that take over a second to stderr: ``with progress("fitting"): ...``.
 
     Args:
-        on: False says nothing; of several ranks the first one is to speak.
+        on: False prints nothing; pass True on rank 0 only.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -96,7 +96,7 @@ class Progress:
         self._timer = threading.Timer(0, lambda: None)
 
     def __call__(self, what: str) -> Progress:
-        """What is under way from now on."""
+        """Start the timer of the next operation."""
         self._timer.cancel()
         if self.on:
             self._timer = threading.Timer(AFTER, self._say, (what,))
@@ -116,15 +116,15 @@ class Progress:
 
 
 def number_of(least: int = 1, most: int = MOST) -> Callable[[str], int]:
-    """A whole number, as 131072, 131_072, 128K, 1M or 1e6; K is 1024 and M its square."""
+    """Return a parser of whole numbers such as 131072, 131_072, 128K, 1M or 1e6; K is 1024, M is 1024 * 1024."""
 
     def number(text: str) -> int:
         parts = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?)([km]?)", text.lower())
         value = Fraction(parts[1]) * UNITS[parts[2]] if parts and len(text) < 100 else Fraction(1, 2)
         if value.denominator > 1:
-            raise argparse.ArgumentTypeError(f"expected a whole number, as 131072, 128K or 1e6, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a whole number (131072, 128K, 1e6), got {text!r}")
         if not least <= value <= most:
-            expected = f"{least} at least" if value < least else f"at most {most}"
+            expected = f"at least {least}" if value < least else f"at most {most}"
             raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
         return int(value)
 
@@ -132,25 +132,25 @@ def number_of(least: int = 1, most: int = MOST) -> Callable[[str], int]:
 
 
 def heads_of(text: str) -> tuple[int, int]:
-    """Query and kv heads, of "32/8" or "32"."""
+    """Parse "32/8" or "32" into numbers of query heads and kv heads."""
     try:
         query, kv = (number_of()(num) for num in (text.split("/") * (1 if "/" in text else 2)))
     except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"expected query heads/kv heads, as 32/8, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected query heads/kv heads such as 32/8, got {text!r}") from None
     return query, kv
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written; by the first rank, whose host others may not share."""
+    """Parse the path of an output file; only rank 0 checks it, since other ranks may be on other hosts."""
     path, problem = Path(text), ""
     if not text or os.path.isdir(text):
         problem = f"the folder {path}"
     elif not os.path.isdir(path.parent):
         problem = f"no folder {path.parent}"
     elif not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
-        problem = f"no right to write {path}"
+        problem = f"no permission to write {path}"
     if problem and not _rank():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {problem}")
+        raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {problem}")
     return path
 
 
@@ -159,5 +159,5 @@ def option(kind: Callable[[str], Any], metavar: str = "N", text: str | None = No
 
 
 def one_of(*names: str, **more: Any) -> dict[str, Any]:
-    """One of many names, which the help lists."""
+    """Option with one of these names; the help lists them instead of the usage line."""
     return {"metavar": "NAME", "choices": names, "help": ", ".join(names), **more}

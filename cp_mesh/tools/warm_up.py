@@ -1,4 +1,4 @@
-"""Compile before the first step what calls of these sizes need, and let the transport's memory grow."""
+"""Compile the kernels for given sizes before the first step, and grow the transport's memory."""
 
 from __future__ import annotations
 
@@ -37,24 +37,23 @@ def warm_up(
     documents: bool = False,
     **options: Any,
 ) -> None:
-    """Run attention of these sizes forward and backward, on every rank of the mesh, so that training compiles nothing.
+    """Run attention of these sizes forward and backward, so that training compiles nothing; call it on every rank.
 
-    Without it the first steps compile, 1 to 10 seconds for each kernel that is met first. What is compiled is kept on
-    disk, by Triton and by FlashAttention-4, and a second start loads it. A CUDA graph needs a warm-up, by this or by a
-    step.
+    Without it the first steps compile kernels, 1 to 10 seconds each. Triton and FlashAttention-4 cache compiled kernels
+    on disk, and the next start loads them. Before capturing a CUDA graph, call this or run a step.
 
     Args:
         mesh: as in `cp_mesh.attention`.
         seq_len: tokens in the whole sequence.
-        num_heads, num_kv_heads: of this rank: after tensor parallelism.
-        head_dim, v_head_dim, batch, dtype: sizes of q, k and v, whose memory is [B, S, H, D] as a projection leaves it.
-        layout: as in `cp_mesh.attention`, or "balanced": one for each batch of documents.
+        num_heads, num_kv_heads: heads of this rank, after tensor parallelism.
+        head_dim, v_head_dim, batch, dtype: of q, k and v. Their memory order is [B, S, H, D], as after a projection.
+        layout: as in `cp_mesh.attention`, or "balanced" if each batch gets a layout balanced for its documents.
         mask: the mask, without its documents.
-        documents: batches will have packed documents: a few mixes of lengths are run.
-        options: further keywords of `cp_mesh.attention`, as the model gives them.
+        documents: True if batches have packed documents: then several mixes of document lengths are run.
+        options: further keywords of `cp_mesh.attention`, as the model passes them.
 
     Raises:
-        ArgumentError, UnsupportedError: as `cp_mesh.attention` does for these arguments.
+        ArgumentError, UnsupportedError: as in `cp_mesh.attention`.
 
     Example:
         >>> warm_up(mesh["cp"], seq_len=131072, num_heads=32, num_kv_heads=8, head_dim=128, documents=True,
@@ -85,10 +84,10 @@ def warm_up(
 
 
 def _masks(mask: Mask, seq_len: int) -> Iterator[Mask]:
-    """With one document, with two of unlike lengths, with many alike, and with lengths as data has them."""
+    """Masks with one document, two of different lengths, many of equal length, and log-normal lengths as in data."""
     tokens = torch.arange(seq_len)
     spread = torch.Generator().manual_seed(0)
-    few = max(2, seq_len // 64)  # tokens of a document
+    few = max(2, seq_len // 64)  # tokens per document
     ends = torch.empty(seq_len).log_normal_(math.log(few), 1.5, generator=spread).ceil().cumsum(0)
     for ids in (
         torch.zeros(seq_len, dtype=torch.int64),
@@ -100,7 +99,7 @@ def _masks(mask: Mask, seq_len: int) -> Iterator[Mask]:
 
 
 def _sums(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Of two partial results, of more, and of more than are held, once and twice: how many a batch has is not known."""
+    """Run the sums of 2, `MAX_PIECES` and more partial results: how many a batch will have is not known in advance."""
     sums, numbers = accumulation_dtype(q.dtype), (2, MAX_PIECES, MAX_PIECES + 1, 2 * MAX_PIECES + 1)
     sinks = None if sinks is None else sinks.detach().to(sums)
     for count, other in product(numbers, repeat=2):

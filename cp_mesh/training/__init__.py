@@ -1,7 +1,8 @@
-"""What a trainer applies to a model: styles, the loss, gradients, and the checks beside them.
+"""What a trainer applies to a model: parallel styles, the loss, gradient clipping, and checks.
 
-Read `parallelize`, `sharded_model` (the style of the root), `context_parallel` (of attention cores) and `boundaries`
-(where the sharded part begins); `style_helpers` is what styles share, and `cp_mesh/wrap.py` how they replace a forward.
-`loss` and `clip_grad` are what a step needs beside. `token_losses` and `compare_inputs` are ops. `checks` looks for
-mistakes of a set-up; `probe`, with `widening`, compares a model with itself on a piece of a batch.
+Read `parallelize`, `sharded_model` (the style of the root), `context_parallel` (the style of attention cores) and
+`boundaries` (styles where the sharded part begins and ends). `style_helpers` holds what styles share, and
+`cp_mesh/wrap.py` replaces forwards. `loss` and `clip_grad` complete a training step. `token_losses` and
+`compare_inputs` are custom ops. `checks` finds mistakes in a training set-up. `probe` (with `widening`) compares the
+sharded model with the unsharded one on the first tokens of a batch.
 """

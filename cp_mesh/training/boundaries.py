@@ -1,7 +1,7 @@
-"""`ShardInput` and `GatherOutput`: styles of the modules where the sharded part of a model begins and ends.
+"""`ShardInput` and `GatherOutput`: styles for the modules where the sharded part of a model begins and ends.
 
-Outside of that part every rank holds all rows, and computes them alike. A module may have both and `ContextParallel`
-too, each by a `parallelize` of its own.
+Outside of that part every rank computes all rows. One module may have both styles and `ContextParallel`, each applied
+by a separate `parallelize` call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from cp_mesh.wrap import INPUT, OUTPUT, replace_forward
 
 
 class _Boundary(ParallelStyle):
-    """What both styles are told."""
+    """The options that both styles share."""
 
     def __init__(self, sequence: ShardedSequence, dim: int, layout: Callable[..., Layout] | None) -> None:
         check_layout(type(self).__name__, layout)
         self.sequence, self.dim, self.layout = sequence, dim, layout
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
-        """The sequence in the layout of one call of the module; these are its arguments."""
+        """Return the sequence with the layout of one call of the module, whose arguments these are."""
         sequence = self.sequence
         if self.layout is not None:
             sequence = replace(sequence, layout=layout_of_call(self, *args, **kwargs))
@@ -47,26 +47,26 @@ class _Boundary(ParallelStyle):
 
 
 class ShardInput(_Boundary):
-    """Gives a module this rank's rows of tensors that come whole, and equal on all cp ranks.
+    """Shards inputs of a module: tensors of the whole sequence, equal on all cp ranks, become this rank's rows.
 
-    Their gradient is this rank's part, with zeros for the rows of other ranks. So gradients of the parameters that they
-    were computed with are summed over the ranks, as those of all others.
+    The gradient of such a tensor is zero at the rows of other ranks. So gradients of parameters before the module are
+    summed over the cp ranks, like those of all other parameters.
 
     Args:
         sequence: the sequence object that the attention styles share.
-        inputs: arguments of the module's forward that hold rows, by name or by place; None in the call stays None.
-        dim: their sequence dim.
+        inputs: names or positions of the forward arguments to shard; an argument that is None stays None.
+        dim: sequence dim of these tensors.
         layout: for layouts that change with the batch, a function of the module's arguments, as in `ContextParallel`.
 
     Raises:
-        ArgumentError: at application if the module has no such argument; in the forward if none of them is in the call,
-            or one was sharded already. Tensors that differ between ranks, in shape or as integers, are found in the
-            first forward of each shape: RankMismatchError.
+        ArgumentError: at application, if the module has no such argument; in the forward, if the call has none of the
+            arguments or one is sharded already.
+        RankMismatchError: in the first forward of each shape, if shapes or integer tensors differ between ranks.
 
     Example:
-        >>> plan = {  # whole hidden states between the embedding and the loss  # doctest: +SKIP
+        >>> plan = {  # whole hidden states before the layers and after the norm  # doctest: +SKIP
         ...     "layers": ShardInput(sequence, ("hidden_states",)),
-        ...     "norm": GatherOutput(sequence, gradient="sum"),  # the loss is a share, as the head has parameters
+        ...     "norm": GatherOutput(sequence, gradient="sum"),  # the loss is a local share: the head has parameters
         ... }
     """
 
@@ -80,7 +80,7 @@ class ShardInput(_Boundary):
     ) -> None:
         super().__init__(sequence, dim, layout)
         if not isinstance(inputs, tuple) or not inputs or not all(isinstance(x, str | int) for x in inputs):
-            refuse("ShardInput.inputs", "a tuple of names or places of arguments", inputs, 'such as ("hidden_states",)')
+            refuse("ShardInput.inputs", "a tuple of argument names or positions", inputs, 'such as ("hidden_states",)')
         self.inputs = inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -116,27 +116,27 @@ class ShardInput(_Boundary):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The module's forward on this rank's rows; ``chosen`` are the names and places of its inputs."""
+        """Run the module's forward on this rank's rows; ``chosen`` has the names and positions of its inputs."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         sequence = self.of_call(*args, **kwargs)
         present = [(name, place if place in given else name) for name, place in chosen]
         present = [(name, key) for name, key in present if given.get(key) is not None]
-        with unwatched():  # a layout counts rows
+        with unwatched():  # layouts call torch.arange, which the watch would report
             for name, key in present:
                 given[key] = self._shard(sequence, name, given[key])
         if not present:
-            got = f"{len(args)} arguments by place, {[*kwargs]} by name"
+            got = f"{len(args)} positional arguments and {[*kwargs]} by name"
             refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
         self._watch_positions({name: given[key] for name, key in present})
         return forward(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
 
     def _watch_positions(self, local: dict[str, Any]) -> None:
-        """Tell the watch of a model without a root how many rows are here; a root has done so."""
+        """Give the watch the number of local rows, in a model without a root. A root has already set it."""
         if (watch := watched()) is not None and ROOT.get() is None and not local.keys() & {*POSITIONS}:
             watch.local_rows = next(iter(local.values())).shape[self.dim] if self.sequence.cp_size > 1 else None
 
     def _shard(self, sequence: ShardedSequence, name: str, whole: Any) -> Any:
-        """This rank's rows of a tensor, whose shape is compared with other ranks', and its integers where it is new."""
+        """Return this rank's rows of a tensor, after ranks compare its shape and, for a new shape, its integers."""
         if isinstance(whole, Tensor) and not torch.compiler.is_compiling():
             group, kind = sequence.mesh.get_group(), ("ShardInput", name, whole.shape, whole.dtype)
             contents = shape_of if whole.is_floating_point() else fingerprint
@@ -145,32 +145,32 @@ class ShardInput(_Boundary):
 
 
 NOWHERE = 1 << 30
-"""The place of an argument that is given by name alone."""
+"""The position of a keyword-only argument."""
 
 
 class GatherOutput(_Boundary):
-    """Makes a module return whole tensors, in original order and on every rank, of which it computes this rank's rows.
+    """Gathers outputs of a module: this rank's rows become whole tensors, in original order, on every rank.
 
-    What their gradient means must be said, since it is not seen from here:
+    The gradient of a whole tensor can mean two things, so the choice must be given:
 
-    - "mean": every cp rank computes the same loss from the whole, as `F.cross_entropy` of whole logits and labels, with
-      no parameters behind the module, whose gradients would be cp times too large;
-      as in ``ShardedModel(gather_output=True)``.
-    - "sum": the loss is this rank's share of a sum, also where a `ShardInput` follows, or more layers that every rank
-      computes alike. Of a loss that is the same on every rank the share is its part, ``loss / cp_size``.
+    - "mean": every cp rank computes the same loss from the whole output, such as `F.cross_entropy` of whole logits and
+      labels, as in ``ShardedModel(gather_output=True)``. The model must have no parameters after this module: their
+      gradients would be cp times too large.
+    - "sum": the loss is this rank's share of a sum. Also take it if a `ShardInput` follows, or layers that every rank
+      computes on whole tensors. If all ranks compute the same loss, divide it: ``loss / cp_size``.
 
     Args:
         sequence: the sequence object that the attention styles share.
-        gradient: "mean" or "sum" over the cp ranks of the gradients of the whole, as `ShardedSequence.gather` and
-            `ShardedSequence.unshard` take them.
-        outputs: of a tuple the places, of a mapping the names of entries that hold rows; the others are returned as
-            they are. None: the output is one tensor.
-        dim: their sequence dim.
+        gradient: "mean" or "sum" of the whole gradients over the cp ranks, as in `ShardedSequence.gather` ("mean") and
+            `ShardedSequence.unshard` ("sum").
+        outputs: the entries to gather, by index in a tuple or by name in a mapping; other entries stay as they are.
+            None: the output is one tensor.
+        dim: sequence dim of these tensors.
         layout: for layouts that change with the batch, a function of the module's arguments, as in `ContextParallel`.
 
     Raises:
-        ArgumentError: at application if ``gradient`` is neither; in the forward if the output has no such entries, or
-            has other rows than this rank.
+        ArgumentError: at application, if ``gradient`` is neither; in the forward, if the output lacks these entries or
+            its local length is not this rank's.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ class GatherOutput(_Boundary):
     ) -> None:
         super().__init__(sequence, dim, layout)
         if gradient not in ("mean", "sum"):
-            hint = '"mean" for a loss that every rank computes alike from the output, "sum" for shares of one'
+            hint = '"mean" if every rank computes the same loss from the output, "sum" if each computes its share'
             refuse("GatherOutput.gradient", "'mean' or 'sum'", repr(gradient), hint)
         self.gradient, self.outputs = gradient, outputs
-        self.gather_output = gradient == "mean"  # as `ShardedModel` says it
+        self.gather_output = gradient == "mean"  # the attribute of `ShardedModel`
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         claim(module, device_mesh, self.sequence, self, OUTPUT)
@@ -205,14 +205,14 @@ class GatherOutput(_Boundary):
     def _gather(self, where: str, gather: Callable[[Tensor], Tensor], output: Any) -> Any:
         if self.outputs is None:
             if not isinstance(output, Tensor):
-                hint = "say which entries of it hold rows, outputs=(0,) or names"
+                hint = "name the entries that hold rows: outputs=(0,) or names"
                 refuse(f"GatherOutput({where})", "one tensor as output", type(output).__name__, hint)
             return gather(output)
         entries: dict[Any, Any] = dict(output if isinstance(output, Mapping) else enumerate(output))
         for name in self.outputs:
             if not isinstance(entries.get(name), Tensor):
                 got = [x for x, entry in entries.items() if isinstance(entry, Tensor)]
-                refuse(f"GatherOutput({where}).outputs", f"a tensor at {name!r}", f"tensors at {got}", "name those")
+                refuse(f"GatherOutput({where}).outputs", f"a tensor at {name!r}", f"tensors at {got}", "name one")
             entries[name] = gather(entries[name])
         if isinstance(output, Mapping):
             return type(output)(entries)  # type: ignore[call-arg]

@@ -1,7 +1,7 @@
-"""`clip_grad_norm`: the global norm of gradients that lie on several meshes, or on none.
+"""`clip_grad_norm`: clip by the global norm of gradients on different meshes, or on no mesh.
 
-PyTorch's `clip_grad_norm_` takes gradients of one mesh at a time. With tensor parallelism some parameters lie on
-dp x cp alone and others on tp too.
+PyTorch's `clip_grad_norm_` takes gradients of one mesh at a time. With tensor parallelism some parameters are sharded
+over dp x cp alone and others over tp as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cp_mesh.errors import refuse
 from cp_mesh.training.loss import groups_of
 
 Groups = tuple[dist.ProcessGroup, ...]
-"""Those whose ranks hold different parts of a parameter."""
+"""Process groups over which a parameter is sharded."""
 _EPS = 1e-6  # as in PyTorch
 
 
@@ -35,21 +35,21 @@ def clip_grad_norm(
     foreach: bool | None = None,
     over: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for parameters on any meshes: scale gradients to a global norm, in place.
+    """Scale gradients to a global norm in place: `torch.nn.utils.clip_grad_norm_` for parameters on any meshes.
 
-    Every entry of every gradient counts once: shards are summed over the groups that share them, one all-reduce of a
-    few numbers for each group, and what ranks hold alike is not summed. Gradients are to be complete, reduced over the
-    ranks that hold other tokens; partial sums of a DTensor are reduced here, to the parameter's placements. A plain
-    tensor is taken for one that all ranks hold alike. Call it on all ranks that share the parameters, with all of them
-    in one order; those without a gradient count nothing. Nothing waits for the device without ``error_if_nonfinite``.
+    Sharded gradients are reduced over their groups, with one small all-reduce for each group; replicated gradients are
+    counted once. Gradients must already be reduced over the ranks with other tokens; Partial gradients of DTensors are
+    reduced here, to the parameter's placements. A plain tensor is taken as replicated. Call it on all ranks that share
+    the parameters, with all parameters in the same order; parameters without a gradient add nothing. It synchronizes
+    with the device only with ``error_if_nonfinite``.
 
     Args:
-        parameters: DTensors and plain tensors, with their gradients; those of one tensor, or of many.
+        parameters: DTensors and plain tensors with gradients; one tensor or many.
         max_norm: the largest norm.
         norm_type: which norm: p > 0, `math.inf` for the largest absolute value.
         error_if_nonfinite: raise if the norm is nan or infinite, before any gradient is scaled.
-        foreach: whether to take the gradients of one device and dtype in one call; None: on GPUs.
-        over: ranks that hold other parameters, the stages of a pipeline: ``mesh["pp"]``. All of them call this.
+        foreach: whether to handle the gradients of one device and dtype in one call; None: on GPUs.
+        over: ranks that hold other parameters, such as pipeline stages: ``mesh["pp"]``. All of them must call this.
 
     Returns:
         The norm before clipping, the same on every rank: a plain tensor [], float64 if a gradient is, else float32.
@@ -68,7 +68,7 @@ def clip_grad_norm(
     given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     shards: dict[Groups, list[Tensor]] = defaultdict(list)
     for parameter in given:
-        own = shards[_sharing(parameter)]  # without a gradient too: all ranks reduce over the same groups
+        own = shards[_sharing(parameter)]  # also without a gradient, so that all ranks reduce over the same groups
         if parameter.grad is not None:
             own.append(_local_gradient(parameter))
     grads = [grad for own in shards.values() for grad in own]
@@ -89,7 +89,7 @@ def clip_grad_norm(
             f"clip_grad_norm: expected gradients of finite norm, got {float(total)} for norm_type={norm_type}; no "
             "gradient was scaled, and error_if_nonfinite=False would scale them"
         )
-    if math.isinf(max_norm):  # also of an infinite norm, which is NaN times it
+    if math.isinf(max_norm):  # the factor would be NaN for an infinite norm
         return total
     factor = (max_norm / (total + _EPS)).clamp(max=1.0)
     for alike in _by_device_and_dtype(grads):
@@ -109,7 +109,7 @@ def _sharing(parameter: Tensor) -> Groups:
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:
-    """This rank's part of a gradient, of which each entry is complete; it is the gradient's own memory."""
+    """Return this rank's shard of the fully reduced gradient, as a view of the gradient's memory."""
     grad = parameter.grad
     assert grad is not None
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
@@ -133,7 +133,7 @@ def _by_device_and_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
 def _power_sum(
     grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device, foreach: bool | None
 ) -> Tensor:
-    """Of this rank's entries: the sum of their powers, or the largest one; float64 [], where powers do not overflow."""
+    """Sum the powers of this rank's entries, or take the largest; float64 [], so that powers do not overflow."""
     norms: list[Tensor] = []
     for alike in _by_device_and_dtype([grad for grad in grads if grad.numel()]):
         if _at_once(alike[0], foreach):
@@ -147,13 +147,13 @@ def _power_sum(
 
 
 def _all_reduce(values: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
-    """Sums over the group, or largest values; nan stays nan."""
-    device = values.device  # the host, where FSDP2 keeps parameters there and the group is of NCCL
+    """All-reduce over the group: sums, or maxima for an infinite norm. NaN stays NaN."""
+    device = values.device  # the CPU if FSDP2 offloads parameters, while the group is of NCCL
     if device.type not in (kinds := [kind.type for kind in devices_of_group(group)]):
         values = values.to(kinds[0])
     if not math.isinf(norm_type):
         dist.all_reduce(values, group=group)
         return values.to(device)
-    both = torch.stack([values.nan_to_num(0.0, math.inf), values.isnan().double()])  # a maximum may lose nan
+    both = torch.stack([values.nan_to_num(0.0, math.inf), values.isnan().double()])  # a MAX reduction may lose NaN
     dist.all_reduce(both, dist.ReduceOp.MAX, group)
     return both[0].where(both[1] == 0, math.nan).to(device)

@@ -1,4 +1,4 @@
-"""The op by which compiled code compares the inputs of a `ShardedModel` over cp."""
+"""The custom op with which compiled code compares the inputs of a `ShardedModel` over the cp ranks."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ def kind_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple((name, None if x is None else (x.shape, x.dtype)) for name, x in inputs.items())
 
 
-# An op, so that compiled code compares when it runs. Its results are copies: an op may not return what it was given.
+# A custom op, so that compiled code compares at run time. It returns copies, since an op may not return its inputs.
 @torch.library.custom_op("cp_mesh::compare_inputs", mutates_args=())
 def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
-    """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
+    """Compare the inputs over the group in the first forward of each shape, and note that this layout shards them."""
     found, group = dict(zip(names.split(), inputs, strict=True)), resolve_group(group_name)
     if inputs:
         agree_on_shapes(group, kind_of(found), found)

@@ -1,10 +1,10 @@
-"""`ContextParallel`: the style of an attention core.
+"""`ContextParallel`: the parallel style for the attention core of a model.
 
-During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` into
-the sharded one (`coverage`), and `cp_mesh.flex_attention` finds it; no function of torch is patched. Inside the module
-tensors stay as the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as
-DTensors over cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the
-place of its module's forward as `wrap.py` says.
+During the core's forward a `TorchFunctionMode` (`sdpa_mode`) replaces `F.scaled_dot_product_attention` with sharded
+attention, and `cp_mesh.flex_attention` looks the mode up. No function of torch is patched. Inside the module, tensors
+stay as the model made them (plain, DTensors over tp, or DTensors over the whole mesh). They are not wrapped as DTensors
+over cp, because DTensors cannot describe shards of unequal length and model code may not support DTensors. `wrap.py`
+describes how a style replaces the forward of its module.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from cp_mesh.training.style_helpers import (
 )
 from cp_mesh.wrap import STYLE, replace_forward, replaced
 
-_SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
+_SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # dropout_p is an argument of the SDPA call
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of an attention core attends with.
+    """The arguments of attention in one call of a core.
 
     Attributes:
-        given: keywords of `attend`, but for the scale and what the scores say; the mask is of the padded sequence.
-        scores: options of the scores.
-        stated: of a first call, the module and what the mask must say.
+        given: keywords of `attend`, except the scale and the score options; the mask covers the padded sequence.
+        scores: score options.
+        stated: in the first call, the module and the window or chunk size that the mask must match; else None.
     """
 
     given: dict[str, Any]
@@ -76,44 +76,43 @@ class _Call:
 
 
 class ContextParallel(ParallelStyle):
-    """Makes the attention core that it is applied to attend over the whole sequence.
+    """Makes an attention core attend over the whole sequence.
 
-    The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
-    ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Or it calls `cp_mesh.flex_attention` as it would PyTorch's, with a block mask of the whole sequence
-    (docs/flex.md) and no mesh; the style's mask is `Mask(causal=False)` then. Other attention of PyTorch (its own
-    flex_attention, `nn.MultiheadAttention`, operators of aten) is refused there, and so is a checkpoint that the core
-    itself begins: checkpoint the module that holds the core. Not seen are
-    torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
-    higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
-    as it is.
+    The module's forward must call `F.scaled_dot_product_attention` at least once, on [B, H, S_local, D] tensors, with
+    ``is_causal`` equal to the mask's ``causal`` and without ``attn_mask``, because a mask tensor of local shape is
+    ambiguous. Or the forward calls `cp_mesh.flex_attention` like PyTorch's flex_attention, without a mesh and with a
+    block mask of the whole sequence (docs/flex.md); the style then needs `Mask(causal=False)`. Other attention of
+    PyTorch (its own flex_attention, `nn.MultiheadAttention`, aten operators) is refused, and so is a checkpoint that
+    begins inside the core: checkpoint the module that holds the core. The style does not see torch.jit.script, C++,
+    other threads, attention written as matmul and softmax, kernels of other packages and, in compiled code, the bodies
+    of higher-order operators such as torch.cond. The module may do anything else; its output is not changed.
 
-    Under a `ShardedModel` every SDPA call must have the rows that the root sharded, unless ``sequence`` has a length of
-    its own, which then counts. Without either, each call's own rows are taken for this rank's whole shard. A root that
-    is compiled as a whole with ``watch=False`` does not compare them.
+    Under a `ShardedModel`, every SDPA call must have the local length that the root sharded, unless ``sequence`` has a
+    length, which then takes precedence. Without both, each call's local length is taken as this rank's whole shard. A
+    root that is compiled as a whole with ``watch=False`` skips the comparison of lengths.
 
-    The module's class becomes a subclass of the same name, so `copy.copy` and `copy.deepcopy` make modules with the
-    style. Pickling is refused, as a style holds process groups: save the state_dict.
+    The module's class becomes a subclass of the same name, so `copy.copy` and `copy.deepcopy` keep the style. Pickling
+    is refused because a style holds process groups: save the state_dict.
 
     Args:
         sequence: the sequence object that also shards the data.
-        mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
-            with the batch: ``mask=lambda q, k, v, mask: mask`` of a core that is called with one. It must depend on its
-            arguments alone: activation checkpointing calls it again in the backward.
-        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks, ...), or a function of the
-            wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
-            {"sinks": core.sinks}``. It too must depend on these alone. ``dropout_p`` is that of the SDPA call, and
-            needs a ``dropout_seed`` here, another in every layer and step; heads are counted from this tp rank's first.
-        layout: for layouts that change with the batch, a function of the wrapped module's call arguments that returns
-            the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
-            Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
-            `ShardedModel` need the same (`ShardedSequence.balanced`).
+        mask: the mask. For masks that change with the batch, a function of the core's call arguments that returns the
+            mask: ``mask=lambda q, k, v, mask: mask`` if the core is called with one. The function must depend on its
+            arguments alone, because activation checkpointing calls it again in the backward.
+        scores: score options by their names in `cp_mesh.attention` (softcap, sinks, ...). For tensors, a function of
+            the module and its call arguments that returns the options: ``scores=lambda core, q, k, v: {"sinks":
+            core.sinks}``. It must depend on its arguments alone. ``dropout_p`` comes from the SDPA call and needs a
+            ``dropout_seed`` here that differs in every layer and step; head 0 is the first head of this tp rank.
+        layout: for layouts that change with the batch, a function of the core's call arguments that returns the layout:
+            ``layout=lambda q, k, v, packed: packed.layout``. It must depend on its arguments alone. Pass the layout
+            inside an object, because FSDP2 moves tensors to the device. None: the layout of the sequence. Data, labels
+            and `ShardedModel` need the same layout (`ShardedSequence.balanced`).
         kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
-            `cp_mesh.attention`. The degree is the sequence's if it has one, and so is the size of a mesh of two axes.
+            `cp_mesh.attention`. None for a degree or ring size: the sequence's ulysses_degree, or its inner mesh axis.
 
     Raises:
-        ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
-            module; in the forward if no attention call was intercepted or if it disagrees with the mask.
+        ArgumentError, UnsupportedError: at application, if the mesh is wrong, the style is applied twice, or the module
+            is cross-attention; in the forward, if the core does not call attention or the call disagrees with the mask.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class ContextParallel(ParallelStyle):
 
     @announced
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
+        """Run the wrapped module's forward with SDPA calls that attend over the whole sequence."""
         call, watch = self.prepare(module, *args, **kwargs), watched()
         if not torch.compiler.is_compiling():
             keep_uncompiled()
@@ -176,13 +175,13 @@ class ContextParallel(ParallelStyle):
         return result
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
-        """What one call of the wrapped module attends with; these are its arguments."""
+        """Return the arguments of attention for one call of the wrapped module, whose call arguments these are."""
         layout = layout_of_call(self, *args, **kwargs)
         _check_root(self.sequence, layout)
         mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
         if not isinstance(mask, Mask):
             refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
-        if isinstance(self.scores, Mapping):  # Dynamo cannot tell whether a dict is callable
+        if isinstance(self.scores, Mapping):  # Dynamo cannot evaluate callable() on a dict
             scores = self.scores
         else:
             scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
@@ -196,7 +195,7 @@ class ContextParallel(ParallelStyle):
         return _Call(given, scores, stated)
 
     def _first(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[nn.Module, Reach]:
-        """In the first call of a module: refuse what the module says of its attention and the style does not."""
+        """Refuse, in the first call of a module, settings of its attention that the style lacks."""
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
         if not torch.compiler.is_compiling():
@@ -215,7 +214,7 @@ class ContextParallel(ParallelStyle):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention` over the whole sequence, for one call in the core: [B, H, S_local, D]."""
+        """Compute `F.scaled_dot_product_attention` over the whole sequence for one call: [B, H, S_local, D]."""
         form, over_tp = FORMATS[2], _over_others(query, self.sequence.mesh)
         check_dense(query=query, key=key, value=value)
         if over_tp is not None:
@@ -223,10 +222,10 @@ class ContextParallel(ParallelStyle):
             check_score_placements(call.scores, over_tp, form)
         if attn_mask is not None:
             raise UnsupportedError(
-                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
+                "ContextParallel: a tensor attn_mask cannot be read on positions; pass it as ContextParallel(mask="
                 "Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=)), or by cp_mesh.batch_mask of the "
-                "whole batch, and call SDPA without attn_mask. Any other mask is, exactly, a bias of 0 and -inf, "
-                "mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, rows of this rank, all keys]}; that "
+                "whole batch, and call SDPA without attn_mask. Any other mask is exactly a bias of 0 and -inf, "
+                "mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, rows of this rank, all keys]}; it "
                 "needs memory for each pair and the Triton or reference kernel"
             )
         mask = call.given["mask"]
@@ -235,7 +234,7 @@ class ContextParallel(ParallelStyle):
                 "is_causal", f"{mask.causal}, as in the style's {mask}", is_causal, "make the call and the style agree"
             )
         if call.stated is not None:
-            rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
+            rows = query.shape[-2] * self.sequence.cp_size  # too large for DTensors over cp, whose shape is global
             module, reach = call.stated
             check_scores_stated(module, call.scores)
             check_reach(type(module).__name__, reach, mask, self.sequence.length or rows)
@@ -247,7 +246,7 @@ class ContextParallel(ParallelStyle):
         given = call.given | {"scale": scale, "dropout_p": dropout_p}
         if over_tp is None:
             return cast(Tensor, attend(query, key, value, **given | dict(call.scores)))
-        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
+        # DTensors over tp alone: this rank's rows, with heads sharded over tp. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, over_tp, form)))
         return wrap(out, over_tp.device_mesh, over_tp.placements, (*query.shape[:-1], value.shape[-1]), over_tp)
@@ -264,17 +263,17 @@ class ContextParallel(ParallelStyle):
         enable_gqa: bool,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`cp_mesh.flex_attention` over the whole sequence, for one call in the core.
+        """Compute `cp_mesh.flex_attention` over the whole sequence for one call in the core.
 
-        Functions see global indices, and the block mask is of the whole sequence, without padding.
+        score_mod and mask_mod get global indices. The block mask covers the whole sequence without padding.
         """
         form, mask, over_tp = FORMATS[2], call.given["mask"], _over_others(query, self.sequence.mesh)
         check_format(query, key, value, form)
         if call.scores:
-            refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
+            refuse("ContextParallel.scores", "none with flex_attention", [*call.scores], "write them in score_mod")
         if mask.causal or mask.window or mask.elementwise:
-            hint = "mask=Mask(causal=False) leaves all to the functions"
-            refuse("ContextParallel.mask", "one that hides nothing beside flex_attention", mask, hint)
+            hint = "mask=Mask(causal=False) leaves masking to mask_mod"
+            refuse("ContextParallel.mask", "a mask that hides nothing, with flex_attention", mask, hint)
         _check_heads(query, key, enable_gqa)
         if over_tp is not None:
             check_placements(over_tp, key, value, (), form)
@@ -302,17 +301,17 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
 
 
 def _over_others(query: Tensor, mesh: DeviceMesh) -> DTensor | None:
-    """The query if it is a DTensor over other axes, tp alone: its rows are those of this rank."""
+    """Return the query if it is a DTensor without the cp axis (tp alone), whose rows are local; else None."""
     return query if isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh) else None
 
 
 def cores_of(module: nn.Module) -> list[ContextParallel]:
-    """The styles of the cores in a module."""
+    """Return the styles of the attention cores in a module."""
     return [style for style in styles_of(module) if isinstance(style, ContextParallel)]
 
 
 def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
-    """Refuse a core's call in another layout than that of the rows which its root sharded over the same ranks."""
+    """Refuse a core's call whose layout differs from the layout in which the root sharded over the same ranks."""
     found = None if torch.compiler.is_compiling() else ROOT.get()
     if found is None or found.sequence.mesh != sequence.mesh:
         return
@@ -320,7 +319,7 @@ def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
 
 
 def _ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What a style's function returns for a core's call."""
+    """Call a style's function with the arguments of a core's call."""
     try:
         return function(*args, **kwargs)
     except TypeError as error:
@@ -328,7 +327,7 @@ def _ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
             inspect.signature(function).bind(*args, **kwargs)
         except TypeError:
             given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
-            expected, hint = f"a function of what the core is called with, ({', '.join(given)})", "take *args, **kwargs"
+            expected, hint = f"a function of the core's call arguments, ({', '.join(given)})", "take *args, **kwargs"
             got = f"one of {inspect.signature(function)}"
             raise ArgumentError(describe(f"ContextParallel.{name}", expected, got, hint)) from error
         raise

@@ -1,8 +1,8 @@
-"""The loss: each rank's share of the mean.
+"""The loss: each rank's share of the mean over all tokens.
 
-Gradient contract. A rank's loss is the *sum* over its own tokens divided by the *global* number of valid tokens, so
-the sum over ranks of the losses is the loss of one rank that sees everything, and the sum over ranks (dp x cp) of
-parameter gradients is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` tells FSDP2 so.
+Gradient contract. A rank's loss is the *sum* over its own tokens divided by the *global* number of valid tokens. So
+the sum of losses over the ranks is the loss of a single device, and the sum of parameter gradients over the ranks
+(dp x cp) is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` sets FSDP2 to them.
 """
 
 import torch
@@ -22,7 +22,7 @@ from cp_mesh.training.checks.labels import check_labels
 from cp_mesh.training.token_losses import LazyLogits, token_losses
 
 _FLAG = 1 << 44
-"""Added to the number of valid tokens by a rank that found its labels wrong, so that all hear of it in one sum."""
+"""A rank with wrong labels adds this to its number of valid tokens, so the one all-reduce informs all ranks."""
 
 
 def cross_entropy(
@@ -33,38 +33,38 @@ def cross_entropy(
     ignore_index: int = -100,
     count: int | Tensor | None = None,
 ) -> Tensor:
-    """This rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
+    """Return this rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
 
-    The SUM over the ranks of ``mesh`` is the mean over all tokens, whatever each rank holds, none included; so is the
-    SUM of gradients. Log the sum, not one rank's share. It keeps the logits for its backward, and needs no other
-    memory of their size than their gradient.
+    The SUM over the ranks of ``mesh`` is the mean over all tokens, however many tokens each rank holds, even none. The
+    SUM of gradients is the gradient of that mean. Log the sum, not one rank's share. The backward keeps the logits and
+    allocates their gradient; nothing else of their size is allocated.
 
     Args:
-        logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least. Or what a linear
-            under `VocabParallelHead` returns, whose logits are then computed in chunks.
-        labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count. One that is not
-            -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
+        logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least. Or the output of a linear
+            under `VocabParallelHead`, whose logits are computed here in chunks.
+        labels: int64 [...], shifted before sharding. If ``ignore_index`` is not -100, also pass it as ``pad_value`` to
+            `ShardedSequence.shard`.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
-        ignore_index: the label of tokens that do not count.
-        count: what the sum is divided by, equal on all ranks: the valid tokens of several micro-batches, say; 0 counts
-            as 1. None: those of this call over ``mesh``.
+        ignore_index: the label of tokens without a loss.
+        count: the divisor of the sum, equal on all ranks, such as the valid tokens of several micro-batches; 0 divides
+            by 1. None: the valid tokens of this call over ``mesh``.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
 
     Raises:
-        ArgumentError: on DTensors, if labels do not have the shape of logits without the vocabulary, or on a mesh with
-            ranks that share one vocabulary. In the first
-            call also, on every rank of ``mesh``, of labels outside of the vocabulary, and of labels that are known to
-            be other rows' than this rank's: in another layout than attention, or shifted after sharding.
-        IndexError: on a label outside of the vocabulary, on the CPU; a device assertion on CUDA. In later calls.
-        UnsupportedError: in a second backward, through the gradient.
+        ArgumentError: on DTensors, if labels do not have the shape of logits without the vocabulary, or if the mesh
+            contains ranks that share one vocabulary. In the first call, on every rank of ``mesh``, also if a label is
+            outside of the vocabulary or labels belong to other rows than this rank's: sharded in another layout than
+            attention, or shifted after sharding.
+        IndexError: in later calls on the CPU, for a label outside of the vocabulary; on CUDA a device assertion.
+        UnsupportedError: in a second derivative.
         RuntimeError: under the transforms of torch.func, by PyTorch.
     """
     try:
         return _cross_entropy(logits, labels, mesh, ignore_index, count)
     except (ArgumentError, UnsupportedError) as error:
-        if not isinstance(logits, Tensor):  # other ranks of tp are of other groups of the mesh
+        if not isinstance(logits, Tensor):  # the other tp ranks are in other groups of the mesh
             announce_error(logits.head.group_name, error, "tp")
         raise
 
@@ -84,18 +84,18 @@ def _cross_entropy(
     if not isinstance(logits, Tensor):
         logits.check_groups([group.group_name for group in groups])
     valid = (labels != ignore_index).sum()
-    # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
+    # without the number of rows, which may differ between ranks; requires_grad since an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
     eager = not torch.compiler.is_compiling()
-    # of another model; it asks for no collective that a later loss does not
+    # another model waits for its first step; its labels are checked without an additional collective
     again = bool(WAITING) and count is None and logits.requires_grad and waits_for_labels()
-    first = eager and (any([is_first_here(group, kind) for group in groups]) or again)  # all are noted
+    first = eager and (any([is_first_here(group, kind) for group in groups]) or again)  # a list: every group notes it
     found: Exception | None = None
     if first:
         try:
             ranks, trained = {*ranks_of(mesh)}, logits.requires_grad
             found = check_labels(labels, logits.shape[-1], ignore_index, ranks, count is not None, trained)
-        except Exception as error:  # the other ranks wait in the sum
+        except Exception as error:  # raised after the all-reduce, in which the other ranks wait
             found = error
     if found is not None:
         valid = valid + _FLAG
@@ -116,15 +116,15 @@ def _cross_entropy(
 
 
 def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
-    """How many labels count, over all ranks of ``mesh``: to be the ``count`` of `cross_entropy`.
+    """Count the valid labels over all ranks of ``mesh``, for the ``count`` argument of `cross_entropy`.
 
-    For losses in parts that share one mean: micro-batches of a step, or chunks of a sequence whose logits are not held
-    together. Of several tensors take the sum of their numbers.
+    Use it if one mean is computed in parts: over micro-batches of a step, or over chunks of a sequence whose logits do
+    not fit together. For several label tensors, add their counts.
 
     Args:
-        labels: int64 of any shape, those of this rank's rows; shapes may differ between ranks.
+        labels: int64 of any shape, the labels of this rank's rows; shapes may differ between ranks.
         mesh: the ranks that hold distinct tokens, as in `cross_entropy`.
-        ignore_index: the label of tokens that do not count.
+        ignore_index: the label of tokens without a loss.
 
     Returns:
         An int64 scalar on the labels' device, equal on all ranks.
@@ -138,7 +138,7 @@ def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore
         ...     cross_entropy(model(tokens), labels, data, count=count).backward()
     """
     if isinstance(labels, DTensor):
-        refuse("labels", "a local tensor", "a DTensor", "pass those of this rank's rows")
+        refuse("labels", "a local tensor", "a DTensor", "pass the labels of this rank's rows")
     return _sum_over(groups_of(mesh), (labels != ignore_index).sum(), "valid_tokens")
 
 
@@ -150,7 +150,7 @@ def _sum_over(groups: list[dist.ProcessGroup], valid: Tensor, function: str) -> 
 
 
 def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """The groups of the axes of a mesh, one after the other over which a sum is one over all of its ranks."""
+    """Return the process groups of a mesh's axes: a sum over one after the other is the sum over all ranks."""
     if isinstance(mesh, dist.ProcessGroup):
         return [mesh]
     if not isinstance(mesh, DeviceMesh):
@@ -159,7 +159,7 @@ def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 
 def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
-    """All ranks of a mesh, in order."""
+    """Return all ranks of a mesh, sorted."""
     if isinstance(mesh, dist.ProcessGroup):
         return sorted(dist.get_process_group_ranks(mesh))
     return sorted(mesh.mesh.flatten().tolist())

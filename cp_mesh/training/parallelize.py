@@ -1,7 +1,7 @@
-"""`parallelize`, which fails closed, and what training around the styles needs.
+"""`parallelize`, which applies styles or raises, `sum_gradients` and `checkpoint_context_fn`.
 
-Order of application: tensor parallelism on ``mesh["tp"]``, then this on ``mesh["cp"]``, then checkpointing, compile and
-FSDP2.
+Order of application: tensor parallelism on ``mesh["tp"]``, then `parallelize` on ``mesh["cp"]``, then checkpointing,
+compile and FSDP2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
-"""Of a parameter or buffer: its name in the model, its module, and its name there."""
+"""A parameter or buffer: its full name in the model, its module, and its name in the module."""
 
 
 def parallelize(
@@ -47,19 +47,19 @@ def parallelize(
     *,
     watch: bool = True,
 ) -> nn.Module:
-    """`torch.distributed.tensor.parallel.parallelize_module` that fails closed.
+    """Apply styles to modules: `torch.distributed.tensor.parallel.parallelize_module` that raises on a wrong plan.
 
-    Tensors that modules share stay shared, which PyTorch's function makes several.
+    Tied parameters stay tied; PyTorch's function unties them.
 
     Args:
         module: the model; changed in place.
-        mesh: one axis of the mesh, 1-D, or its ProcessGroup; of a `ShardedSequence` over two axes its ``mesh``.
+        mesh: a 1-D mesh of one axis, or its ProcessGroup; for a `ShardedSequence` over two axes, its ``mesh``.
         plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
-            "" is the root. Styles of PyTorch work too. A compiled module stands for the one inside it.
-        watch: without a `ShardedModel`, look at the first eager forward of the module: refuse self-attention outside of
+            "" is the root. Styles of PyTorch work too. For a compiled module, the style goes to the module inside it.
+        watch: without a `ShardedModel`, check the first eager forward of the module: refuse self-attention outside of
             the plan, tokens that are the same on every rank, and positions that every rank counts from 0. Compiled
-            code is looked at for attention whenever it is traced. False for modules that also attend to sequences which
-            are not sharded.
+            code is checked for attention whenever it is traced. Pass False for modules that also attend to sequences
+            which are not sharded.
 
     Returns:
         The module.
@@ -67,9 +67,10 @@ def parallelize(
     Raises:
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
             two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
-            ``layout`` and the other none. Nothing is applied then, except that a repeated application is found on its
-            way. After it, if the styles do not shard alike what modules share.
-        UnsupportedError: if `ContextParallel` meets a module named as cross-attention, or a style one of torch.jit.
+            ``layout`` and the other none. No style is applied then, except before a repeated application. After the
+            plan is applied, if the styles shard a tied parameter in two ways.
+        UnsupportedError: if `ContextParallel` matches a cross-attention module (by its name), or a cp style a module of
+            torch.jit.
 
     Example:
         >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
@@ -106,7 +107,7 @@ def parallelize(
             core.where = name
         for key, parameter in modules[name].named_parameters():
             if parameter.requires_grad != trained.get(key, parameter.requires_grad):
-                parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
+                parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new, trainable parameters
     for places in tied:
         _tie(places)
     stand_beside(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
@@ -121,18 +122,18 @@ def parallelize(
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Make gradients be reduced by a plain SUM, as the gradient contract wants: by FSDP2, or DistributedDataParallel.
+    """Make FSDP2 or DistributedDataParallel reduce gradients by a plain SUM, as `cross_entropy` requires.
 
-    Call it after `fully_shard`, of which it reaches every module, or on what DistributedDataParallel returned. On gloo
-    it also spares FSDP2 the pre-multiplied sum that gloo does not have.
+    Call it after `fully_shard` (it sets every FSDP module), or on the DistributedDataParallel wrapper. With it FSDP2
+    also works on gloo, which lacks the pre-multiplied sum.
 
     Args:
-        model: the root, with all parameters under `fully_shard` on a mesh that holds the ranks of cp; or a
-            DistributedDataParallel over them, without a communication hook.
+        model: the root, with all parameters under `fully_shard` on a mesh that contains the cp ranks; or a
+            DistributedDataParallel over these ranks, without a communication hook.
 
     Raises:
         ArgumentError: if the model is neither, or if the gradient of some parameter would not be summed over the ranks
-            that a style of this library split the sequence over.
+            over which a style splits the sequence.
     """
     cp_ranks = {rank for group in groups_over_cp(model) for rank in dist.get_process_group_ranks(group)}
     if isinstance(model, DistributedDataParallel):
@@ -144,7 +145,7 @@ def sum_gradients(model: nn.Module) -> None:
         return
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
-        refuse("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
+        refuse("sum_gradients", "a model under fully_shard", type(model).__name__, "call fully_shard first")
     for name, parameter in model.named_parameters():
         summed = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
         if parameter.requires_grad and len(cp_ranks) > 1 and not cp_ranks <= summed:
@@ -171,11 +172,11 @@ def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkpoi
 
 
 def checkpoint_context_fn() -> Any:
-    """Selective checkpointing that recomputes everything but attention, so that recompute does not replay the ring.
+    """Return contexts for selective checkpointing: save attention outputs, so that recomputation skips the ring.
 
-    If torch.compile complains of side effects in a checkpoint around a `ContextParallel` module, set
-    ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``: the mode that intercepts attention
-    is a side effect to Dynamo, and it is safe to skip in the backward, where the saved result is used.
+    If torch.compile reports side effects in a checkpoint around a `ContextParallel` module, set
+    ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``. Dynamo counts the mode that
+    intercepts attention as a side effect. Skipping it in the backward is safe, since that uses the saved output.
 
     Example:
         >>> from torch.utils.checkpoint import checkpoint
@@ -185,27 +186,27 @@ def checkpoint_context_fn() -> Any:
 
 
 def _matches(key: str, name: str) -> bool:
-    if not key or not name:  # the root has its own key; no wildcard means it
+    if not key or not name:  # only the key "" matches the root
         return key == name
     parts, atoms = name.split("."), key.split(".")
     return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
 
 
 def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
-    """Refuse linears over tp between which rows lie in two ways."""
+    """Refuse linears over tp with different modes."""
     modes = {mode: key for key, style in chosen.values() if (mode := _mode_over_tp(style))}
     if len(modes) > 1:
         got = ", ".join(f"{mode!r} at {key!r}" for mode, key in sorted(modes.items()))
-        refuse("parallelize: mode", "one for all linears over tp", got, "give all of a model one mode")
+        refuse("parallelize: mode", "one for all linears over tp", got, "give all linears of a model one mode")
 
 
 def _mode_over_tp(style: ParallelStyle) -> str:
-    """How rows lie between the linears of a style over tp of this library; "" of other styles."""
+    """Return the mode of a cp_mesh linear style over tp: how it shards activations; "" for other styles."""
     return str(getattr(style, "mode_over_tp", ""))
 
 
 def _tied(module: nn.Module) -> list[list[_Place]]:
-    """The places of each parameter or buffer that has several."""
+    """Return the places of each tied parameter or buffer."""
     found: dict[int, list[_Place]] = {}
     for path, part in module.named_modules():
         whole = {"recurse": False, "remove_duplicate": False}
@@ -215,16 +216,16 @@ def _tied(module: nn.Module) -> list[list[_Place]]:
 
 
 def _tie(places: list[_Place]) -> None:
-    """Put one tensor where one was: PyTorch's styles make one for each module, of the same numbers."""
+    """Tie a tensor again: PyTorch's styles make a new tensor with the same values for each module."""
     found = {path: getattr(part, name, None) for path, part, name in places}
     kinds = {(x.shape, x.device_mesh, x.placements) if isinstance(x, DTensor) else id(x) for x in found.values()}
     if len(kinds) > 1:
         words = (f"{path} {written(x.placements) if isinstance(x, DTensor) else 'plain'}" for path, x in found.items())
         hint = (
-            "give its modules, in one plan, styles that shard it alike, as VocabParallelEmbedding() and "
-            "VocabParallelHead() do, or leave them all out. The plan is applied: build the model anew"
+            "give its modules, in one plan, styles with the same sharding, such as VocabParallelEmbedding() and "
+            "VocabParallelHead(), or leave them all out. The plan was applied: build the model again"
         )
-        refuse("parallelize: a tensor that modules share", "one tensor after the plan too", ", ".join(words), hint)
+        refuse("parallelize: a tied tensor", "the same sharding in all its modules", ", ".join(words), hint)
     first = next(iter(found.values()))
     for path, part, name in places:
         if found[path] is not first:
@@ -232,18 +233,18 @@ def _tie(places: list[_Place]) -> None:
 
 
 def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:
-    """Refuse a plan whose cores attend over another sequence than the root shards, or in a layout of other making."""
+    """Refuse a plan whose root and cores differ in their sequence, or of which only some have ``layout=``."""
     roots = {key: x for key, x in plan.items() if isinstance(x, ShardedModel | ShardInput | GatherOutput)}
     cores = {key: x for key, x in plan.items() if isinstance(x, ContextParallel | ShardInput | GatherOutput)}
     for (root_key, root), (key, core) in product(roots.items(), cores.items()):
         if root.sequence != core.sequence:
             got = f"{_sequence_words(root.sequence)} at {root_key!r}, {_sequence_words(core.sequence)} in {key!r}"
-            hint = "give all styles the same object; a core of another sequence goes in a plan of its own"
+            hint = "give all styles the same object; put a core of another sequence in a plan of its own"
             refuse("sequence", "one for the root and its cores", got, hint)
         if (root.layout is None) != (core.layout is None):
             with_one, without = (key, root_key) if root.layout is None else (root_key, key)
-            got = f"{with_one!r} has, {without!r} lacks it"
-            hint = "give both functions that return one layout for a batch"
+            got = f"a layout at {with_one!r} and none at {without!r}"
+            hint = "give both a function that returns the same layout for a batch"
             refuse("layout=", "in all styles of a sequence, or in none", got, hint)
 
 

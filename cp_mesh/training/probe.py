@@ -1,8 +1,8 @@
-"""`probe`: a model under its plan, on a short piece of a batch, against itself with the whole piece on every rank.
+"""`probe`: run a model on the first tokens of a batch (the piece), sharded and whole, and compare the outputs.
 
-Both runs are of the same module, in place, in eval mode, without gradients and in float32. In the second one the
-`ShardedSequence` that the styles share is told a mesh of this rank alone. Ranks agree through the store on every step
-of it, as a replica that went on alone would wait in a collective for the others.
+Both runs use the same module in place, in eval mode, without gradients and in float32. For the whole run the
+`ShardedSequence` of the styles gets a mesh of this rank alone. Ranks agree through the store after every step, because
+a rank that continued alone would wait for the others in a collective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.random import fork_rng
 from cp_mesh._torch import active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
 from cp_mesh.comm.agreement import check_mode, compare_first, keep_to_itself, turned_off
 from cp_mesh.comm.group_state import states_of_all
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.cuts import Cuts
@@ -38,14 +38,14 @@ from cp_mesh.training.style_helpers import groups_over_tp, style_of, styles_of
 from cp_mesh.training.widening import widened
 
 LIMIT, SHARE = 3e-4, 0.9
-"""Most that this share of the rows may be apart; rounding in float32 makes a tenth of it at most, mistakes more."""
+"""Largest relative difference of this share of the rows. Float32 rounding is a tenth of it at most, mistakes more."""
 MOST_UNITS, LEAST_UNITS = 4, 2
-"""Of the layout in a piece. In a longer one fewer rows are beside the edge of a shard, where some mistakes are."""
+"""Multiples of the layout's unit in a piece. In a longer one, fewer rows are at shard edges, where mistakes appear."""
 _ALONE = dict.fromkeys(("kernel", "method", "transport"), "auto") | dict.fromkeys(
     ("ulysses_degree", "inner_ring_size", "head_chunks")
 )
-_CROSS = "equal sequence lengths (self-attention)"  # in what is said of keys that are no rows of the sequence
-_LOSSES = ("labels", "shift_labels", "num_items_in_batch")  # of models of Transformers, whose logits do without
+_CROSS = "equal sequence lengths (self-attention)"  # words of the error for keys that are not the sharded sequence
+_LOSSES = ("labels", "shift_labels", "num_items_in_batch")  # arguments that the logits do not need, in Transformers
 _PLAIN = bool | int | float | str | torch.dtype | torch.device | Layout | ShardedSequence | None
 _CAUSES = (
     "usually positions that the model counts, or layers outside of the plan that mix tokens: docs/guard.md#the-probe"
@@ -55,51 +55,51 @@ _CAUSES = (
 def probe(model: nn.Module, batch: Mapping[str, Any]) -> str:
     """Run a model on the first tokens of a batch, sharded over cp and whole on every rank, and compare the rows.
 
-    Nothing is left behind: training goes on as if it had not run, but for what the model's own Python code counts,
-    which a warning names. Call it on all ranks, before the first step or at any time between steps, while no other
-    thread shards: the sequence is told of the piece meanwhile.
+    Training continues as if the probe had not run, except for attributes that the model's own Python code changes in
+    its forward; a warning names them. Call it on all ranks, before the first step or between steps, while no other
+    thread shards, because the probe changes the sequence object for the time of its runs.
 
     Args:
-        model: after `parallelize` with a `ShardedModel`, or that of `cp_mesh.integrations.transformers`; after
-            checkpointing, ``compile`` and ``fully_shard`` if there are any.
-        batch: the arguments of the forward by name, of whole sequences, as for a step.
+        model: a model after `parallelize` with a `ShardedModel`, or after `parallelize` of
+            `cp_mesh.integrations.transformers`; also after checkpointing, ``compile`` and ``fully_shard`` if used.
+        batch: the arguments of the forward by name, with whole sequences, as in a step.
 
     Returns:
-        "" if the rows agree; else why it could not compare them, which is a warning, too.
+        "" if the rows agree; else the reason why it did not compare them, which it also warns of.
 
     Raises:
-        ArgumentError: on all ranks, if 10% of the rows are farther apart than 3e-4 of their size, or the sharded run
-            alone raises. It says which rows, from which module on, and which one agreed last.
+        ArgumentError: on all ranks, if over 10% of the rows differ by more than 3e-4 relative, or if only the sharded
+            run raises. The message names the rows, the first module that differs, and the last one that agrees.
 
     Example:
         >>> cp_mesh.probe(model, {"tokens": tokens})  # doctest: +SKIP
     """
     roots = (part for part in model.modules() if hasattr(_root_of(style_of(part)), "shard_inputs"))
     if (module := next(roots, None)) is None:
-        return _skip("the model has no ShardedModel: only a root can be told to take the piece whole")
+        return _skip("the model has no ShardedModel, which the probe needs to run the whole piece on one rank")
     ddp = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
     try:
         return _Probe(style_of(module), module, batch, module, ddp).run()
     finally:
         for part in module.modules():
-            if isinstance(part, FSDPModule):  # which keeps the root whole after a forward without gradients
+            if isinstance(part, FSDPModule):  # FSDP2 leaves the root unsharded after a forward without gradients
                 part.reshard()
 
 
 def probe_once(style: Any, module: nn.Module, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> None:
-    """`probe` in the first eager forward of a root; ``forward`` is called with the piece."""
+    """Run `probe` in the first eager forward of a root, with ``forward`` called on the piece."""
     style.probe = False
     _Probe(style, module, arguments, forward, active_ddp()).run()
 
 
 def without_probe(model: nn.Module) -> None:
-    """Let no first forward of a model probe it."""
+    """Turn off the probe in the first forward of a model."""
     for style in styles_of(model):
         if hasattr(style, "probe"):
             style.probe = False
 
 
-@constant_in_traces  # what it raises is no reason to try uncompiled
+@constant_in_traces  # so that Dynamo raises the error, and does not fall back to eager code
 def refuse_compiled() -> None:
     hint = "compile its blocks, or call cp_mesh.probe(model, batch) before the first step"
     expected, got = "a root in eager mode", "one that is compiled as a whole"
@@ -108,7 +108,7 @@ def refuse_compiled() -> None:
 
 @contextmanager
 def mesh_of_one(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """A mesh of this rank alone, which sends nothing: of gloo, as NCCL would split a communicator."""
+    """Yield a mesh of this rank alone. It sends nothing; on gloo, because NCCL would split a communicator."""
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     try:
         yield DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("cp",))
@@ -117,24 +117,24 @@ def mesh_of_one(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 
 
 def _root_of(owner: Any) -> Any:
-    """What runs a root: a `ShardedModel`, or what has one as its ``style``."""
+    """Return the `ShardedModel` of a root's owner: the owner itself, or its ``style``."""
     return getattr(owner, "style", owner)
 
 
 def _skip(reason: str) -> str:
-    told = f"cp_mesh: the probe did not compare anything: {reason}. cp_mesh.verify_model compares a whole step"
-    warnings.warn(told, stacklevel=4)
+    told = f"the probe did not compare anything: {reason}. cp_mesh.verify_model compares a whole step"
+    warn(told)
     return reason
 
 
 class _Skip(Exception):
-    """Nothing can be said."""
+    """The probe cannot compare."""
 
 
 class _Probe:
-    """One run of `probe`: of the root ``module``, which ``owner`` runs, by ``forward``, which is called with a piece.
+    """One run of `probe` on the root ``module``, which ``owner`` runs; ``forward`` is called with the piece.
 
-    What ranks say has a kind before its first colon: "skipped", "found" or "differ".
+    The result of a rank begins with its kind and a colon: "skipped", "found" or "differ"; "" if the rows agree.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _Probe:
         self.sequences = [*{id(x): x for x in found if x is not None}.values()]
         over_tp = sorted(groups_over_tp(module), key=lambda group: group.group_name)
         self.tp_size = math.prod(group.size() for group in over_tp)
-        # Ranks of these run the model together: of cp, of tp, and of the meshes of parameters.
+        # Ranks in these groups run the model together: cp, tp, and the meshes of parameters.
         groups = [self.sequence.mesh.get_group(), *over_tp]
         meshes = [x.device_mesh for x in module.parameters() if isinstance(x, DTensor)]
         meshes += [mesh for part in module.modules() if isinstance(part, FSDPModule) for mesh in meshes_of_fsdp(part)]
@@ -168,28 +168,28 @@ class _Probe:
         before, said = _states(self.module), ""
         try:
             self._cut_batch()
-        except Exception as error:  # whatever the batch is made of
+        except Exception as error:  # a batch may hold any objects
             said = f"skipped: {error}"
         with mesh_of_one(self.sequence.mesh) as alone:
             said = self._vote(said) or self._compare(alone)
         if changed := [name for name, state in _states(self.module).items() if before.get(name) != state]:
-            told = f"{', '.join(changed[:8])}{', ...' * (len(changed) > 8)}; set them back if they count"
-            words = "times, by which these attributes of its modules have changed"
-            warnings.warn(f"cp_mesh: the probe ran the model {self.runs} {words}: {told}", stacklevel=3)
+            told = f"{', '.join(changed[:8])}{', ...' * (len(changed) > 8)}; reset them if training uses them"
+            words = "times, which changed these attributes of its modules"
+            warn(f"the probe ran the model {self.runs} {words}: {told}")
         kind, _, words = said.partition(": ")
         if kind in ("", "skipped"):
             return _skip(words) if kind else ""
         expected = f"the same rows as on one rank, within {LIMIT:g} on {self.length} tokens"
         found = ArgumentError(describe("cp_mesh.probe", expected, words, _CAUSES))
-        keep_to_itself(found)  # all ranks raise it
+        keep_to_itself(found)  # not announced, since all ranks raise it
         raise found
 
     def _compare(self, alone: DeviceMesh) -> str:
-        """What all ranks say of the runs, after each of which they agree."""
+        """Run the model whole and sharded; return the result on which all ranks agree."""
         whole, raised = self._attempt(alone)
         said = "skipped: " + _words("with all rows of the piece on one rank the model", raised) if raised else ""
         if _CROSS in str(raised):
-            said = f"found: a core whose keys are no rows of the sequence: {raised}"
+            said = f"found: a core whose keys are not rows of the sequence: {raised}"
         if said := self._vote(said):
             return said
         rows, raised = self._attempt(None)
@@ -203,9 +203,9 @@ class _Probe:
         return again or said + self._vote(self._first_module(alone)).partition(" ")[2]
 
     def _vote(self, word: str) -> str:
-        """The first of what ranks say, in the order of words: the same on all of them; "" if none says anything."""
+        """Return the alphabetically first nonempty result of all ranks, the same on each rank; "" if all are empty."""
         for group in self.groups:
-            with check_mode() if turned_off(group) else nullcontext():  # ranks must not go apart, checked or not
+            with check_mode() if turned_off(group) else nullcontext():  # ranks must agree even with checks turned off
                 answers = compare_first(group, {"call": "cp_mesh.probe", "probe": word})
             word = min(filter(None, (answer["probe"] for answer in answers)), default="")
         return word
@@ -215,13 +215,13 @@ class _Probe:
     def _cut_batch(self) -> None:
         present = [self.batch[name] for name in self.root.inputs if self.batch.get(name) is not None]
         if not present:
-            raise _Skip("no whole sequence goes into the model, as in a later stage of a pipeline")
+            raise _Skip("the model gets no whole sequence, as in a later stage of a pipeline")
         self.sizes = present[0].shape[:2]
         cp_size = self.sequence.cp_size
         unit = math.lcm(self.sequence.layout.multiple(cp_size), cp_size * self.tp_size)
         units = min(self.sizes[1] // unit, MOST_UNITS)
         if units < LEAST_UNITS:
-            raise _Skip(f"a piece has {LEAST_UNITS * unit} tokens at least, the batch {self.sizes[1]}")
+            raise _Skip(f"a piece needs at least {LEAST_UNITS * unit} tokens, the batch has {self.sizes[1]}")
         self.length = units * unit
         self.piece = self._cut("", self.batch)
 
@@ -242,7 +242,7 @@ class _Probe:
         raise _Skip(f"no piece can be cut of {name}, of type {type(x).__name__}")
 
     def _cut_tensor(self, name: str, x: Tensor) -> Tensor:
-        """By its name; of other names every dim that is as long as the sequence."""
+        """Cut a tensor by its name; under an unknown name, cut every dim that has the length of the sequence."""
         length, (batch, whole) = self.length, self.sizes
         if name.startswith("cu_seq"):
             return torch.cat([x[x < length], x.new_tensor([length])])
@@ -258,11 +258,11 @@ class _Probe:
     # The runs.
 
     def _attempt(self, mesh: DeviceMesh | None, seed: int = 0) -> tuple[Any, Exception | None]:
-        """The rows of a run, or what it raised: over ``mesh``, of one rank; None: sharded, and then gathered."""
+        """Return the rows of a run or its exception. The run is whole on ``mesh``, of one rank; None: sharded."""
         self.runs += 1
         on_gpu = self.sequence.mesh.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        # Linears of ours over tp compare dtypes, unless autocast casts; the dtype that it asks for is widened, too.
+        # Our tp linears refuse mixed dtypes unless autocast casts; the dtype that autocast asks for is widened, too.
         cast = torch.autocast(device.type, torch.bfloat16, enabled=self.tp_size > 1, cache_enabled=False)
         try:
             with _unchanged(self.module, [*self.styles, *self.sequences], device), cast, widened(self.module):
@@ -274,11 +274,11 @@ class _Probe:
                 if mesh is None and rows.shape[1] * self.sequence.cp_size == self.length:
                     rows = self.sequence.unshard(rows)
                 return rows, None
-        except Exception as error:  # of the user's model
+        except Exception as error:  # the user's model may raise anything
             return None, error
 
     def _tell(self, mesh: DeviceMesh | None) -> None:
-        """Tell styles of the piece, and of a mesh of this rank alone."""
+        """Set styles and sequences to the piece and, for a whole run, to the mesh of this rank alone."""
         options = {"kernel": "auto"} if mesh is None else _ALONE  # FlashAttention has no float32
         others = {"layout": None, "watch": False, "probe": False, "of_batch": False}
         for own in (style.__dict__ for style in self.styles):
@@ -288,12 +288,12 @@ class _Probe:
             if isinstance(own.get("mask"), Mask):
                 own["mask"] = _cut_mask(own["mask"], self.length)
         for own in (sequence.__dict__ for sequence in self.sequences):
-            own["_kept"] = {}  # of positions, which are those of a mesh
+            own["_kept"] = {}  # cached positions depend on the mesh
             own.update({} if own["length"] is None else {"length": self.length})
             own.update({} if mesh is None else {"mesh": mesh, "ulysses_degree": None})
 
     def _difference(self, rows: Tensor, whole: Tensor) -> str:
-        """Which rows are apart; "" if they agree."""
+        """Describe the rows that differ; "" if they agree."""
         if self.length != whole.shape[1] == rows.shape[1]:
             return f"skipped: the output, of shape {tuple(whole.shape)}, has no rows along dim 1"
         if rows.shape != whole.shape:
@@ -305,7 +305,7 @@ class _Probe:
         return f"differ: rows that are {float(apart.max()):.2g} of their size apart, at positions {_ranges(where)}"
 
     def _first_module(self, alone: DeviceMesh) -> str:
-        """The first module, in the order in which they end, whose output differs here: its number, and words."""
+        """Find the first module, in order of completion, whose output differs on this rank: its number, and words."""
         own = self.sequence.layout.positions(self.length, self.sequence.cp_size, self.sequence.cp_rank)
         whole, here, agreed = self._outputs(alone), self._outputs(None), ""
         for number, (at, want) in enumerate(whole.items()):
@@ -322,7 +322,7 @@ class _Probe:
         return ""
 
     def _outputs(self, mesh: DeviceMesh | None) -> dict[tuple[str, int], Tensor]:
-        """The first tensor that each module returns in a run, by its name and the number of the call."""
+        """Return the first tensor of each module's output in a run, by module name and number of the call."""
         found, calls = dict[tuple[str, int], Tensor](), Counter[str]()
 
         def note(name: str, part: nn.Module, given: Any, output: Any) -> None:
@@ -353,10 +353,10 @@ def _cut_mask(mask: Mask, length: int) -> Mask:
 
 
 def _rows_of(output: Any) -> Tensor:
-    """[B, rows, ...]"""
+    """Return the rows of an output: [B, rows, ...]."""
     if isinstance(output, Mapping):
         output = next((output[name] for name in ("logits", "last_hidden_state") if output.get(name) is not None), None)
-    if hasattr(type(output), "whole"):  # of a vocabulary over tp
+    if hasattr(type(output), "whole"):  # logits sharded over tp by vocabulary
         output = output.whole()
     if isinstance(output, list | tuple):
         output = next((x for x in output if isinstance(x, Tensor) and x.ndim > 1), None)
@@ -367,7 +367,7 @@ def _rows_of(output: Any) -> Tensor:
 
 
 def _apart(rows: Tensor, whole: Tensor) -> Tensor:
-    """[B, rows], relative to the size of the row, or to a tenth of a typical one."""
+    """Return differences [B, rows], relative to the RMS of the row, or to a tenth of the average RMS if larger."""
     off = (rows - whole).masked_fill(rows.isnan() & whole.isnan(), 0.0)
     off, size = (x.unsqueeze(-1).flatten(2).square().mean(-1) for x in (off, whole.nan_to_num(0.0, 0.0, 0.0)))
     size = torch.maximum(size.sqrt(), 0.1 * size.mean().sqrt()).clamp_min(1e-30)
@@ -375,17 +375,17 @@ def _apart(rows: Tensor, whole: Tensor) -> Tensor:
 
 
 def _too_far(apart: Tensor) -> bool:
-    return apart.numel() > 0 and float(apart.flatten().quantile(SHARE)) > LIMIT  # a replica may have no rows
+    return apart.numel() > 0 and float(apart.flatten().quantile(SHARE)) > LIMIT  # a rank may have no rows
 
 
 def _ranges(positions: list[int]) -> str:
-    """As "0-3, 6"."""
+    """Format positions as "0-3, 6"."""
     runs = ([x for _, x in run] for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0]))
     return ", ".join("-".join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs)
 
 
 def _states(module: nn.Module) -> dict[str, Any]:
-    """What modules hold in plain Python: numbers, words, and what is in collections."""
+    """Return the plain Python attributes of modules: numbers, strings, and entries of collections."""
     own, found = {*vars(nn.Module())}, dict[str, Any]()
     for path, part in module.named_modules():
         for name, x in vars(part).items():
@@ -401,7 +401,7 @@ def _states(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iterator[None]:
-    """Inside, modules are in eval mode, without gradients and compiled code; what changes is set back."""
+    """Run modules in eval mode, without gradients and compiled code, and restore their state afterwards."""
     parts = [*module.modules()]
     modes = [part.training for part in parts]
     tables = [*(x.__dict__ for x in (*told, *states_of_all(Cuts))), *(part.__dict__["_buffers"] for part in parts)]
@@ -413,7 +413,7 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     try:
         _set_modes(parts, [False] * len(parts))
         with fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), stance:
-            warnings.simplefilter("ignore")  # the next forward warns
+            warnings.simplefilter("ignore")  # the next forward repeats them
             yield
     finally:
         _set_modes(parts, modes)
@@ -428,12 +428,12 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
 
 
 def _notes(part: nn.Module) -> dict[str, Any]:
-    """What this library has noted in a module."""
+    """Return the attributes that cp_mesh set on a module."""
     return {name: x for name, x in vars(part).items() if name.startswith("_cp_mesh")}
 
 
 def _set_modes(parts: list[nn.Module], modes: list[bool]) -> None:
-    """Not by ``train()``, of which some modules do more."""
+    """Set ``training`` directly, since some modules override ``train()``."""
     for part, mode in zip(parts, modes, strict=True):
         part.training = mode
 

@@ -1,10 +1,10 @@
-"""`SDPAMode`: turns a core's calls of attention into sharded ones; and what modes that see attention share.
+"""`SDPAMode`: replaces the attention calls of a core with sharded attention. Also helpers that `coverage` shares.
 
-A `TorchFunctionMode` sees what Python code calls while it is active: functions of torch and torch.nn.functional, and
-operators of PyTorch (torch.ops.aten), in eager mode and while torch.compile traces. It does not see code of
-torch.jit.script, calls made in C++ or in another thread, attention written as matmul and softmax, or the kernels of
-other packages; nor, while torch.compile traces, private functions such as torch._scaled_dot_product_attention_math
-(its operator it does see), and what is in the body of a higher-order operator, such as torch.cond.
+While a `TorchFunctionMode` is active it sees Python calls to functions of torch and torch.nn.functional and to aten
+operators, in eager mode and while torch.compile traces. It does not see torch.jit.script, calls made in C++ or in
+another thread, attention written as matmul and softmax, or kernels of other packages. While torch.compile traces, it
+does not see private functions such as torch._scaled_dot_product_attention_math (it sees the operator of that name) or
+the body of a higher-order operator such as torch.cond.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from cp_mesh._torch import ASKS_TENSORS, ATTENTION_OPS, FLEX, constant_in_traces
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.wrap import FILE
 
-# The functions that attend, by name (torch.compile guards every look-up of a function, none of a name), and the dim of
-# query and key that counts rows; None: it always is self-attention. `nn.MultiheadAttention` hands on [L, N, E].
+# Attention functions by name (torch.compile guards look-ups by function, not by name), with the sequence dim of query
+# and key; None: always self-attention. `nn.MultiheadAttention` passes [L, N, E].
 _DIMS = {"scaled_dot_product_attention": -2, "flex_attention": -2, "multi_head_attention_forward": 0} | ATTENTION_OPS
-ROWS = _DIMS | {f"{name}.default": dim for name, dim in _DIMS.items()}  # and as operators are named
+ROWS = _DIMS | {f"{name}.default": dim for name, dim in _DIMS.items()}  # the names of aten operators
 ATTENTION = frozenset(ROWS)
-# What torch.compile makes of torch.utils.checkpoint: an operator, in whose body the mode that sees it is not active.
+# torch.compile turns torch.utils.checkpoint into these operators. The mode is not active in their bodies.
 CHECKPOINTS = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint"))
 PUT_BACK = (
-    "what it does around the call is not known: leave it out of the core, or put PyTorch's back, "
+    "what it does around the call is not known: leave it out of the core, or restore PyTorch's function, "
     "F.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention"
 )
 
 
 class SDPAMode(TorchFunctionMode):
-    """Lives for one forward of one core, and counts its ``calls`` of attention.
+    """Active during one forward of one core; ``calls`` counts the core's attention calls.
 
     Args:
         attend: called instead of `F.scaled_dot_product_attention`.
-        attend_by_functions: called by `cp_mesh.flex_attention`, which finds this mode.
-        look: in a forward that is watched, told of everything else that is called.
+        attend_by_functions: called by `cp_mesh.flex_attention`, which looks up this mode.
+        look: in a watched forward, called with every other function.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class SDPAMode(TorchFunctionMode):
                 refuse("ContextParallel", expected, f"{wrapper}, which calls it", PUT_BACK, UnsupportedError)
             raise UnsupportedError(
                 f"ContextParallel: {name} is not available in a core; call F.scaled_dot_product_attention "
-                "and say the mask as ContextParallel(mask=Mask(...)), or call cp_mesh.flex_attention"
+                "and pass the mask as ContextParallel(mask=Mask(...)), or call cp_mesh.flex_attention"
             )
         self.count()
         return self.attend(*args, **kwargs)
 
     def count(self, in_checkpoint: bool = False) -> None:
-        """Of a call of attention."""
+        """Count an attention call, and refuse it in a checkpoint or no_grad that begins inside the core."""
         if in_checkpoint or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
             raise UnsupportedError(
-                "ContextParallel: attention inside of a checkpoint, or of no_grad, that the core itself begins is "
+                "ContextParallel: attention inside of a checkpoint, or of no_grad, that begins inside the core is "
                 "not available: the backward would recompute it outside of the core, from this rank's rows alone; "
                 "checkpoint the module that holds the core, checkpoint(block, x, use_reentrant=False)"
             )
@@ -88,16 +88,16 @@ class SDPAMode(TorchFunctionMode):
 
 
 def call_function(func: Any, args: Any, kwargs: Any) -> Any:
-    if func is Tensor.unflatten:  # torch.compile traces a call of the method, but not what the function holds
+    if func is Tensor.unflatten:  # torch.compile traces the method call, but not a call of the function object
         return args[0].unflatten(*args[1:], **kwargs)
     return func(*args, **kwargs)
 
 
 def keep_uncompiled(*functions: Callable[..., Any]) -> None:
-    """Have torch.compile trace these functions of modes, and those of this module, within other code alone.
+    """Forbid torch.compile to compile these mode functions, and those of this module, as frames of their own.
 
-    Where it falls back within a forward it would compile them by themselves, and of getters, such as those of
-    `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
+    After a graph break Dynamo would do so. It does not distinguish getters such as `Tensor.ndim` and
+    `Tensor.is_nested`, so each getter would return the value of the first one.
     """
     skip_code = getattr(loaded_dynamo(), "skip_code", None)
     if skip_code is not None:
@@ -106,25 +106,25 @@ def keep_uncompiled(*functions: Callable[..., Any]) -> None:
 
 
 def replaced_sdpa() -> str:
-    """What stands in the place of PyTorch's `F.scaled_dot_product_attention`, in words; "" where that is there."""
+    """Describe the function that replaces PyTorch's `F.scaled_dot_product_attention`; "" if none does."""
     found = F.scaled_dot_product_attention
     if found is sdpa:
         return ""
-    code = getattr(found, "__code__", None)  # a wrapper may have the name of what it wraps
+    code = getattr(found, "__code__", None)  # not by __name__, which a wrapper may copy
     return repr(found) if code is None else f"the function of {code.co_filename}, line {code.co_firstlineno}"
 
 
-@constant_in_traces  # what it raises is no reason to try uncompiled
+@constant_in_traces  # so that Dynamo raises the error, and does not fall back to eager code
 def _refuse_flex() -> NoReturn:
     raise UnsupportedError(
-        "ContextParallel: PyTorch's flex_attention is not available in a core: it is told of this rank's rows alone. "
-        "Import cp_mesh.flex_attention under its name, and call it alike in the core; in a model that is compiled it "
-        "is left out of the graph"
+        "ContextParallel: PyTorch's flex_attention is not available in a core: it sees this rank's rows alone. "
+        "Import cp_mesh.flex_attention under its name, and call it in the same way in the core; torch.compile leaves "
+        "it out of the graph"
     )
 
 
 def _asked_by_flex(func: Any, name: str) -> bool:
-    """Whether PyTorch's flex_attention asks what a tensor is like: a function in Python, which no mode sees itself."""
+    """Whether PyTorch's flex_attention reads a tensor property: modes see the read, not the Python function itself."""
     if torch.compiler.is_compiling() or (func is not Tensor.size and name != "__get__"):
         return False
     caller = sys._getframe(2)
@@ -132,7 +132,7 @@ def _asked_by_flex(func: Any, name: str) -> bool:
 
 
 def _inside_checkpoint() -> bool:
-    """Whether a checkpoint was begun between the core's forward and here; one that is traced is seen as an operator."""
+    """Whether a checkpoint began between the core's forward and here; in traces, checkpoints are operators."""
     frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != FILE:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:

@@ -1,10 +1,9 @@
-"""`ShardedModel`: the style of the whole model. It shards what the model is given, and watches its attention."""
+"""`ShardedModel`: the style of the root module. It shards the inputs, and checks attention in the first forwards."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.comm.first_calls import agree_on_shapes
-from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.losses import LOSSES
@@ -31,7 +30,7 @@ from cp_mesh.wrap import STYLE, replace_forward
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
 """Names of forward arguments that take positions."""
 OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
-"""Names of entries of an output that hold rows along dim 1."""
+"""Names of output entries with the sequence along dim 1."""
 
 
 class ShardedModel(ParallelStyle):
@@ -40,35 +39,35 @@ class ShardedModel(ParallelStyle):
     Args:
         sequence: the sequence object that the attention styles share.
         inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
-            (): none, in a later stage of a pipeline, which is given this rank's rows by the stage before; the sequence
-            needs a length.
-        positions: name of the forward argument that takes int64 positions for the rotary embedding. If the caller
-            leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
-            [S] or [B, S] are sharded like tokens. None for models without positions. Rows of padding have positions up
-            to ``sequence.seq_len - 1``: a table of learned positions needs as many rows, or ``pad=False``.
-        gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
-            Of a mapping its logits, last_hidden_state and hidden_states.
-            Its gradient is taken for that of a loss that every cp rank computes alike from the whole output, as
-            `ShardedSequence.gather` does: of `F.cross_entropy(output, labels)`, or of `cross_entropy` over dp alone.
-        position_dims: 1 or 2, of the positions that it supplies: 2 for models that take [1, S_local], as those of
-            Transformers do.
-        watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
-            have equal lengths. Eager code is looked at in the first forward in training and in evaluation, with and
-            without gradients; compiled code whenever it is traced, which costs nothing when it runs. What Python does
-            not call by a function of PyTorch is not seen, as in `ContextParallel`, nor is attention to more or fewer
-            keys than queries, which is taken for cross-attention. False for models that also attend to sequences which
-            are not sharded, such as a vision tower.
-        layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
-            layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
-            sequence's. With it the root is not compiled as a whole; its blocks may be.
-        probe: in the first forward run `cp_mesh.probe` on the first tokens of the batch: the model twice more, without
-            gradients, whose rows must agree. It refuses what no other check sees, such as positions that the model
-            counts itself. The root must not be compiled as a whole; its blocks may be.
+            () for a later pipeline stage, which gets this rank's rows from the stage before; the sequence then needs a
+            length.
+        positions: name of the forward argument that takes int64 positions for the rotary embedding. If the call leaves
+            it out, the style passes the positions of this rank's rows, [S_local]. If the call passes position ids of
+            the whole sequence, [S] or [B, S], they are sharded like tokens. None for models without positions. Padding
+            rows have positions up to ``sequence.seq_len - 1``: make a learned table that long, or take ``pad=False``.
+        gather_output: gather the output along dim 1, in original order; in a mapping, gather logits, last_hidden_state
+            and hidden_states. By default the output stays sharded, as `cross_entropy` over cp requires. Every cp rank
+            must compute the same loss from a gathered output (see `ShardedSequence.gather`): `F.cross_entropy(output,
+            labels)`, or `cross_entropy` over dp alone.
+        position_dims: dims of the supplied positions, 1 or 2: 2 for models that take [1, S_local], such as models of
+            Transformers.
+        watch: refuse self-attention outside of the plan: a call of any attention function of PyTorch with equal lengths
+            of query and key. Eager code is checked in the first forward of training and of evaluation, with and without
+            gradients. Compiled code is checked whenever it is traced, at no cost at run time. The check does not see
+            calls that `ContextParallel` does not see either, or attention with different lengths of query and key,
+            which is taken for cross-attention. Pass False for models that also attend to sequences which are not
+            sharded, such as a vision tower.
+        layout: for layouts that change with the batch, a function of the forward's arguments (by name) that returns the
+            layout; all attention styles need the same: ``layout=lambda packed, **others: packed.layout``. None: the
+            layout of the sequence. With a function, compile the blocks of the root, not the root as a whole.
+        probe: in the first forward, run `cp_mesh.probe` on the first tokens of the batch: two more forwards without
+            gradients, sharded and whole, whose rows must agree. The probe finds mistakes that no other check sees, such
+            as positions that the model counts itself. Compile the blocks of the root, not the root as a whole.
 
     Raises:
-        ArgumentError: at application if the module has no such arguments; in the forward, if the model calls
-            self-attention outside of the modules that `ContextParallel` was applied to (see ``watch``), or a core
-            attends to other rows than the root sharded.
+        ArgumentError: at application, if the module lacks these arguments; in the forward, if the model calls
+            self-attention outside of the modules that `ContextParallel` was applied to (see ``watch``), or the local
+            length in a core is not the one that the root sharded.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class ShardedModel(ParallelStyle):
         check_layout("ShardedModel", layout)
         if not inputs and sequence.length is None:
             hint = "ShardedSequence(..., length=)"
-            refuse("ShardedModel(inputs=())", "a sequence with a length, which no input tells", None, hint)
+            refuse("ShardedModel(inputs=())", "a sequence with a length, as no input has it", None, hint)
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
@@ -114,7 +113,7 @@ class ShardedModel(ParallelStyle):
     def _run(
         self, names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The root's forward on this rank's rows; ``names`` are those of its arguments."""
+        """Run the root's forward on this rank's rows; ``names`` are the names of its arguments."""
         given = dict(zip(names, args, strict=False))
         if len(args) > len(names) or given.keys() & kwargs.keys():
             expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
@@ -134,7 +133,7 @@ class ShardedModel(ParallelStyle):
         return self.gather(root.sequence, output) if self.gather_output else output
 
     def _run_traced(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """The forward while torch.compile traces it; what is looked for then costs nothing when the code runs."""
+        """Run the forward while torch.compile traces it, with checks that cost nothing at run time."""
         _check_masks(module, arguments)
         if not self.watch:
             return forward(**arguments)
@@ -143,7 +142,7 @@ class ShardedModel(ParallelStyle):
 
     @announced
     def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """The eager forward of a root, with its ``arguments`` for this rank's rows; others hear of what it raises."""
+        """Run the eager forward of a root with this rank's ``arguments``, and send its error to the other ranks."""
         token = ROOT.set(root)
         try:
             return self._run_watched(root, module, forward, arguments)
@@ -153,10 +152,10 @@ class ShardedModel(ParallelStyle):
     def _run_watched(
         self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
     ) -> Any:
-        """The forward, watched where something may have changed.
+        """Run the forward; watch the first one in each mode.
 
-        A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
-        and in evaluation, with gradients and without.
+        A watch costs a Python call for every operation. So only the first forward of each combination of training or
+        evaluation, with or without gradients, is watched.
         """
         mode = ref(module), module.training, torch.is_grad_enabled()
         if not self.watch or mode in self._looked_at:
@@ -168,8 +167,8 @@ class ShardedModel(ParallelStyle):
         except IndexError as error:
             if self.sequence.length in (None, self.sequence.seq_len):
                 raise
-            expected = f"tables for {self.sequence.seq_len} positions, with those of padding, and for token 0"
-            hint = "give the table of learned positions as many rows, or ShardedSequence(..., pad=False)"
+            expected = f"tables for {self.sequence.seq_len} positions, padding included, and for token 0"
+            hint = "make the table of learned positions that long, or use ShardedSequence(..., pad=False)"
             raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
         self._warn_of_losses(arguments, result)
         self._looked_at |= {mode}
@@ -182,7 +181,7 @@ class ShardedModel(ParallelStyle):
         return rows
 
     def _check_positions(self, names: list[str], arguments: dict[str, Any]) -> None:
-        """Refuse positions that are left out, or that are not those of the whole sequence."""
+        """Refuse positions that are missing, or that are not those of the whole sequence."""
         if self.positions is not None:
             ids, whole = arguments.get(self.positions), [arguments.get(name) for name in self.inputs]
             lengths = [self.sequence.length, self.sequence.seq_len, *(x.shape[1] for x in whole if x is not None)]
@@ -192,33 +191,32 @@ class ShardedModel(ParallelStyle):
             return
         for name in names:
             if name in POSITIONS and name not in self.inputs and arguments.get(name) is None:
-                hint = f"ShardedModel(sequence, positions={name!r}) gives each rank those of its rows"
+                hint = f"ShardedModel(sequence, positions={name!r}) gives each rank the positions of its rows"
                 got = f"positions=None and none in the call, so that every rank counts its {name} from 0"
                 refuse("ShardedModel", f"a source of the forward's {name}", got, hint)
 
     def _warn_of_losses(self, arguments: dict[str, Any], output: Any) -> None:
-        """Of a model that was given labels of its rows and returns a loss that is not `cp_mesh.cross_entropy`."""
+        """Warn if a model gets the labels of its rows and returns a loss that is not `cp_mesh.cross_entropy`."""
         labelled = [name for name in self.inputs if PADDING.get(name) == -100 and arguments.get(name) is not None]
         loss = output if isinstance(output, Tensor) else _loss_of(output)
         if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and not LOSSES.ran:
-            warnings.warn(
-                f"cp_mesh: the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
-                "mean over these rows, of labels that it may shift within the shard. Expected this rank's share of the "
-                "loss: leave labels out of inputs, and call cp_mesh.cross_entropy on the logits with shifted labels",
-                stacklevel=2,
+            warn(
+                f"the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
+                "mean over these rows, with labels that it may shift within the shard. Expected this rank's share of "
+                "the loss: leave labels out of inputs, and call cp_mesh.cross_entropy on logits and shifted labels"
             )
 
     def compare(self, arguments: dict[str, Any]) -> None:
         """Raise on every rank if whole inputs or positions among ``arguments`` differ between ranks.
 
-        Shapes in every forward; what they hold in the first of each shape, and in check mode in every one.
+        Shapes are compared in every forward; contents in the first forward of each shape, in check mode in all.
         """
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
         if any(x is not None for x in found.values()):
             agree_on_shapes(group, kind_of(found), found)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """For a forward that is traced: ``arguments`` that are compared when the code runs, as in `compare`."""
+        """Return ``arguments`` of a traced forward through an op that compares them at run time, as in `compare`."""
         name = self.sequence.mesh.get_group().group_name
         found = {key: x for key, x in self._whole(arguments).items() if x is not None and not x.is_floating_point()}
         layout, names = self.sequence.layout, " ".join(found)
@@ -230,9 +228,9 @@ class ShardedModel(ParallelStyle):
         return {name: arguments.get(name) for name in names}
 
     def gather(self, sequence: ShardedSequence, output: Any) -> Any:
-        """The whole output of a forward in original order; ``sequence`` is that forward's.
+        """Gather the output of a forward in original order; ``sequence`` is the one of that forward.
 
-        Of a mapping, such as an output of Transformers, the entries named in `OUTPUTS`; scalars stay as they are.
+        In a mapping, such as an output of Transformers, the entries named in `OUTPUTS`; scalars stay as they are.
         """
         if isinstance(output, Mapping):
             return type(output)({name: self._gather_entry(sequence, name, x) for name, x in output.items()})  # type: ignore[call-arg]
@@ -254,7 +252,7 @@ class ShardedModel(ParallelStyle):
         return entry
 
     def shard_inputs(self, arguments: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
-        """The root of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""
+        """Return the `Root` of one forward, and its arguments by name with inputs and positions sharded."""
         given = dict(arguments)
         present = [name for name in self.inputs if given.get(name) is not None]
         if self.inputs and not present:
@@ -278,15 +276,15 @@ class ShardedModel(ParallelStyle):
 
 
 def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse a `Mask` in the call of a model none of whose cores reads one."""
+    """Refuse a `Mask` among the arguments of a model if none of its cores reads one."""
     given = [name for name, x in arguments.items() if isinstance(x, Mask)]
     if given and all(isinstance(style.mask, Mask) for style in cores_of(module)):
         hint = f"ContextParallel(sequence, mask=lambda ..., {given[0]}: {given[0]}) reads it from the core's arguments"
-        refuse("ShardedModel", f"a core that reads {given[0]}", "styles with a mask of their own", hint)
+        refuse("ShardedModel", f"a core that reads {given[0]}", "styles with fixed masks", hint)
 
 
 def padding_of(name: str) -> int:
-    """What pads an input: labels are known by name, and any token does for the others."""
+    """Return the pad value of an input: -100 for labels (by their name), 0 for others, where any token is valid."""
     return PADDING.get(name, -100 if "label" in name or "target" in name else 0)
 
 

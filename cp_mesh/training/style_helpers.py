@@ -1,4 +1,4 @@
-"""What styles share: they claim a module, follow the layout of a call, and tell other ranks of a refusal."""
+"""Helpers of the styles: check a module before a style is applied, find a call's layout, announce errors to ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
 
-SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
+SUMS = "_cp_mesh_sums"  # attribute of FSDP2 modules that sum gradients
 
 
 def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:
-    """The layout that the style's function returns for these arguments, or its sequence's."""
+    """Return the layout that the style's function gives for these arguments, or the layout of its sequence."""
     if style.layout is None:
         return style.sequence.layout
     found = style.layout(*args, **kwargs)
@@ -39,54 +39,54 @@ def check_layout(style: str, layout: Any) -> None:
 
 
 def check_layout_of_root(root: ShardedSequence, layout: Layout, where: str) -> None:
-    """Refuse another layout than that of the rows which the root of a forward sharded."""
+    """Refuse a layout that differs from the layout in which the root of a forward sharded the rows."""
     if root.layout != layout:
-        hint = "give all styles of a model one sequence, or functions that return one layout for a batch"
+        hint = "give all styles of a model one sequence, or functions that return the same layout for a batch"
         got = f"{layout.spec()} in {where}, {root.layout.spec()} at the root"
         refuse("layout", "one for the whole model", got, hint)
 
 
 def styles_of(model: nn.Module) -> Iterator[Any]:
-    """The styles of this library that were applied to a model."""
+    """Yield the cp_mesh styles that were applied to a model."""
     for module in model.modules():
         yield from (style for key in (STYLE, INPUT, OUTPUT) if (style := style_of(module, key)) is not None)
 
 
 def style_of(module: nn.Module, key: str = STYLE) -> Any:
-    """That of this module, or None."""
+    """Return the style of this module, or None."""
     replacement = replaced(module, key)
     run: Any = None if replacement is None else replacement.run  # a method of the style, or a partial of one
     return None if run is None else getattr(run, "func", run).__self__
 
 
 def groups_over_cp(model: nn.Module) -> set[dist.ProcessGroup]:
-    """The groups over which styles split the sequence in a model."""
+    """Return the process groups over which the styles of a model split the sequence."""
     return {style.sequence.mesh.get_group() for style in styles_of(model)}
 
 
 def groups_over_tp(module: nn.Module) -> set[dist.ProcessGroup]:
-    """The groups over which styles of linears were applied in a module."""
+    """Return the process groups of the linear styles in a module."""
     runs: list[Any] = [found.run for part in module.modules() if (found := replaced(part, LINEAR)) is not None]
     return {run.args[0].mesh.get_group() for run in runs}
 
 
 def gathers(model: nn.Module) -> bool:
-    """Whether every cp rank has the whole output, for a loss that all compute alike."""
+    """Whether the model gathers its output, so that every cp rank computes the same loss."""
     return any(getattr(style, "gather_output", False) for style in styles_of(model))
 
 
 def announce(sequence: ShardedSequence, error: Exception) -> None:
-    """Let the ranks that wait for this one raise, too."""
+    """Send the error to the ranks that wait for this one, so that they raise too."""
     announce_error(sequence.mesh.get_group().group_name, error)
 
 
 def announcing(sequence: ShardedSequence) -> refusing:
-    """`announce` what is raised within; not in code that is compiled."""
+    """A context manager that announces what is raised within it; not in compiled code."""
     return refusing(sequence.mesh.get_group().group_name)
 
 
 def announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a style that lets other ranks hear of what it refuses, also while torch.compile traces it."""
+    """Decorate a method of a style so that errors are sent to other ranks, also while torch.compile traces it."""
 
     @functools.wraps(run)
     def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def announced(run: Callable[..., Any]) -> Callable[..., Any]:
 def claim(
     module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle, key: str = STYLE
 ) -> None:
-    """Check that the style fits; called when nothing else can fail. ``key``: that of its `replace_forward`."""
+    """Check that the style can be applied, as the last check. ``key`` is the one for `replace_forward`."""
     name = type(style).__name__
     if mesh.ndim != 1:
         refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]')
@@ -115,6 +115,6 @@ def claim(
 
 
 def has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
-    """Whether a mesh has this axis, or the two that were flattened to it."""
+    """Whether a mesh has this axis, or the two axes that were flattened to it."""
     name, names = axis.get_group().group_name, {mesh.get_group(i).group_name for i in range(mesh.ndim)}
     return name in names or any(names.issuperset(pair) for pair in names_of_axes(name))

@@ -1,8 +1,8 @@
-"""Losses of tokens from their logits, in chunks of rows: two ops.
+"""Token losses from logits, computed in chunks of rows by two custom ops.
 
-Logits are the largest tensor of many training steps. `F.cross_entropy` of half precision holds them in float32, with
-their log-softmax and its gradient: 12 bytes for each. Here the backward reads the logits as they were given, with two
-numbers a row, and only one chunk of rows is in float32 at a time.
+Logits are the largest tensor of many training steps. In half precision `F.cross_entropy` holds the logits in float32,
+their log-softmax, and its gradient: 12 bytes for each entry. Here the backward reads the original logits and two
+numbers per row, and only one chunk of rows at a time is in float32.
 
 Shapes: N tokens of this rank, V vocabulary.
 """
@@ -19,11 +19,11 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.losses import note_compiled_backward
 
 CHUNK_BYTES = 256 << 20
-"""Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
+"""Bytes of a chunk of rows in the accumulation dtype. A kernel on a chunk takes a GPU longer than its launch."""
 
 
 class LazyLogits(Protocol):
-    """Logits [..., V] that are computed where their losses are; `tensor_parallel.vocab_parallel` has them."""
+    """Logits [..., V] that are computed only inside the loss; implemented in `tensor_parallel.vocab_parallel`."""
 
     @property
     def head(self) -> Any: ...
@@ -36,12 +36,12 @@ class LazyLogits(Protocol):
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Losses [N] of logits [N, V] and labels [N], in float32 (float64 for float64 logits); 0 of ignored tokens."""
+    """Return losses [N] of logits [N, V] and labels [N], in float32 (float64 for float64 logits); 0 if ignored."""
     return _TokenLosses.apply(logits, labels, ignore_index)
 
 
 def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows, and where they may be computed, the same memory each time: [rows, V] in the accumulation dtype."""
+    """Yield slices of rows with a buffer [rows, V] in the accumulation dtype; all buffers share their memory."""
     (num_tokens, vocab), dtype = logits.shape, accumulation_dtype(logits.dtype)
     rows = min(num_tokens, max(1, CHUNK_BYTES // (vocab * dtype.itemsize)))
     buffer = logits.new_empty((rows, vocab), dtype=dtype)
@@ -50,12 +50,12 @@ def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield slice(begin, end), buffer[: end - begin]
 
 
-# Ops, so that torch.compile keeps the loop as it is: traced, it would be unrolled, and once more for each length.
+# Custom ops, since torch.compile would unroll the loop and recompile it for each length.
 @torch.library.custom_op("cp_mesh::token_losses", mutates_args=())
 def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [N]; and of each row, [N, 1], the largest logit and the sum of exp(logit - largest).
+    """Return losses [N] and for each row, [N, 1], the largest logit and the sum of exp(logit - largest).
 
-    Their log-sum-exp as one number would lose the digits of the sum where logits are large.
+    One number, the log-sum-exp, would lose digits of the sum if logits are large.
     """
     largest = logits.amax(1, keepdim=True).to(accumulation_dtype(logits.dtype))
     sums, losses = torch.empty_like(largest), largest.new_empty(labels.shape)
@@ -70,7 +70,7 @@ def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Te
 def _token_losses_backward(
     dlosses: Tensor, logits: Tensor, labels: Tensor, largest: Tensor, sums: Tensor, ignore_index: int
 ) -> Tensor:
-    """(softmax - one-hot) * dlosses, rounded once to the dtype of the logits."""
+    """Return (softmax - one-hot) * dlosses, rounded once to the dtype of the logits."""
     note_compiled_backward()
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     counts = labels != ignore_index

@@ -1,7 +1,7 @@
-"""`widened`: a forward of a model in half precision computes in float32, without a copy of the model.
+"""`widened`: run the forward of a half-precision model in float32, without a copy of the model.
 
-Every operator is given its half-precision operands as float32: a weight is widened where it is used, and the wide one
-is gone after it. What moves between ranks is left alone, and so is what FSDP2 does in its hooks.
+Every operator gets its half-precision operands as float32, so one float32 weight at a time exists. Collectives and the
+hooks of FSDP2 keep their dtypes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cp_mesh._torch import DispatchMode, OpOverload, schema_of, tree_map_only
 HALF = (torch.bfloat16, torch.float16)
 _SINGLE = (*HALF, torch.float32)
 _OF_RANKS = ("c10d", "_c10d_functional", "fsdp")
-"""Namespaces of operators that move numbers between ranks, or make room for that."""
+"""Namespaces of collectives, and of operators that allocate their buffers."""
 _aten = torch.ops.aten
 _ROWS = (_aten.embedding.default, _aten.index_select.default, _aten.index.Tensor, _aten.gather.default)
-"""Operators that copy a part of a tensor: that part alone is widened."""
+"""Operators that copy a part of a tensor: the result is widened, not the whole operand."""
 _BACKENDS: Any = torch.backends
 _UNITS = _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.matmul
-"""What may compute products of float32 in TF32 or bfloat16."""
+"""Backends that may compute float32 matmuls in TF32 or bfloat16."""
 
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """Inside, half precision is computed in float32, and float32 without TF32; float64 stays as it is.
+    """Compute half precision in float32, and float32 without TF32, within the context. float64 is unchanged.
 
-    Layers that compare dtypes before they call an operator, such as nn.GRU, raise in half precision.
+    Layers that compare dtypes in Python before they call an operator, such as nn.GRU, raise in half precision.
     """
     mode = _Widen()
     with ExitStack() as stack:
@@ -61,7 +61,7 @@ def _widen(tree: Any) -> Any:
 
 
 class _Widen(DispatchMode):
-    """Sees every operator. ``aside``: whether FSDP2 calls them."""
+    """Widens the operands of every operator. ``aside`` is True while hooks of FSDP2 run."""
 
     supports_higher_order_operators = True
 
@@ -75,7 +75,7 @@ class _Widen(DispatchMode):
             return func(*args, **kwargs)
         if func.is_view:
             return func(*args, **kwargs)
-        if schema_of(func).is_mutable:  # what is written keeps its dtype, which others may have to have
+        if schema_of(func).is_mutable:  # the written tensor keeps its dtype, and the other operands are cast to it
             if args and isinstance(args[0], Tensor) and (dtype := args[0].dtype) in _SINGLE:
                 args, kwargs = tree_map_only(Tensor, partial(_as, dtype), (args, kwargs))
             return func(*args, **kwargs)
@@ -84,7 +84,7 @@ class _Widen(DispatchMode):
         return func(*_widen(args), **_widen(kwargs))
 
     def leave_hooks_of(self, module: nn.Module, stack: ExitStack) -> None:
-        """Hooks before and after those of FSDP2, which say that they run."""
+        """Register hooks before and after those of FSDP2, which set and clear ``aside``."""
 
         def put_aside(aside: bool) -> Any:
             def hook(*_: Any) -> None:
@@ -98,7 +98,7 @@ class _Widen(DispatchMode):
 
 
 class _WidenFunctions(TorchFunctionMode):
-    """Sees functions: convolutions compare dtypes before they call an operator, and so do we after a cast."""
+    """Widens arguments of functions: of convolutions, which compare dtypes before the operator, and of Tensor.to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,7 +109,7 @@ class _WidenFunctions(TorchFunctionMode):
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Of PyTorch's two switches the older one is not readable where only the newer one was set."""
+    """Turn TF32 off. PyTorch has two switches; reading the older one raises if only the newer one was set."""
     before = [unit.fp32_precision for unit in _UNITS]
     try:
         older = torch.get_float32_matmul_precision()

@@ -1,15 +1,15 @@
-"""Time context-parallel attention, forward and backward, against its floor and its rivals, side by side in one run.
+"""Time context-parallel attention, forward and backward, beside its floor and its rivals in one run.
 
     torchrun --nproc-per-node 4 examples/benchmarks/attention.py --csv attention.csv       # everything, on 4 GPUs
-    torchrun --nproc-per-node 2 examples/benchmarks/attention.py --quick                   # a look
+    torchrun --nproc-per-node 2 examples/benchmarks/attention.py --quick                   # a few short cases
     python examples/benchmarks/plot.py attention.csv                                       # the pictures
 
-Contestants that fail the correctness gate, which runs first, are not timed. In each repeat every contestant runs once,
-after a barrier; a time is that of the slowest rank, and a row has the median, least and most over the repeats. Times of
-"eager" rows are single calls, launches included; "queued" rows (``--queued``) are calls that follow one another without
-a wait, as in training: some forwards, then one backward through all of them; "graph" rows (``--graph``) are replays of
-CUDA graphs. Python collects no garbage meanwhile, as in trainers, which do it between steps. "floor/best" is the
-fastest kernel for each pass. `report.COLUMNS` says what the columns hold.
+A correctness gate runs first; contestants that fail it are not timed. In each repeat every contestant runs once, after
+a barrier. A time is that of the slowest rank; a row has the median, minimum and maximum over the repeats. "eager" rows
+time single calls, launches included. "queued" rows (``--queued``) time calls in sequence without a wait, as in
+training: some forwards, then one backward through all of them. "graph" rows (``--graph``) time replays of CUDA graphs.
+Python's garbage collector is off meanwhile, as in trainers, which collect between steps. "floor/best" takes the fastest
+kernel for each pass. `report.COLUMNS` describes the columns.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mask", choices=MASKS, nargs="+", default=["causal", "full"])
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument(
-        "--contestants", nargs="+", default=["default"], help='patterns of names; "default" stands for a good choice'
+        "--contestants", nargs="+", default=["default"], help='patterns of names; "default" is a representative choice'
     )
-    parser.add_argument("--kernels", nargs="+", help="those that the default contestants run on (default: the best)")
+    parser.add_argument("--kernels", nargs="+", help="kernels of the default contestants (default: the best)")
     parser.add_argument(
-        "--head-chunks", type=int, nargs="+", default=[], help="also the ring in so many: .../head_chunks=N"
+        "--head-chunks", type=int, nargs="+", default=[], help="also the ring in N chunks: .../head_chunks=N"
     )
-    parser.add_argument("--list", action="store_true", help="print all names (those chosen with a star) and end")
+    parser.add_argument("--list", action="store_true", help="print all names (the chosen ones with a star) and exit")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--min-repeats", type=int, default=2)
-    parser.add_argument("--seconds-per-case", type=float, default=10.0, help="fewer repeats if they take longer")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no case is begun")
+    parser.add_argument("--seconds-per-case", type=float, default=10.0, help="run fewer repeats if they take longer")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="start no case after this many seconds")
     parser.add_argument("--graph", action="store_true", help="also time replays of CUDA graphs")
     parser.add_argument(
-        "--graph-all", action="store_true", help="graphs of rivals over NCCL too: a failed capture may end the process"
+        "--graph-all", action="store_true", help="also graphs of rivals over NCCL: a failed capture may end the process"
     )
-    parser.add_argument("--queued", action="store_true", help="also time eager calls that follow one another")
+    parser.add_argument("--queued", action="store_true", help="also time eager calls in sequence")
     parser.add_argument("--graph-max-len", type=int, default=16384, help="local length up to which graphs are timed")
     parser.add_argument("--gate-len", type=int, help="rows per rank in the correctness gate")
     parser.add_argument("--quick", action="store_true", help="few short cases")

@@ -1,45 +1,44 @@
-"""Steps of attention layers on batches that all differ, planning included: does anything stall, does balancing pay?
+"""Time attention layers on batches that all differ, planning included: does anything stall, does balancing pay?
 
     torchrun --nproc-per-node 2 examples/benchmarks/batches.py --csv batches.csv --steps-csv steps.csv
     python examples/benchmarks/batches.py --played 0/8          # one GPU is one rank of eight, as in `played.py`
-    python examples/benchmarks/batches.py --played all/8        # all ranks in turn; a step is as slow as its slowest
+    python examples/benchmarks/batches.py --played all/8        # all ranks in turn; the slowest one sets a step's time
 
-A step is what a trainer does with a new batch: make the mask of its document ids, ask for the layout, shard tokens,
-labels and positions, run ``--layers`` attention layers forward and backward, and wait for the device. Its time is the
-host's, from a barrier to the end of that wait, on the slowest rank. Every batch is then run again at once with the mask
-and the layout that it has: that is the batch seen before, of equal work, with which the new one is compared. Layouts
-take turns, each with a mask of its own.
+A step does what a trainer does with a new batch: make the mask of its document ids, choose the layout, shard tokens,
+labels and positions, run ``--layers`` attention layers forward and backward, and wait for the device. Its time is host
+time from a barrier to the end of that wait, on the slowest rank. Then the same batch runs again with the same mask and
+layout, to compare a new batch with a repeated one of equal work. Layouts take turns, each with its own mask.
 
-Masks, all causal: "documents" of lognormal lengths (median ``--median``, sigma 1.5, cut at the sequence's end);
-"window", the same with ``--window``; "causal", one document, whose length changes from half of ``--seq-len`` to all.
+Masks, all causal: "documents" of lognormal lengths (median ``--median``, sigma 1.5, cut at the end of the sequence);
+"window", the same with ``--window``; "causal", one document, whose length varies from half of ``--seq-len`` to all.
 
 A trainer does not wait for the device after every step: the host plans the next batch meanwhile. So after the steps
-``--blocks`` blocks of 20 further batches are run, of each layout in turn, with one wait at the end of a block, and then
+come ``--blocks`` blocks of 20 further batches for each layout in turn, with one wait at the end of a block, and then
 the same batches again.
 
-The correctness gate comes after the steps, on short batches: before them it would compile kernels that the first step
-is to be charged for. Of a layout that fails it only the status is written.
+The correctness gate runs after the steps, on short batches: before them it would compile kernels whose compilation
+belongs to the first step. If a layout fails the gate, its row has only a status.
 
-Garbage: by default as trainers do it, none is collected by itself, and all ranks collect before every 50th batch,
-outside of the steps' time. ``--gc auto`` leaves it to Python.
+Garbage collection: by default as in trainers, on all ranks before every 50th batch, outside of the steps' time. ``--gc
+auto`` leaves it to Python.
 
-Columns of ``--csv``, one row a layout; "after" means after the first 5 steps. With ``--played`` ranks publish and
-fetch, but wait for no other:
+Columns of ``--csv``, one row per layout; "later steps" are all but the first 5. With ``--played`` ranks publish and
+fetch rows, but wait for no other rank:
 
     start                 with ``--caches DIR``: "cold" if DIR was empty, else "second"
-    first_s, first5_s     the first step, and the first five together, with all that they compile
-    median_s, worst_s     of steps after
-    worst_over_median     and `above_median`: how many steps after took more than 1.3 times the median. Batches differ
-                          in work, so these say little where documents are long
-    worst_stall           the same with the work taken out, and `stalls`: of each step's time over that of its batch
-                          again
-    tokens_per_s          over all steps after; `tokens_per_s_again` of the second runs, `rate_ratio` the former of the
-                          latter
-    ahead_tokens_per_s    and `ahead_ratio`: the same two figures of the blocks
-    tflops, ahead_tflops  of each rank, both passes of attention on the pairs that the masks allow, over the same times:
-                          all else that a step does takes time too
-    triton, fa4           variants that the process of the rank that has most compiled or loaded until the end of these
-                          steps; layouts that take turns share them. `late`: those of them that came after the first 5
+    first_s, first5_s     the first step, and the first five together, with all compilation
+    median_s, worst_s     of later steps
+    worst_over_median     and `above_median`: how many later steps took more than 1.3 times the median. Batches differ
+                          in work, so these say little if documents are long
+    worst_stall           the same without differences in work, and `stalls`: by the ratio of a step's time to the time
+                          of its batch again
+    tokens_per_s          over all later steps; `tokens_per_s_again` of the repeated batches, `rate_ratio` the first
+                          over the second
+    ahead_tokens_per_s    and `ahead_ratio`: the same for the blocks
+    tflops, ahead_tflops  per rank, for both passes of attention on the pairs that the masks allow, over the same times:
+                          these also contain the rest of a step
+    triton, fa4           variants compiled or loaded until the end of these steps, on the rank with most; layouts that
+                          take turns share them. `late`: those after the first 5 steps
     fa4_caches            variants by FlashAttention-4's caches, of rank 0, before any gate
 """
 
@@ -101,34 +100,34 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--played", help="RANK/SIZE or all/SIZE: no group, one device plays this rank, or all in turn")
+    add("--played", help="RANK/SIZE or all/SIZE: without a process group, one device plays this rank, or all in turn")
     add("--layouts", nargs="+", choices=("balanced", *LAYOUTS), default=["balanced", "zigzag", "contiguous"])
     add("--mask", nargs="+", choices=("documents", "window", "causal"), default=["documents"])
     add("--heads", nargs="+", default=["64/8"], help="query heads/kv heads")
     add("--head-dim", type=int, default=128)
-    add("--seq-len", type=int, default=65536, help="of the whole sequence")
-    add("--median", type=float, default=512, help="of the documents' lengths")
-    add("--window", type=int, default=1024, help="keys that a query sees, itself among them")
+    add("--seq-len", type=int, default=65536, help="tokens of the whole sequence")
+    add("--median", type=float, default=512, help="median document length")
+    add("--window", type=int, default=1024, help="keys that a query sees, its own included")
     add("--layers", type=int, default=4)
     add("--batches", type=int, default=200)
-    add("--blocks", type=int, default=2, help="of batches without a wait between them")
+    add("--blocks", type=int, default=2, help="number of blocks of batches without a wait between them")
     add(
         "--time-limit",
         type=float,
         default=math.inf,
-        help="seconds after the first steps of a race in which batches begin",
+        help="start no batch later than this many seconds after the first steps",
     )
     add("--gc", choices=("trainer", "auto"), default="trainer")
     add("--kernel", help="default: fa4, on CPUs reference")
     add("--transport", default="auto")
     add("--gate-len", type=int, default=256, help="rows per rank in the correctness gate")
-    add("--caches", type=Path, metavar="DIR", help="where Triton and FlashAttention-4 keep what they compile")
-    add("--csv", type=Path, help="append a row a layout")
-    add("--steps-csv", type=Path, help="append a row a layout and step")
+    add("--caches", type=Path, metavar="DIR", help="folder of the compilation caches of Triton and FlashAttention-4")
+    add("--csv", type=Path, help="append a row for each layout")
+    add("--steps-csv", type=Path, help="append a row for each layout and step")
     add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     if args.batches <= WARM:
-        parser.error(f"--batches: more than the {WARM} steps that warm up")
+        parser.error(f"--batches: expected more than the {WARM} warm-up steps")
     args.kernel = args.kernel or ("fa4" if args.device == "cuda" else "reference")
     return args
 

@@ -1,4 +1,4 @@
-"""Compile what a benchmark will run in processes beside each other, which fill the caches of compilers on disk."""
+"""Compile the kernels of a benchmark in parallel processes, which fill the compilers' caches on disk."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Measure the numbers of a `predict.time.Machine` on the ranks of this launch, or the kernels of one device alone.
+"""Measure the numbers of a `predict.time.Machine` on the ranks of this launch, or only the kernels on one device.
 
     torchrun --nproc-per-node 8 examples/benchmarks/calibrate.py --out machine.json
     python -m cp_mesh explain --machine machine.json ...
 
-Every number is a column of a linear model of times, fitted by least squares of relative errors: of kernels on single
-tiles, of copies, of a fetch of rows, of an exchange of heads, and of the host on short calls. Of several ranks the
-slowest counts. What the times cannot tell apart keeps the proportions of the numbers that come with cp_mesh, and what
-was not measured (the network; links and the host on a single rank) keeps their values.
+Every number is a coefficient of a linear model of times, fitted by least squares of relative errors: times of kernels
+on single tiles, of copies, of a fetch of rows, of an all-to-all of heads, and of the host on short calls. The slowest
+rank counts. Numbers that the times cannot tell apart keep the proportions of the table that comes with cp_mesh. Numbers
+that were not measured (the network; links and the host on a single rank) keep its values.
 """
 
 from __future__ import annotations
@@ -425,12 +425,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dtype", default="bfloat16" if cuda else "float32", choices=("bfloat16", "float16", "float32")
     )
-    parser.add_argument("--heads", default="32/8", help="query heads/kv heads of a rank")
+    parser.add_argument("--heads", default="32/8", help="query heads/kv heads per rank")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of a rank")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="rows per rank")
     parser.add_argument("--kernel", nargs="+", default=[], choices=list(KERNELS))
-    parser.add_argument("--calls", type=int, default=10, help="that are timed together")
-    parser.add_argument("--out", type=Path, default=Path("machine.json"), help="the file that is written")
+    parser.add_argument("--calls", type=int, default=10, help="calls that are timed together")
+    parser.add_argument("--out", type=Path, default=Path("machine.json"), help="output file")
     args = parser.parse_args(argv)
     device, group = torch.device(args.device), None
     if args.device == "cuda":

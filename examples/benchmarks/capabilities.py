@@ -1,7 +1,7 @@
-"""Capabilities: what is computed exactly and what is refused, feature by method by kernel, as the code itself answers.
+"""Capabilities: which feature is exact or refused, for each method and kernel, by asking the code.
 
-Nothing is listed by hand but the calls that are asked about: kernels answer by `cp_mesh.kernels.contract.shortfalls`,
-methods by `Method.settle`, as they do when a call is planned. Packages count as installed.
+Only the calls are listed by hand. Kernels answer by `cp_mesh.kernels.contract.shortfalls`, methods by `Method.settle`,
+as when a call is planned. Packages count as installed.
 """
 
 from __future__ import annotations

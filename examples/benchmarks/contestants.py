@@ -1,8 +1,8 @@
-"""Who takes part in the benchmark: cp_mesh, its rivals, the floor no ring can beat, and one GPU by itself.
+"""The contestants of the benchmark: cp_mesh, its rivals, the floor that no ring can beat, and one GPU alone.
 
-A contestant says whether it can run a case, which positions its ranks hold, and sets up a `Run`: callables for the
-forward and the backward on tensors in its own format. Shapes: B = 1 batch, S the whole sequence, L = S / cp rows a
-rank, H query heads, K kv heads, D head dim; inputs are [1, L, H or K, D].
+A contestant reports whether it can run a case and which positions its ranks hold, and sets up a `Run`: callables for
+the forward and the backward on tensors in its own format. Shapes: B = 1 batch, S the whole sequence, L = S / cp rows
+per rank, H query heads, K kv heads, D head dim; inputs are [1, L, H or K, D].
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Time a decode step of one attention layer: a token's key and value are cached, and its query attends to all tokens.
+"""Time a decode step of one attention layer: cache a token's key and value, and attend from its query to all tokens.
 
     torchrun --nproc-per-node 2 examples/benchmarks/decoding.py --csv decoding.csv
 
-Contestants on one device, on every rank by itself: "sdpa", `F.scaled_dot_product_attention` over all cached tokens;
-"sdpa flash", the same by FlashAttention alone, and "sdpa flash graph", replayed as a CUDA graph; "alone graph", a
-`ShardedCache` of one rank, likewise. On all ranks together: "cache", a `ShardedCache` that grows, with 1/N of the
-tokens a rank, and "cache fa2", by PyTorch's FlashAttention-2; "capacity", one of fixed capacity; "graph", the same
-step replayed. Every rank generates the whole prompt, as one device needs it. ``of_best`` is a time over that of the
-fastest contestant on one device.
+Contestants on one device, run by every rank alone: "sdpa", `F.scaled_dot_product_attention` over all cached tokens;
+"sdpa flash", the same with FlashAttention only, and "sdpa flash graph", its replay as a CUDA graph; "alone graph", the
+replay of a `ShardedCache` of one rank. On all ranks together: "cache", a growing `ShardedCache` with 1/N of the tokens
+per rank, and "cache fa2", the same with PyTorch's FlashAttention-2; "capacity", a cache of fixed capacity; "graph", its
+replay. Every rank generates the whole prompt, since one device needs it. ``of_best`` is a time over that of the fastest
+contestant on one device.
 
-A gate comes first: some steps after a short prompt, each compared with float64. Of a contestant that fails it, or
-cannot run, only the status is written. In each repeat every contestant takes ``--calls`` steps that follow one another,
-after a barrier; a time is that of one step on the slowest rank, and a row has the median, least and most over the
-repeats. ``gb_per_s`` is what one rank reads of keys and values, over that time: the memory's speed bounds it.
+A gate runs first: some steps after a short prompt, each compared with float64. If a contestant fails it or cannot run,
+its row has only a status. In each repeat every contestant runs ``--calls`` steps in sequence, after a barrier. A time
+is that of one step on the slowest rank; a row has the median, minimum and maximum over the repeats. ``gb_per_s`` is the
+keys and values that one rank reads, over that time; memory bandwidth bounds it.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gate-len", type=int, default=1000, help="tokens of the prompt in the correctness gate")
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=20)
-    add("--time-limit", type=float, default=float("inf"), help="seconds after which no further length is begun")
+    add("--time-limit", type=float, default=float("inf"), help="start no further length after this many seconds")
     add("--profile", action="store_true", help="print the kernels of one step of each contestant, with their times")
-    add("--csv", type=Path, help="append a row a contestant")
+    add("--csv", type=Path, help="append a row for each contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     if args.calls < 2:
-        parser.error("--calls: 2 or more, as a graph is captured in the second step, before times are taken")
+        parser.error("--calls: expected 2 or more, since a graph is captured in the second step, before timing")
     return args
 
 

@@ -1,33 +1,32 @@
-"""Time flex_attention over cp, forward and backward: causal attention with functions of scores as users write them.
+"""Time flex_attention over cp, forward and backward: causal attention with score functions as users write them.
 
     torchrun --nproc-per-node 2 examples/benchmarks/flex.py --csv flex.csv
 
 Scores: "none"; "alibi", slopes without a gradient; "distances", a learned bias for each head and distance, and "table",
-the same with a negative index where a key is hidden, at which PyTorch's kernels read memory before it; "softcap", a
-tanh; "documents", a bias of the documents of query and key, in packed documents, without a gradient, or "learned
-documents", with one.
+the same with a negative index where a key is hidden, for which PyTorch's kernels read memory before the table;
+"softcap", a tanh; "documents", a bias by the documents of query and key, in packed documents, without a gradient, or
+"learned documents", with one.
 
-Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "cp_mesh gather", the same with the all-
-gather; "cp_mesh untuned", the ring with stages as PyTorch chooses them; "torch", PyTorch's own context
-parallelism of flex_attention, with its head-tail balance; "torch mended", the same with functions that look up the
-positions of the rows that they are told of, as a user may do who knows that these are local queries and rearranged
-keys. "floor" is torch.compile of flex_attention on one GPU with nothing sent: causal, over as many rows as a rank
-holds. Its times are those of as many pairs as a rank of the others computes: multiplied by (whole pairs / ranks) /
-(its own pairs), which is close to the number of ranks.
+Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "cp_mesh gather", the same with the
+all-gather; "cp_mesh untuned", the ring with PyTorch's choice of num_stages; "torch", PyTorch's own context parallelism
+of flex_attention, with its head-tail balance; "torch mended", the same with functions that look up global positions, as
+a user may write who knows that PyTorch passes indices of local queries and rearranged keys. "floor" is torch.compile of
+flex_attention on one GPU without communication: causal, over as many rows as a rank holds. Its times are scaled to the
+pairs of a rank: multiplied by (whole pairs / ranks) / (its own pairs), which is close to the number of ranks.
 
-``--played 1/8`` is for a machine with one GPU: it plays one rank, as played.py does, so nothing travels and times are
-those that a rank takes at least. Each peer holds this rank's keys. PyTorch's reduction of gradients of keys is left
-undone there, and these are not compared.
+``--played 1/8`` is for a machine with one GPU: it plays one rank, as played.py does. Nothing travels, so times are
+lower bounds for that rank. Each peer holds this rank's keys. PyTorch's reduction of gradients of keys is skipped there,
+and these gradients are not compared.
 
-A gate comes first: out and gradients of ``--gate-rows`` rows a rank, captured tensors included, each compared with
-float64. Of a contestant that fails it, or cannot run, only the status is written. In each repeat every contestant takes
-``--calls`` calls that follow one another, after a barrier; a time is that of one call on the slowest rank, and a row
-has the median, least and most over the repeats. ``of_floor`` is a time over the floor's. ``extra_gib`` is the peak of
-memory beyond the inputs, and ``symmetric_gib`` what symmetric memory holds beside that.
+A gate runs first: out and gradients of ``--gate-rows`` rows per rank, captured tensors included, each compared with
+float64. If a contestant fails it or cannot run, its row has only a status. In each repeat every contestant runs
+``--calls`` calls in sequence, after a barrier. A time is that of one call on the slowest rank; a row has the median,
+minimum and maximum over the repeats. ``of_floor`` is a time over the floor's. ``extra_gib`` is the peak of memory
+beyond the inputs, and ``symmetric_gib`` the symmetric memory beside that.
 
-Most of the time things are compiled, one after the other. ``--compile-first`` does it before, in processes beside each
-other, which fill the caches of Inductor and Triton; what is not compiled after so many seconds is left out. Each plays
-one rank, on that rank's device, since Inductor's cache knows devices by their number.
+Most of the run time is compilation, one kernel after the other. ``--compile-first`` compiles in parallel processes
+first, which fill the caches of Inductor and Triton; what needs more than so many seconds is left out. Each process
+plays one rank on that rank's device, since Inductor's cache includes device numbers.
 """
 
 from __future__ import annotations
@@ -120,30 +119,30 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--scores", nargs="+", choices=SCORES, default=list(SCORES[:5]))
-    add("--rows", type=int, nargs="+", default=[8192, 16384, 2048], help="of each rank; in this order")
+    add("--rows", type=int, nargs="+", default=[8192, 16384, 2048], help="rows per rank, in this order")
     add("--heads", default="32/8", help="query heads/kv heads")
     add("--head-dim", type=int, default=128)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--contestants", nargs="+", choices=(FLOOR, *CONTESTANTS), default=[FLOOR, *CONTESTANTS])
-    add("--kernel", help="of cp_mesh; default: flex, or reference on CPUs")
-    add("--gate-rows", type=int, default=2048, help="a multiple of 128")
+    add("--kernel", help="kernel of cp_mesh; default: flex, or reference on CPUs")
+    add("--gate-rows", type=int, default=2048, help="rows per rank in the gate, a multiple of 128")
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=5)
-    add("--forward", action="store_true", help="no backward: PyTorch has none on CPUs")
+    add("--forward", action="store_true", help="without backward: PyTorch has none on CPUs")
     add("--compile", action="store_true", help="run each contestant once, at the gate's rows and the others")
-    add("--compile-first", type=float, metavar="SECONDS", help="that in a process for each contestant and score")
+    add("--compile-first", type=float, metavar="SECONDS", help="first --compile in parallel processes, for so long")
     add("--played", help="RANK/SIZE: one device plays this rank")
-    add("--device-number", type=int, default=0, help="of the device that plays")
-    add("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
-    add("--csv", type=Path, help="append a row a contestant")
+    add("--device-number", type=int, default=0, help="number of the device that plays")
+    add("--time-limit", type=float, default=float("inf"), help="start no case after this many seconds")
+    add("--csv", type=Path, help="append a row for each contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     args.kernel = args.kernel or ("flex" if args.device == "cuda" else "reference")
     args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
     if args.device_number and not args.played:
-        parser.error("--device-number is that of a GPU that plays a rank: --played")
+        parser.error("--device-number needs --played: it is the GPU that plays a rank")
     if args.compile_first and args.compile:
-        parser.error("--compile-first does what --compile does")
+        parser.error("--compile-first includes --compile")
     if not args.compile:
         args.contestants = [name for name in args.contestants if name != FLOOR]  # is always there
     return args

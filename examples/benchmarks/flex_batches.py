@@ -1,23 +1,23 @@
-"""Time flex_attention over cp in steps whose packed documents all differ, beside the same steps once more.
+"""Time flex_attention over cp on batches whose packed documents all differ, and on the same batches again.
 
     torchrun --nproc-per-node 2 examples/benchmarks/flex_batches.py --csv flex_batches.csv
     python examples/benchmarks/flex_batches.py --played 1/2     # one GPU plays a rank, as in `flex.py`
 
-A step is what a trainer does with a new batch: make a mask of its document ids, and run ``--layers`` calls with ALiBi
-by a score_mod, forward and backward. Its time is the host's, from a barrier until the device is idle, on the slowest
-rank. Then the batch is run again with the mask that it has: what is longer before that is the price of a new batch.
-Python's garbage is collected between steps, as trainers have it.
+A step does what a trainer does with a new batch: make a mask of its document ids, and run ``--layers`` calls with ALiBi
+by a score_mod, forward and backward. Its time is host time from a barrier until the device is idle, on the slowest
+rank. Then the same batch runs again with the same mask: the difference is the price of a new batch. Python's garbage is
+collected between steps, as in trainers.
 
-Contestants: "cp_mesh", ``create_block_mask`` of a causal mask_mod of documents; "cp_mesh sources", the same made for
-the sequence, so keys that nobody needs do not travel; "cp_mesh Mask", ``Mask(documents=ids)``; "torch mended",
+Contestants: "cp_mesh", ``create_block_mask`` with a causal mask_mod of documents; "cp_mesh sources", the same made for
+the sequence, so that keys that nobody needs do not travel; "cp_mesh Mask", ``Mask(documents=ids)``; "torch mended",
 PyTorch's context parallelism with functions that look up positions (see `flex.py`); "floor", one GPU's compiled
-flex_attention with as many rows as a rank holds, whose times are not scaled: its documents are shorter.
+flex_attention with as many rows as a rank holds; its times are not scaled, since its documents are shorter.
 
-A gate comes first, on the first batches of ``--gate-rows`` rows a rank: out, and q's gradient, compared with float64.
-What it compiled is forgotten, but not what Inductor keeps on disk. Columns of
-``--csv``, one row a contestant: first_ms, of the first step, with all that it compiles; new_ms and again_ms, medians
-over the later steps, worst_ms, of the longest new one; new_over_again, the median of the ratios of a step; compiled,
-programs that the first step made, and compiled_later, those that came after.
+A gate runs first, on the first batches with ``--gate-rows`` rows per rank: out, and q's gradient, compared with
+float64. Programs compiled for it are dropped afterwards, but not Inductor's cache on disk. Columns of ``--csv``, one
+row per contestant: first_ms, the first step with all its compilation; new_ms and again_ms, medians over the later
+steps; worst_ms, the slowest new step; new_over_again, the median of the ratios of a step; compiled, programs that the
+first step made; compiled_later, programs that later steps made.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--rows", type=int, default=8192, help="of each rank")
+    add("--rows", type=int, default=8192, help="rows per rank")
     add("--gate-rows", type=int, default=1024)
     add("--heads", default="32/8", help="query heads/kv heads")
     add("--head-dim", type=int, default=128)
@@ -74,16 +74,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--steps", type=int, default=16)
     add("--contestants", nargs="+", choices=(FLOOR, *CONTESTANTS), default=[FLOOR, *CONTESTANTS])
-    add("--kernel", help="of cp_mesh; default: auto")
-    add("--forward", action="store_true", help="no backward: PyTorch has none on CPUs")
+    add("--kernel", help="kernel of cp_mesh; default: auto")
+    add("--forward", action="store_true", help="without backward: PyTorch has none on CPUs")
     add("--played", help="RANK/SIZE: one device plays this rank")
-    add("--csv", type=Path, help="append a row a contestant")
+    add("--csv", type=Path, help="append a row for each contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
     args.kernel = args.kernel or "auto"
     if args.steps < 2:
-        parser.error("--steps: the first one compiles, so at least 2")
+        parser.error("--steps: expected at least 2, since the first one compiles")
     return args
 
 

@@ -1,14 +1,14 @@
-"""What the guard costs the host after the first step: of a small call of attention, and of a small training step.
+"""Measure host time of the guard after the first step: in a small call of attention, and in a small training step.
 
-- "on": as it is by default;
+- "on": the default;
 - "off": under ``check_mode(False)``;
 - "without": the look-ups themselves are replaced by functions that do nothing.
 
-In each repeat every contestant makes ``--calls`` calls that follow one another, forward and backward; a step is a
-`ShardedModel` of one layer with `cross_entropy`, backward, a sum of its gradients and SGD; "look-ups" are those of one
-call of attention, alone. The first steps, in which the guard looks, come before. Figures are microseconds of processor
-time of the thread that calls: waiting for the other rank takes longer than all else. Medians and least of the repeats,
-of the slowest rank, are written to ``--csv``.
+In each repeat every contestant makes ``--calls`` calls in sequence, forward and backward. A step is a `ShardedModel` of
+one layer with `cross_entropy`, backward, a sum of its gradients and SGD. "look-ups" are only those of one call of
+attention. The first steps, in which the guard checks, run before. Figures are microseconds of CPU time of the calling
+thread, since waiting for the other rank takes longer than everything else. ``--csv`` gets medians and minima over the
+repeats, of the slowest rank.
 
     torchrun --nproc-per-node 2 examples/benchmarks/guard.py --csv guard_cpu.csv
 """
@@ -141,9 +141,9 @@ WORK = {"attention": of_attention, "step": of_steps, "look-ups": of_look_ups}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=50, help="a repeat, of each contestant")
+    parser.add_argument("--calls", type=int, default=50, help="calls per repeat and contestant")
     parser.add_argument("--what", nargs="+", choices=WORK, default=[*WORK])
-    parser.add_argument("--commit", default="", help="where git does not tell")
+    parser.add_argument("--commit", default="", help="recorded in the rows (default: ask git)")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)

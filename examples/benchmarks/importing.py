@@ -1,8 +1,8 @@
-"""What ``import cp_mesh`` loads and takes, in fresh processes.
+"""Measure what ``import cp_mesh`` loads, and how long it takes, in fresh processes.
 
-Seconds are the least of ``--repeats`` processes, after one that writes bytecode: of ``import torch``; of what cp_mesh
-imports of other packages beyond it, and which of these take most; and of cp_mesh itself. Files of cp_mesh that are
-loaded are counted, with their lines and the longest chain of imports between them.
+Seconds are the minimum over ``--repeats`` processes, after one that writes bytecode: of ``import torch``; of the other
+packages that cp_mesh imports, with the slowest of them; and of cp_mesh itself. Loaded files of cp_mesh are counted,
+with their lines and the longest chain of imports between them.
 
     python examples/benchmarks/importing.py --csv docs/results/importing.csv
 """
@@ -70,7 +70,7 @@ def chain(name: str, own: frozenset[str]) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--csv", type=Path, help="write what is printed there too, in seconds, files and lines")
+    parser.add_argument("--csv", type=Path, help="also write the printed figures to this file")
     args = parser.parse_args()
     _, loaded = run([])
     own = frozenset(name for name in loaded if name.partition(".")[0] == "cp_mesh")

@@ -1,12 +1,12 @@
-"""What attention costs the host in a stack of layers, in microseconds a layer: forward, backward, and all of it.
+"""Measure host time of attention in a stack of layers, in microseconds per layer: forward, backward, and both.
 
-A step is a forward of all layers, one after the other, and a backward through all of them, as in training; the host
-waits for the device between two steps alone. Layers have tensors of their own and share the mask.
+A step is a forward of all layers in sequence, and a backward through all of them, as in training; the host waits for
+the device only between two steps. Each layer has its own tensors; layers share the mask.
 
-- "cp_mesh": the default call; "computed": the same where passes are computed each time and never played by a tape;
-- "dense" layers have the causal mask, "packed" ones documents of 64 to 1000 tokens, others in each step, so that each
-  step plans once;
-- "FlashAttention-4": its public function alone, one call of each pass on this rank's rows, without ranks.
+- "cp_mesh": the default call; "computed": the same without tapes, so that passes are computed in every call;
+- "dense" layers have the causal mask, "packed" ones documents of 64 to 1000 tokens, different in each step, so that
+  each step plans once;
+- "FlashAttention-4": only its public function, one call per pass on this rank's rows, without communication.
 
     torchrun --nproc-per-node 2 examples/benchmarks/layers.py --rows 1024 4096 --csv layers.csv
 """
@@ -73,7 +73,7 @@ def step(layer: Layer, inputs: Sequence[Sequence[Tensor]], dout: Tensor) -> tupl
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096], help="of a rank")
+    parser.add_argument("--rows", type=int, nargs="+", default=[4096], help="rows per rank")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
     parser.add_argument("--head-dim", type=int, default=128)

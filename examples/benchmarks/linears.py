@@ -1,23 +1,23 @@
-"""Time the linears of a transformer block over tp: forward and backward, with rows that are sharded between them.
+"""Time the linears of a transformer block over tp, forward and backward, with rows sharded between them.
 
     torchrun --nproc-per-node 2 examples/benchmarks/linears.py --rows 4096 16384 65536 --csv linears.csv
 
-Parts are the feed-forward layer and the projections of attention, without attention, of Llama-3-8B and 70B.
+Parts are the feed-forward layer and the projections of attention (without attention) of Llama-3-8B and 70B.
 Contestants: "cp_mesh", `OverlappedColwise` and `OverlappedRowwise`; "cp_mesh again", which gathers the input again in
-the backward; "cp_mesh NCCL" and "cp_mesh copies", by transport="functional" and "symmetric_memory"; "cp_mesh at once",
-whose products wait for all rows in forwards, and in the backward of a row linear; "cp_mesh compiled", the first by
-torch.compile; "torch", `ColwiseParallel` and `RowwiseParallel` with the sequence sharded between them; "torch
-compiled", the same by torch.compile, and "torch async", that with `_micro_pipeline_tp`; "floor", the products of one
-rank alone, with nothing sent.
+the backward; "cp_mesh NCCL" and "cp_mesh copies", with transport="functional" and "symmetric_memory"; "cp_mesh at
+once", whose matmuls wait for all rows in the forward, and in the backward of a row-wise linear; "cp_mesh compiled",
+"cp_mesh" under torch.compile; "torch", `ColwiseParallel` and `RowwiseParallel` with the sequence sharded between them;
+"torch compiled", the same under torch.compile, and "torch async", that with `_micro_pipeline_tp`; "floor", the matmuls
+of one rank without communication.
 
-A gate comes first: outputs and gradients of few rows, each compared with float64. Of a contestant that fails it, or
-cannot run, only the status is written. In each repeat every contestant takes ``--calls`` calls that follow one another,
-after a barrier; a time is that of one call on the slowest rank, and a row has the median, least and most over the
-repeats. ``exposed_ms`` is a time beyond the floor's: communication that is not hidden, and whatever else it costs.
-``kept_gib`` is what a forward leaves allocated for its backward, output included.
+A gate runs first: outputs and gradients of few rows, each compared with float64. If a contestant fails it or cannot
+run, its row has only a status. In each repeat every contestant runs ``--calls`` calls in sequence, after a barrier. A
+time is that of one call on the slowest rank; a row has the median, minimum and maximum over the repeats. ``exposed_ms``
+is a time minus the floor's: communication that is not hidden, and all other costs. ``kept_gib`` is the memory that a
+forward keeps for its backward, output included.
 
-``--played 0/2`` is for a machine with one GPU, which plays one rank: nothing travels, so times are those that a rank
-takes at least, peers' rows are its own, sums are left undone, and nothing is judged; ``status`` says so.
+``--played 0/2`` is for a machine with one GPU, which plays one rank: nothing travels, so times are lower bounds for
+that rank. Peers' rows are its own, sums are skipped, and results are not checked; ``status`` says so.
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS)[:4])
-    add("--rows", type=int, nargs="+", default=[4096, 16384, 65536], help="of all tp ranks together")
+    add("--rows", type=int, nargs="+", default=[4096, 16384, 65536], help="rows of all tp ranks together")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
     add("--gate-rows", type=int, default=512)
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=10)
     add("--played", help="RANK/SIZE: one device plays this rank")
-    add("--time-limit", type=float, default=float("inf"), help="seconds after which nothing more is begun")
-    add("--csv", type=Path, help="append a row a contestant")
+    add("--time-limit", type=float, default=float("inf"), help="start nothing more after this many seconds")
+    add("--csv", type=Path, help="append a row for each contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
     return parser.parse_args(argv)
 

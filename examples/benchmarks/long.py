@@ -1,24 +1,24 @@
-"""One training step on one very long sequence: Llama-3-8B's layers, few of them, and what a whole model would take.
+"""Time one training step on one very long sequence, for few layers of Llama-3-8B, and project to a whole model.
 
     torchrun --nproc-per-node 2 examples/benchmarks/long.py --seq-len 1048576 --layers 1 2 --csv long.csv
     torchrun --nproc-per-node 2 examples/benchmarks/long.py --seq-len 262144 --layers 2 4  # as many rows as 8 GPUs
 
-What is done about memory, all of it with functions of PyTorch:
+Memory is saved by functions of PyTorch only:
 
-- a block keeps its input and what attention returned (`cp_mesh.checkpoint_context_fn`), or with `--recompute full` its
-  input alone; inputs of blocks wait in the host's memory (`torch.autograd.graph.save_on_cpu`);
-- the MLP and the loss go over a few rows at a time, each checkpointed. So neither the MLP's hidden units nor the logits
-  of all rows ever exist. `cp_mesh.cross_entropy(count=)` divides each part by the tokens of all.
+- a block keeps its input and attention's outputs (`cp_mesh.checkpoint_context_fn`), or with `--recompute full` only its
+  input; inputs of blocks wait in host memory (`torch.autograd.graph.save_on_cpu`);
+- the MLP and the loss process a few rows at a time, each checkpointed. So neither the MLP's hidden units nor the logits
+  of all rows exist at once. `cp_mesh.cross_entropy(count=)` divides each part by the tokens of all.
 
 First a short sequence must give the same loss and gradient norm with and without all this. Weights, gradients and the
 optimizer's state are fp32 and sharded by FSDP2 over all ranks; layers compute in bf16.
 
-`--layers 1 2` gives the time and the memory of one more layer, and so of 32 of them (`project`). `--as 8` projects to
-8 GPUs: work is divided by as many more ranks, and memory is that of as many rows a rank, so memory is to be taken from
-a shorter sequence. Attention of a ring of 8 hides its communication where that of 2 does; this is assumed, not shown.
+`--layers 1 2` gives the time and memory of one more layer, and so of 32 layers (`project`). `--as 8` projects to 8
+GPUs: work is divided by the ratio of ranks, and memory is that of equally many rows per rank, so take memory from a
+shorter sequence. It assumes, without proof, that a ring of 8 hides its communication as well as a ring of 2.
 
-Columns: `seconds`: of the slowest rank, forward, backward, clipping and AdamW, the last of `--steps`. `peak_gib`: of
-PyTorch's allocator on any rank with cp_mesh's symmetric memory. `host_gib`: what one rank holds in the host's memory.
+Columns: `seconds`: forward, backward, clipping and AdamW on the slowest rank, the last of `--steps`. `peak_gib`: peak
+of PyTorch's allocator on any rank, with cp_mesh's symmetric memory. `host_gib`: host memory of one rank.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vocab", type=int, default=128256)
     add("--recompute", nargs="+", choices=("selective", "full"), default=["selective"], help="selective: not attention")
     add("--no-offload", dest="offload", action="store_false", help="keep inputs of blocks on the device")
-    add("--head-chunks", type=int, default=1, help="of cp_mesh's attention")
-    add("--loss-rows", type=int, default=8192, help="of logits that exist at a time")
-    add("--mlp-rows", type=int, default=16384, help="of the MLP that are computed at a time")
-    add("--gate-len", type=int, default=65536, help="of the sequence that is compared with a plain step")
+    add("--head-chunks", type=int, default=1, help="head chunks of cp_mesh's attention")
+    add("--loss-rows", type=int, default=8192, help="rows of logits that exist at a time")
+    add("--mlp-rows", type=int, default=16384, help="rows that the MLP computes at a time")
+    add("--gate-len", type=int, default=65536, help="tokens of the sequence that is compared with a plain step")
     add("--steps", type=int, default=1)
     add("--as", dest="ranks", type=int, default=8, help="ranks to project to")
     add("--whole", type=int, default=32, help="layers to project to")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--csv", type=Path, help="append one row a measurement")
+    add("--csv", type=Path, help="append a row for each measurement")
     add("--commit", help="recorded in the rows (default: ask git)")
     return parser.parse_args(arguments)
 

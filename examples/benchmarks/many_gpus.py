@@ -1,15 +1,15 @@
-"""The runs that need four or eight GPUs of one host, in calls of less than ten minutes each, in order of their worth.
+"""Run the benchmarks that need four or eight GPUs of one host, in calls of under ten minutes, most valuable first.
 
-    python examples/benchmarks/many_gpus.py --list                           # commands, what they are to show, limits
+    python examples/benchmarks/many_gpus.py --list                           # commands, their purpose, time limits
     python examples/benchmarks/many_gpus.py --gpus 8 --call 1 --out many     # call 1: its CSVs and log in a folder
     python examples/benchmarks/many_gpus.py --gpus 4 --only tp --out many    # some of the runs
     python examples/benchmarks/many_gpus.py --gpus 4 --device cpu --out tiny # all, in sizes that say nothing of speed
 
-They need FlashAttention-4 and ring-flash-attention. Each run checks results before it times them. A run that takes
-longer than its limit, or than what `--seconds` of all leaves, is ended, and the next one begins: what it had written
-until then stays. A line each says what became of them; the exit code is 1 if one failed. Rows a GPU are the same on 4
-GPUs as on 8, so tokens are half as many. What is predicted: `predicted.py --gpus 8`, and beside what was measured with
-`--measured many/methods_8xh200.csv`. With `--device cpu` runs that need a GPU are left out.
+They need FlashAttention-4 and ring-flash-attention. Each run checks results before it times them. A run is stopped at
+its time limit, or when `--seconds` of all runs are spent, and the next one starts; the rows that it has written stay.
+Each run prints a line with its outcome; the exit code is 1 if one failed. Rows per GPU are equal on 4 and 8 GPUs, so 4
+GPUs have half as many tokens. Predictions: `predicted.py --gpus 8`; add `--measured many/methods_8xh200.csv` to compare
+them with measurements. `--device cpu` leaves out runs that need a GPU.
 """
 
 from __future__ import annotations
@@ -238,14 +238,14 @@ def end_with_commands() -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=8, choices=(4, 8), help="ranks, of one host")
+    parser.add_argument("--gpus", type=int, default=8, choices=(4, 8), help="number of ranks, on one host")
     parser.add_argument("--call", type=int, nargs="+", choices=sorted({run.call for run in RUNS.values()}))
     parser.add_argument("--only", nargs="+", choices=tuple(RUNS))
-    parser.add_argument("--seconds", type=float, default=555.0, help="of all runs together")
+    parser.add_argument("--seconds", type=float, default=555.0, help="time limit of all runs together")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("many"))
     parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
-    parser.add_argument("--list", action="store_true", help="print the commands and end")
+    parser.add_argument("--list", action="store_true", help="print the commands and exit")
     args = parser.parse_args(argv)
     args.names = [
         name

@@ -1,17 +1,17 @@
-"""What planning costs on the host, up to a million tokens on 1024 ranks. Needs no ranks and no device.
+"""Time planning on the host, up to a million tokens on 1024 ranks. Needs no process group and no GPU.
 
-Rows of the CSV, for each mask, layout and number of ranks, of the middle rank; milliseconds are those of the processor,
-which other programs lengthen least, and the least of ``--repeats``. A first schedule is made with nothing kept of
-earlier ones, though the code is warm.
+The CSV has a row for each mask, layout and number of ranks, for the middle rank. Milliseconds are CPU time, which other
+programs disturb least, and the minimum over ``--repeats``. Caches are empty before a first schedule, but the code is
+warm.
 
     balance_ms      `balance` makes a layout (packed documents in a balanced layout; every batch)
     read_ms         a Mask is made of the ids and its documents are read (every batch)
     first_ms        the first schedule of the mask, layout and lengths: by documents, as FlashAttention-4 takes them
-    later_us        a plan of the same again, in microseconds, as every further layer and the backward need one
+    later_us        microseconds of a cached plan, as needed by every further layer and by the backward
     calls           kernel calls of a forward on this rank
-    fetched_shards  rows that the rank which fetches most does fetch, in rows of a shard
+    fetched_shards  rows that the rank with most fetches receives, over the rows of a shard
 
-Documents are as long as ``--shortest`` to ``--longest`` tokens (uniform), or lognormal with ``--median``, sigma 1.5.
+Documents have ``--shortest`` to ``--longest`` tokens (uniform), or lognormal lengths with ``--median``, sigma 1.5.
 
     python examples/benchmarks/planning.py --csv planning_cpu.csv
 """
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--document-ranks", type=int, nargs="+", default=[8, 128])
     parser.add_argument("--shortest", type=int, default=200)
     parser.add_argument("--longest", type=int, default=5000)
-    parser.add_argument("--median", type=float, help="lognormal documents of this median instead")
+    parser.add_argument("--median", type=float, help="use lognormal document lengths with this median")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--csv", help="write the rows to this file")
     args = parser.parse_args(argv)

@@ -1,18 +1,18 @@
-"""One GPU plays one rank of many: a method's loop, copies and memory without wires, beside the ring's floor.
+"""Play one rank of many on one GPU: a method's loop, copies and memory without links, beside the ring's floor.
 
     python examples/benchmarks/played.py --ranks 8 --csv played.csv
     python examples/benchmarks/played.py --rank 3 --methods ring all_gather ulysses hybrid2 hybrid4 auto --no-floor ...
 
-For machines with fewer GPUs than there are ranks. The GPU runs what one rank of one NVLink host runs over symmetric
-memory, with peers whose memory is its own: they publish what it publishes, its gradients for them land beside it, and
-they send none. In an exchange of heads every peer so sends this rank's rows, of this rank's heads, and gets the same
-back. Kernel calls, copies, sums, launches and memory are those of a rank. NVLink's speed, barriers and waiting for
-slower ranks are not in it, so a figure is what a rank reaches at most; ``wire_ms`` of the CSV is what the cost model
-adds for wires and barriers. The gate compares out, dq, dk and dv with those of that very attention in float64: queries
-of the ranks that exchange heads, and keys at the positions of every rank, all equal to this rank's own.
+For machines with fewer GPUs than ranks. The GPU runs what one rank of an NVLink host runs over symmetric memory. The
+memory of its peers is its own: they publish the same rows, gradients for them land beside it, and they send none. In an
+all-to-all of heads every peer sends this rank's rows for this rank's heads, and gets the same back. Kernel calls,
+copies, sums, launches and memory are those of a rank. The speed of NVLink, barriers and waiting for slower ranks are
+missing, so figures are upper bounds of a rank's speed; ``wire_ms`` of the CSV is the cost model's time for links and
+barriers. The gate compares out, dq, dk and dv with float64 results of the same attention: queries of the ranks that
+exchange heads, and keys at the positions of every rank, all equal to this rank's own.
 
-"hybrid2" is the hybrid whose inner groups are 2 ranks. On one host the double ring is the ring. The gate of "auto" is
-that of the method that it takes.
+"hybrid2" is the hybrid with inner groups of 2 ranks. On one host the double ring is the ring. The gate of "auto" is
+that of the method that it chooses.
 """
 
 from __future__ import annotations
@@ -195,26 +195,30 @@ def _alike(x: Inputs, degree: int) -> Inputs:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8, help="of the group")
-    parser.add_argument("--rank", type=int, default=0, help="the one that is played")
+    parser.add_argument("--ranks", type=int, default=8, help="size of the group")
+    parser.add_argument("--rank", type=int, default=0, help="rank to play")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--methods", nargs="+", default=[("ring", 0)], type=_method, help="hybridN: of inner groups of N"
+        "--methods", nargs="+", default=[("ring", 0)], type=_method, help="hybridN: hybrid with inner groups of N ranks"
     )
     parser.add_argument("--local-len", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--gate-len", type=int, default=512, help="rows per rank in the correctness gate")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads/kv heads")
     parser.add_argument("--mask", choices=MASKS, nargs="+", default=["causal"])
-    parser.add_argument("--layouts", nargs="+", default=["zigzag"], help='"balanced" is for documents, others are not')
+    parser.add_argument(
+        "--layouts", nargs="+", default=["zigzag"], help='"balanced" for documents, others for other masks'
+    )
     parser.add_argument("--kernel", default="fa4", choices=list(KERNELS))
-    parser.add_argument("--head-chunks", type=int, help="default: as many as the library chooses")
-    parser.add_argument("--floor", action=argparse.BooleanOptionalAction, default=True, help="the ring's tiles alone")
+    parser.add_argument("--head-chunks", type=int, help="default: chosen by the library")
+    parser.add_argument(
+        "--floor", action=argparse.BooleanOptionalAction, default=True, help="also time the ring's tiles"
+    )
     parser.add_argument("--queued", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--min-repeats", type=int, default=2)
     parser.add_argument("--seconds-per-case", type=float, default=5.0)
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no case is begun")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="start no case after this many seconds")
     parser.add_argument("--graph-max-len", type=int, default=16384)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit")

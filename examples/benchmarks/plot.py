@@ -1,7 +1,7 @@
-"""Draw what `attention.py` measured: python examples/benchmarks/plot.py FILE.csv ... --out DIR
+"""Draw the results of `attention.py`: python examples/benchmarks/plot.py FILE.csv ... --out DIR
 
-One picture for each machine, number of GPUs, mask and mode: a row of axes for each pair of head counts; speed on the
-left, the share of the floor on the right. Where a point was measured more than once, the last one counts.
+There is a picture for each machine, number of GPUs, mask and mode, with a row of axes for each pair of head counts:
+speed on the left, the share of the floor on the right. If a point was measured more than once, the last one counts.
 `python examples/benchmarks/plot.py --page` draws the pictures of docs/performance.md from the committed files.
 """
 
@@ -188,11 +188,11 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     """Draw; returns the files written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path, nargs="*")
-    parser.add_argument("--page", action="store_true", help="the pictures of docs/performance.md instead")
+    parser.add_argument("--page", action="store_true", help="draw the pictures of docs/performance.md instead")
     parser.add_argument("--out", type=Path, default=tables.RESULTS)
     parser.add_argument("--pass", dest="pass_name", choices=("fwd", "bwd", "fwdbwd"), default="fwdbwd")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    parser.add_argument("--commit", help="rows of this commit alone")
+    parser.add_argument("--commit", help="draw only rows of this commit")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.page:

@@ -1,13 +1,13 @@
-"""What `predict.time` says beside what was measured: the passes of committed figures in which the host did not count.
+"""Compare predictions of `predict.time` with committed measurements in which host time did not matter.
 
     python examples/benchmarks/predicted.py --gpus 8                           # what runs on 8 H200s should show
-    python examples/benchmarks/predicted.py --gpus 8 --measured attention.csv  # beside what `attention.py` measured
+    python examples/benchmarks/predicted.py --gpus 8 --measured attention.csv  # beside measurements of `attention.py`
 
-The passes are replays of CUDA graphs, and calls in a row which took the host less than three quarters of the time.
+These are replays of CUDA graphs, and calls in a row whose host time was under three quarters of the time.
 
-With --gpus, predictions by the formulas alone, with two exceptions. "played" is the time of one rank of 8 that one GPU
-played (docs/results/played_methods_h200.csv) with the predicted time of wires. A training step is what the same rows a
-GPU took on 2 GPUs, with attention's predicted time on 2 taken off and that on more put in its place.
+With --gpus, predictions come from the formulas alone, with two exceptions. "played" is the measured time of one rank of
+8 that one GPU played (docs/results/played_methods_h200.csv) plus the predicted time of links. A training step is the
+measured step with the same rows per GPU on 2 GPUs, with attention's predicted time on 2 GPUs replaced by that on more.
 """
 
 from __future__ import annotations
@@ -445,9 +445,9 @@ def rivals_table(rows: Sequence[dict[str, str]]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, choices=(4, 8), default=8, help="of one host")
-    parser.add_argument("--measured", type=Path, help="a CSV of attention.py on as many")
-    parser.add_argument("--played", type=Path, default=PLAYED, help="a CSV of played.py, of one rank of 8")
+    parser.add_argument("--gpus", type=int, choices=(4, 8), default=8, help="number of GPUs, on one host")
+    parser.add_argument("--measured", type=Path, help="CSV of attention.py on as many GPUs")
+    parser.add_argument("--played", type=Path, default=PLAYED, help="CSV of played.py for one rank of 8")
     args = parser.parse_args(argv)
     from tables import markdown  # which imports this module
 

@@ -1,8 +1,8 @@
-"""What the probe costs beside a training step of a Llama in bf16, on all ranks as cp, under FSDP2.
+"""Time the probe beside a training step of a Llama in bf16, on all ranks as cp, under FSDP2.
 
-Of ``--layers`` layers of a shape of ``SHAPES``: seconds of `cp_mesh.probe` on the first tokens of a batch, the first
-time and the median of the later ones, and of a step (forward, backward, AdamW); of the slowest rank. On CUDA also the
-peak memory of each in GiB, of the rank that has most. One line is printed, and a row written to ``--csv``.
+For ``--layers`` layers of a shape of ``SHAPES``: seconds of `cp_mesh.probe` on the first tokens of a batch, the first
+time and the median of later ones, and of a step (forward, backward, AdamW), on the slowest rank. On CUDA also the peak
+memory of each in GiB, on the rank with most. It prints one line, and writes a row to ``--csv``.
 
     torchrun --nproc-per-node 2 examples/benchmarks/probe.py --shape 1B --csv probe.csv
     torchrun --nproc-per-node 2 examples/benchmarks/probe.py --shape 8B --layers 8 --csv probe.csv
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default="", help="where git does not tell")
+    parser.add_argument("--commit", default="", help="recorded in the rows (default: ask git)")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -1,4 +1,4 @@
-"""The attention kernels of this machine without any library around them: one table for all who call them directly."""
+"""Attention kernels of this machine, called without a library around them: one table for all benchmarks."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""What each way to register the ops with PyTorch costs the host, in microseconds a call.
+"""Measure host time of the ways to register the ops with PyTorch, in microseconds per call.
 
-One rank, tiny tensors, the same functions below: the ways differ in what runs around them.
+One rank, tiny tensors, the same functions: the ways differ only in the code around them.
 
-- "own": as `cp_mesh/call/op.py` does it, with `Library.impl` and an autograd kernel of its own;
+- "own": as `cp_mesh/call/op.py` does it, with `Library.impl` and its own autograd kernel;
 - "register_autograd": `Library.impl` and `torch.library.register_autograd`;
 - "custom_op": `torch.library.custom_op` and its `register_autograd`.
 
-And what comes before the op, which is the first way:
+And the code before the op, with the first way:
 
-- "function": `cp_mesh.attention` of plain tensors;
-- "DTensors": the same of DTensors on a mesh of cp and tp;
-- "DTensor's own": a multiplication of two such DTensors, one dispatch in each pass, with nothing of cp_mesh.
+- "function": `cp_mesh.attention` on plain tensors;
+- "DTensors": the same on DTensors on a mesh of cp and tp;
+- "DTensor's own": a multiplication of two such DTensors, one dispatch per pass, without cp_mesh.
 
-In each repeat every way runs once, ``--calls`` calls that follow one another, forward alone without gradients
-("no_grad"), forward with gradients ("forward"), and forward and backward ("both"); on a GPU nothing waits for the
-device within them. Medians and least of the repeats are written to ``--csv``; results of the ways are compared first.
+In each repeat every way runs ``--calls`` calls in sequence: forward without gradients ("no_grad"), forward with
+gradients ("forward"), and forward and backward ("both"); on a GPU nothing waits for the device within them. Medians and
+minima over the repeats are written to ``--csv``; the results of the ways are compared first.
 
     python examples/benchmarks/registration.py --csv registration.csv
 """

@@ -1,4 +1,4 @@
-"""What the benchmark writes: the columns of its CSV, a row for each contestant, and a table on the screen."""
+"""Output of the benchmark: the columns of its CSV, a row for each contestant, and a table on the screen."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What scores cost: the Triton kernel with each feature, another checkout of it, and compiled flex_attention.
+"""Time score features: the Triton kernel with each feature, another checkout of it, and compiled flex_attention.
 
-A tile is what one rank computes in one step: ``causal`` of one device, and what the second of two ranks computes with
-the first one's keys, in the zigzag and in the striped layout. Features: softcap, ALiBi, a learned table of relative
-distances (``table``: to 128 tokens, ``wide``: as many as there are), a dense bias of each head, the same with its
+A tile is the work of one rank in one step: ``causal`` on one device, and the tile of the second of two ranks with the
+first one's keys, in the zigzag and in the striped layout. Features: softcap, ALiBi, a learned table of relative
+distances (``table``: up to 128 tokens, ``wide``: all distances), a dense bias for each head, the same with its
 gradient, dropout. One GPU.
 
-Contestants are processes which hold their kernels compiled and take turns, repeat by repeat. A time is that of one
-call, the median over repeats of some calls that follow one another. Before it is timed, each one computes a short
-causal sequence, and may have twice the error of plain products in bfloat16, against float64.
+Contestants are processes that keep their compiled kernels and take turns, repeat by repeat. A time is that of one call:
+the median over repeats of several calls in sequence. Before it is timed, each contestant computes a short causal
+sequence; its error against float64 may be twice that of plain products in bfloat16.
 
     python examples/benchmarks/scores.py --old ../before --out results
 """
@@ -300,14 +300,14 @@ def results(contestants: Sequence[Contestant], feature: str, tile: str, repeats:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--old", type=Path, help="another checkout, measured beside this one")
+    parser.add_argument("--old", type=Path, help="another checkout to measure beside this one")
     parser.add_argument("--out", type=Path, help="append rows to scores.csv in this folder")
     parser.add_argument("--rows", type=int, default=8192, help="rows of queries")
     parser.add_argument("--features", nargs="+", choices=FEATURES, default=FEATURES)
     parser.add_argument("--tiles", nargs="+", choices=TILES, default=TILES)
     parser.add_argument("--without", nargs="+", choices=("ours", "flex"), default=())
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which nothing more is begun")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="start nothing more after this many seconds")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Write the tables of the documents from the committed figures: `python examples/benchmarks/tables.py`.
+"""Write the tables of the documents from the committed CSV files: `python examples/benchmarks/tables.py`.
 
 A page of tables is made from each of the larger files of figures in docs/results. A few small tables stand in README.md
 and in pages of docs/, between a line `<!-- table: NAME -->` and a line `<!-- end -->`; these are written in place.

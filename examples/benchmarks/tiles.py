@@ -1,16 +1,16 @@
-"""Time the library's kernels on single tiles, forward and backward apart, side by side in one run on one device.
+"""Time the library's kernels on single tiles, forward and backward separately, in one run on one device.
 
     python examples/benchmarks/tiles.py --csv tiles.csv
 
-Tiles of ``--local-len`` rows: "full" and "causal"; "strict", all below the diagonal, as of two ranks of striped;
-"half", a zigzag rank's rows against half a shard of keys; "documents", packed and causal. And "window", of
-``--window-len`` rows that see 1024 keys each, or a quarter of the rows if these are fewer.
+Tiles of ``--local-len`` rows: "full" and "causal"; "strict", all pairs below the diagonal, as between two ranks of
+striped; "half", a zigzag rank's rows against half a shard of keys; "documents", packed and causal. And "window", of
+``--window-len`` rows that see 1024 keys each, or a quarter of the rows if that is less.
 
-Kernels are called as the ring calls them. A backward includes delta where the kernel reads it (``delta_ms`` is that
-part) and the copy to dq, but not the sums of dk and dv over tiles. Where a tile leaves rows out, as strict does, the
-merge into all rows is timed too. What a plan prepares once a batch is not. Kernels that fail the gate, which compares
-with the reference kernel in float64, are not timed. In each repeat every kernel runs once: some calls that follow one
-another, queued while the device is kept busy. A time is that of one call, the median over repeats.
+Kernels are called as the ring calls them. A backward includes delta if the kernel reads it (``delta_ms`` is that part)
+and the copy to dq, but not the sums of dk and dv over tiles. If a tile leaves rows out, as strict does, the merge into
+all rows is timed too. Work that a plan does once per batch is not timed. Kernels that fail the gate, which compares
+with the reference kernel in float64, are not timed. In each repeat every kernel runs several calls in sequence, queued
+while the device is kept busy. A time is that of one call, the median over repeats.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), help="default: every fast one that is present")
     parser.add_argument("--tiles", nargs="+", choices=TILES, default=TILES)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no tile is begun")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="start no tile after this many seconds")
     parser.add_argument("--csv", type=Path, help="append rows to this file")
     parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)

@@ -1,20 +1,20 @@
-"""torchtitan's own Trainer, with its own context parallelism and with cp_mesh, in one run on the same ranks.
+"""Time torchtitan's own Trainer, with its own context parallelism and with cp_mesh, in one run on the same ranks.
 
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --seq-len 8192 32768 --csv torchtitan.csv
-    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --kernel cudnn   # that of its own CP
+    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --kernel cudnn   # the kernel of its own CP
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --device cpu --tiny --variants cp_mesh
 
-It needs torchtitan 0.2.2, of which the model's attention is causal alone (`pip install --no-deps torchtitan==0.2.2`).
-Packages that it imports and a run does not use (datasets, torchdata, tokenizers, tyro, tensorboard) are replaced by
-empty stand-ins where they are not installed. Layers are those of Llama-3-8B, with 32,768 of its 128,256 tokens; tokens
-are random. All of torchtitan's settings are its own for every variant: head-tail placement, FSDP2 over cp, bf16,
-checkpoints, loss, optimizer.
+It needs torchtitan 0.2.2, whose model has only causal attention (`pip install --no-deps torchtitan==0.2.2`). Packages
+that torchtitan imports but a run does not use (datasets, torchdata, tokenizers, tyro, tensorboard) are replaced by
+empty stand-ins if they are not installed. Layers are those of Llama-3-8B, with 32,768 of its 128,256 tokens; tokens are
+random. All variants use torchtitan's own settings: head-tail placement, FSDP2 over cp, bf16, checkpoints, loss,
+optimizer.
 
-A Trainer is made, warmed up, timed and dropped, variant after variant, --rounds times. They begin with the same weights
-and tokens, and their first losses must agree, or the status says so and the exit code is 1. Columns: `step_ms`, the
-median of the slowest rank's steps of all rounds, with the least and the most; `tokens_per_s` of all ranks;
-`peak_gib`, the largest of PyTorch's allocator on any rank, with cp_mesh's symmetric memory, of which that allocator
-does not know.
+Variant after variant, --rounds times, a Trainer is made, warmed up, timed and dropped. Trainers start with the same
+weights and tokens, and their first losses must agree; otherwise the status says so and the exit code is 1. Columns:
+`step_ms`, the median of the slowest rank's steps over all rounds, with minimum and maximum; `tokens_per_s` of all
+ranks; `peak_gib`, the largest peak of PyTorch's allocator on any rank, plus cp_mesh's symmetric memory, which that
+allocator does not count.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 16384, 32768])
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--tiny", action="store_true", help="small layers in fp32, 256 tokens, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="small layers in fp32, 256 tokens, to test that it runs")
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="selective")
     parser.add_argument("--compile", action="store_true", help="compile each block, and the loss")
-    parser.add_argument("--kernel", default="auto", help="of cp_mesh")
-    parser.add_argument("--method", default="auto", help="of cp_mesh")
+    parser.add_argument("--kernel", default="auto", help="kernel of cp_mesh")
+    parser.add_argument("--method", default="auto", help="method of cp_mesh")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)

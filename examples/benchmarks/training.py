@@ -1,30 +1,30 @@
-"""Training steps of the same Llama with cp_mesh, with PyTorch's `context_parallel` and with Ulysses, side by side.
+"""Time training steps of the same Llama with cp_mesh, with PyTorch's `context_parallel` and with Ulysses.
 
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --seq-len 8192 131072 --layers 8 --csv training.csv
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --compile       # blocks compiled
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --loss torch    # one loss function for all
     torchrun --nproc-per-node 8 examples/benchmarks/training.py --tp 2          # linears over tp, cp 4 x tp 2
 
-The layers are those of Llama-3-8B; the vocabulary is 32,768 of its 128,256 tokens, as few layers with the whole one
-would measure the output matrix. Weights, FSDP2, optimizer, recomputation and the head-tail placement of tokens are the
-same objects or the same code for all variants (Ulysses holds contiguous tokens); what differs is the way to a
-context-parallel attention, and the loss function. Before anything is timed, losses and gradients on one batch must
-agree; then whole steps take turns: forward, backward, gradient clipping, AdamW. A rival that raises is left out, and
-its status says why. Garbage is collected between rounds only.
+The layers are those of Llama-3-8B; the vocabulary is 32,768 of its 128,256 tokens, since with few layers and the whole
+vocabulary the output matrix would dominate. Weights, FSDP2, optimizer, recomputation and the head-tail placement of
+tokens are the same objects or the same code for all variants (Ulysses holds contiguous tokens). Variants differ in
+context-parallel attention and in the loss function. Before anything is timed, losses and gradients on one batch must
+agree. Then whole steps take turns: forward, backward, gradient clipping, AdamW. A rival that raises is left out; its
+status has the reason. Garbage is collected only between rounds.
 
-With `--tp` the variants are two linears over tp, and attention is cp_mesh's in both: "cp_mesh" has cp_mesh's linears,
-embedding and loss over the vocabulary, "torch_linears" PyTorch's styles, which gather whole logits. Each has weights of
-its own, equal at the start; both are in either's memory.
+With `--tp` there are two variants of linears over tp, and both use cp_mesh's attention: "cp_mesh" has cp_mesh's
+linears, embedding and vocabulary-parallel loss; "torch_linears" has PyTorch's styles, which gather whole logits. Each
+has its own weights, equal at the start; the memory of each includes both.
 
-Loss functions: by default each variant has that of its users, cp_mesh `cp_mesh.cross_entropy` and the others
-`F.cross_entropy` of float32 logits. So their memory differs by more than attention. Of bf16 logits the first holds 4
-bytes a logit, the logits and their gradient; the second 12, in float32 the log-softmax, its gradient and that of the
-logits. With few layers and long sequences the second is the peak of a step. `--loss torch` gives `F.cross_entropy` to
-all, and then what differs is attention alone.
+Loss functions: by default each variant has the one of its users: cp_mesh `cp_mesh.cross_entropy`, the others
+`F.cross_entropy` of float32 logits. So their memory differs by more than attention. For bf16 logits the first holds 4
+bytes per logit: the logits and their gradient. The second holds 12, in float32: the log-softmax, its gradient and
+that of the logits. With few layers and long sequences the second sets the peak of a step. `--loss torch` gives
+`F.cross_entropy` to all variants, which then differ only in attention.
 
 Columns. `blocks`: "eager", or the backend that compiles them. `step_ms_*`: of the slowest rank. `mfu` and
-`mfu_trainer`: `model_flops` over the vendor's dense bf16 peak. `peak_gib`: the largest of PyTorch's allocator on any
-rank, with cp_mesh's symmetric memory, which that allocator does not see; NCCL's buffers are not in it.
+`mfu_trainer`: `model_flops` over the vendor's dense bf16 peak. `peak_gib`: the largest peak of PyTorch's allocator on
+any rank, plus cp_mesh's symmetric memory, which that allocator does not count; without NCCL's buffers.
 `grad_difference`: `Trainer.gradient_difference` from the first variant.
 """
 
@@ -89,7 +89,7 @@ TIMEOUT = timedelta(minutes=3)
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--seq-len", type=int, nargs="+", default=[131072], help="tokens of the one sequence in a step")
+    add("--seq-len", type=int, nargs="+", default=[131072], help="tokens of the sequence of a step")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile each block")
     add("--layers", type=int, default=4)
     add("--dim", type=int, default=4096)
@@ -102,20 +102,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--loss", choices=("own", "torch"), default="own", help="own: see above; torch: F.cross_entropy for all")
     add("--variants", nargs="+", choices=(*VARIANTS, *OF_TP[1:]), help="default: all but torch_alltoall")
     add("--tp", type=int, default=1, help="ranks of tp; the others are cp")
-    add("--kernel", default="auto", help="of cp_mesh")
-    add("--transport", default="auto", help="of cp_mesh")
-    add("--ulysses-kernel", choices=tuple(RAW_KERNELS), help="default: the best that is there")
+    add("--kernel", default="auto", help="kernel of cp_mesh")
+    add("--transport", default="auto", help="transport of cp_mesh")
+    add("--ulysses-kernel", choices=tuple(RAW_KERNELS), help="default: the best available one")
     add("--torch-kernel", choices=tuple(TORCH_KERNELS), default="cudnn", help="of PyTorch's context_parallel on CUDA")
     add("--torch-kv", choices=("auto", "native", "expanded"), default="auto", help="its kv heads: see TorchVariant")
     add("--warmup", type=int, default=2, help="rounds before the measured ones")
     add("--steps", type=int, default=5, help="measured rounds")
-    add(
-        "--seconds", type=float, default=60.0, help="begin no further measured round after this time; one is always run"
-    )
+    add("--seconds", type=float, default=60.0, help="start no further measured round after this time; one always runs")
     add("--lr", type=float, default=1e-5)
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--csv", type=Path, help="append one row a variant")
+    add("--csv", type=Path, help="append a row for each variant")
     add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(arguments)
     able = VARIANTS if args.tp == 1 else OF_TP

@@ -213,7 +213,7 @@ REFUSED |= (
     else {
         "full_dtensor": "spmd_backend: expected plain tensors, got 'full_dtensor'",
         "one rank": "parallelism.context_parallel_degree: expected 2 or more, got 1",
-        "sdpa": "layers.0.attention: expected attention that is known, got torchtitan.models.common.attention.GQA",
+        "sdpa": "layers.0.attention: expected a known attention class, got torchtitan.models.common.attention.GQA",
         "layers": "model: expected a Decoder of torchtitan, got Linear",
         "window": "layers.0: window_size: expected (127, 0), got (5, 0)",
     }

@@ -120,7 +120,7 @@ def refused(rank: int, case: str) -> None:
         ("keys", "expected cu_seq_k equal to cu_seq_q"),
         ("rows", "permutation: expected [1, 48], of packed tokens, got [2, 48]"),
         ("argument", "got block_mask; leave it out"),
-        ("metadata", "that of prepare_cp_metadata, got VarlenAttentionMetadata"),
+        ("metadata", "attention_metadata: expected MeshVarlenMetadata, got VarlenAttentionMetadata"),
         ("no axis", "a cp axis of 2 or more ranks, got None; leave the transform out"),
     ],
 )

@@ -588,7 +588,7 @@ def test_refused(pool: Any, name: str) -> None:
 
 def test_refused_options_and_classes() -> None:
     for options in ({"gather_output": True}, {"data": None}):
-        with pytest.raises(ArgumentError, match="the Trainer knows it"):
+        with pytest.raises(ArgumentError, match="the Trainer sets it"):
             context_parallel(Trainer, **options)
     for kind in (trl.DPOTrainer, type("Own", (Trainer,), {"prediction_step": _make})):
         with pytest.raises(UnsupportedError, match="expected that of Trainer or SFTTrainer"):

@@ -235,12 +235,12 @@ def _text_alone(cp: Any) -> None:
 REFUSED_IMAGES: dict[str, tuple[Any, str]] = {
     "blocks beyond a window": (
         _changed("paligemma", token_type_ids=lambda x: (torch.arange(S).expand(B, S) >= 11).long()),
-        "blocks beside a window: expected at most 10 tokens in each, got 11",
+        "blocks with a window: expected at most 10 tokens in each, got 11",
     ),
     "a beginning that is not told": (_changed("paligemma", token_type_ids=lambda x: None), "is_causal"),
     "documents without positions": (
         _changed("qwen2_vl", documents=lambda x: torch.zeros(B, S, dtype=torch.long)),
-        "pass those of the whole batch, [3, B, S]",
+        "pass position_ids of the whole batch, [3, B, S]",
     ),
     "positions of a part": (_changed("qwen2_vl", position_ids=lambda x: torch.zeros(3, B, 9)), "position_ids"),
     "images of each rank": (

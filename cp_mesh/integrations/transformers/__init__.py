@@ -1,8 +1,8 @@
-"""Context parallelism for models of Transformers, with what a model itself says of its attention.
+"""Context parallelism for models of Transformers, with the models' own attention settings.
 
-`root` has what users call, and the forward that replaces the model's. It reads what a call says of the whole batch
-(`inputs`), and shards. Attention and masks come by the interfaces of Transformers (`masks`). Losses become shares of
-this rank (`losses`). `families` says which models are served.
+`root` has the public functions, and the forward that replaces the model's: it reads the arguments for the whole batch
+(`inputs`) and shards them. Attention and masks use the interfaces of Transformers (`masks`). Losses become shares of
+this rank (`losses`). `families` checks which models are supported.
 """
 
 from cp_mesh.integrations.transformers.root import parallelize, sequence_of

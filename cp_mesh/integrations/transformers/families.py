@@ -1,4 +1,4 @@
-"""Which models of Transformers are served: what their classes, configs and modules say."""
+"""Checks which models of Transformers are supported, by their classes, configs and modules."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
 
 KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid"))
-"""Kinds of layers, as configs name them, that mix rows by attention or by what `mixers` replaces."""
+"""Layer types, by their names in configs, that mix tokens by attention or by functions of `mixers`."""
 ALONE = frozenset(("moe", "mlp"))
-"""Kinds of layers that mix no rows."""
+"""Layer types that mix no tokens."""
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
-"""How the names of classes end whose outputs are rows of the sequence."""
+"""Suffixes of class names whose outputs are rows of the sequence."""
 _CAUSAL = (*HEADS[:2], "ForConditionalGeneration")
 IMAGES = (
     *("gemma3", "got_ocr2", "internvl", "llava", "mistral3", "paligemma"),
     *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
 )
-"""Models with images, by the model_type of their config: they put features of images among the embeddings of their
-tokens, and give these to a text tower, whose rows are sharded."""
+"""Models with images, by the model_type of their config: they insert image features into the token embeddings and pass
+these to a text tower, whose rows are sharded."""
 _PLAIN_HEAD = frozenset(
     (
         *("model", "last_hidden_state", "slice_logits_to_keep", "lm_head", "loss_function", "config", "vocab_size"),
         *("CausalLMOutputWithPast", "past_key_values", "hidden_states", "attentions"),
     )
 )
-"""What the forward of a class reads that gives the logits of its lm_head to its loss_function as they are."""
+"""Names that a forward may read if it passes the logits of lm_head to loss_function unchanged."""
 _LINEARS = ("mode", "recompute_all_gather", "transport")
 _MIXERS = (Convolution, nn.RNNBase)
 _WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortconv", "indexer", "ngram", "hyena")
 
 
 class Facts:
-    """What the class and the modules of a model say of its forward.
+    """Facts about a model's forward, from its class, config and modules.
 
     Attributes:
-        text: the part of the model that is given embeddings of tokens and images; None where it is all text.
-        name: of the class.
-        names: of its arguments, in order.
-        accepted: those, and the arguments of the forward that it hands its keywords on to.
-        causal: whether it predicts the next token.
-        has_loss: whether it calls its loss_function.
-        rotates_by_several: whether its positions are of several dims.
-        counted: a module that counts positions from tokens, if there is one.
-        layers: how many mix rows, if the config says it.
+        text: the text tower, which gets embeddings of tokens and images; None for text models.
+        name: the name of the class.
+        names: the names of the forward's arguments, in order.
+        accepted: these names, and the arguments of the inner forward that gets its keywords.
+        causal: whether the model predicts the next token.
+        has_loss: whether the forward calls loss_function.
+        rotates_by_several: whether positions have several dims (mRoPE).
+        counted: the class name of a module that computes positions from tokens, or None.
+        layers: the number of layers that mix tokens, by the config, or None.
         attending: the part of the model that mixes rows of the sequence.
         has_mixers: whether some of its layers are recurrent or convolutions.
     """
@@ -70,7 +70,7 @@ class Facts:
         self.accepted = {*self.names, *inspect.signature(inner).parameters}
         self.rotates_by_several = "mrope_section" in _rope(model.config.get_text_config())
         self.causal, self.has_loss = self.name.endswith(_CAUSAL), "loss_function" in forward.__code__.co_names
-        self.attending = self.text or model  # of which layers attend to the sequence
+        self.attending = self.text or model
         counts = (
             type(x).__name__ for x in self.attending.modules() if "create_position_ids_from_input_ids" in _used(x)
         )
@@ -83,21 +83,21 @@ class Facts:
 
 
 def has_images(config: Any) -> bool:
-    """Whether a model is one of `IMAGES`, in a version of Transformers that says of blocks what they are."""
+    """Whether a model is one of `IMAGES`, in a version of Transformers with block masks (blockwise_overlay)."""
     return getattr(config, "model_type", None) in IMAGES and hasattr(masking_utils, "blockwise_overlay")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model of which some layer mixes rows otherwise than by attention of AttentionInterface."""
+    """Refuse a model in which a layer mixes rows by anything but attention of AttentionInterface."""
     if not isinstance(model, PreTrainedModel):
-        hint = "of a wrapper pass what it wraps, such as peft_model.base_model.model"
+        hint = "pass the wrapped model, such as peft_model.base_model.model"
         refuse("parallelize", "a PreTrainedModel", type(model).__name__, hint)
     check_config(model.config, type(model).__name__)
     _refuse_first(type(model).__name__, _against_modules(model))
 
 
 def check_config(config: Any, name: str) -> None:
-    """Refuse what a config says, and the name of the class of a model."""
+    """Refuse a model by its config and the name of its class."""
     _refuse_first(name, _against_config(config, name))
 
 
@@ -107,22 +107,22 @@ def _refuse_first(name: str, reasons: Iterator[tuple[str, str]]) -> None:
 
 
 def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
-    """What is against a model, and what to do instead."""
+    """Yield reasons to refuse a model, with hints."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         yield "attention of a decoder to an encoder", "cross-attention is not available"
     text = config.get_text_config()
-    hint = f"use the text model alone; of those with images {', '.join(IMAGES)} are known"
+    hint = f"use the text model alone; supported models with images: {', '.join(IMAGES)}"
     if not has_images(config):
         if found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
             yield f"{found[0]}: images or sounds among the tokens", hint
         if text is not config:
-            yield f"a {type(config).__name__}, of more than a text", hint
+            yield f"a {type(config).__name__}, of more than text", hint
         if "mrope_section" in _rope(text):
             yield "mrope_section: positions of several dims", hint
     elif not name.endswith(_CAUSAL[2]):
         yield "a part of a model with images", f"classes named ...{_CAUSAL[2]} are available"
     if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS - ALONE):
-        yield f"layer_types {', '.join(found)}", f"{', '.join(sorted(KINDS))} are available"
+        yield f"layer_types {', '.join(found)}", f"{', '.join(sorted(KINDS))} are supported"
     if not name.endswith(HEADS) and not has_images(config):
         yield "a class whose outputs may not be rows", f"classes named ...{', ...'.join(HEADS)} are available"
 
@@ -131,47 +131,47 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     facts, attending = Facts(model), 0
     parts, inside = [*facts.attending.named_modules()], set[nn.Module]()
     if "position_ids" not in facts.accepted and not facts.has_mixers:
-        yield "a forward without position_ids, which counts this rank's rows from 0", "it is not available"
+        yield "a forward without position_ids, which counts this rank's rows from 0", "this model is not supported"
     for path, module in parts:
         kind = type(module).__name__
         if is_mixer(module):
             inside.update(module.modules())
             attending += 1
             if unknown := unknown_functions(module):
-                yield f"{path}, a {kind} that calls {unknown[0]}", "no function of cp_mesh computes it over ranks"
+                yield f"{path}, a {kind} that calls {unknown[0]}", "cp_mesh has no such function; this model is not supported"
         if module in inside:
             continue
         named = any(word in kind.lower() for word in _WORDS) and "norm" not in kind.lower()
         named = named and "ALL_ATTENTION_FUNCTIONS" not in _used(module)
         named = named and not any(map(is_mixer, module.modules()))
         if isinstance(module, _MIXERS) or named:
-            yield f"{path}, a {kind}", "it mixes the rows of a shard"
+            yield f"{path}, a {kind}", "it mixes rows of one shard only; this model is not supported"
         if path.rpartition(".")[2] == "pooler":
             yield f"{path}, a {kind}", "it reads the first row: pass add_pooling_layer=False"
         attending += "ALL_ATTENTION_FUNCTIONS" in _used(module)
     if facts.layers is None or attending < facts.layers:
         got = f"{attending} modules that mix rows in a known way, and {facts.layers} layers"
-        yield got, "the others attend by code of their own, or not at all"
+        yield got, "the other layers mix tokens by code of their own, or not at all; this model is not supported"
 
 
 def plan_over_tp(
     facts: Facts, model: PreTrainedModel, tp: DeviceMesh, linears: Mapping[str, Any], gather_output: bool
 ) -> dict[str, ParallelStyle]:
-    """The plan of a model's linears over tp, with DTensors between them, since batches may have any length."""
+    """Return the plan of a model's linears over tp, with DTensors between them, since batches may have any length."""
     if unknown := sorted(linears.keys() - set(_LINEARS)):
         refuse("parallelize: linears", f"options among {', '.join(_LINEARS)}", unknown[0], "leave it out")
     if gather_output:
-        hint = "sequence_of(model).unshard(output.logits.whole()) makes them"
-        refuse("parallelize: gather_output", "False with tp, where logits are not held", True, hint)
+        hint = "sequence_of(model).unshard(output.logits.whole()) returns whole logits"
+        refuse("parallelize: gather_output", "False with tp, where logits are not stored", True, hint)
     if found := sorted({*_used(model)} - _PLAIN_HEAD):
         got = f"{', '.join(found)} in its forward"
-        hint = "what that does to logits or losses is not known; use a tp plan of Transformers"
+        hint = "its effect on logits or losses is not known; use a tp plan of Transformers"
         refuse(f"parallelize({facts.name}): tp", "a loss of the logits of lm_head", got, hint, UnsupportedError)
     return tensor_parallel_plan(model, tp, use_local_output=linears.get("mode") == "all_reduce", **linears)
 
 
 def _used(module: nn.Module) -> tuple[str, ...]:
-    """Names that a module's forward reads, as its class wrote it."""
+    """Return the names that the forward of a module's class reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
@@ -181,12 +181,12 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def check_lengths(config: Any, accepted: set[str], sequence: ShardedSequence, positions: Tensor) -> None:
-    """Refuse a length from which on the model would read another one from this rank's rows.
+    """Refuse lengths at which the model's RoPE or temperature would depend on this rank's local length.
 
     Args:
-        config: of the text.
+        config: the config of the text model.
         accepted: as in `Facts`.
-        positions: [B or 1, S], of the whole batch.
+        positions: [B or 1, S], positions of the whole batch.
     """
     length = positions.shape[1]
     scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
@@ -196,7 +196,7 @@ def check_lengths(config: Any, accepted: set[str], sequence: ShardedSequence, po
     told, original = _rope(config), "original_max_position_embeddings"
     for rope in (told, *(x for x in told.values() if isinstance(x, dict))):
         kind, known = rope.get("rope_type", rope.get("type")), getattr(config, "max_position_embeddings", 0)
-        if kind not in ("dynamic", "longrope"):  # which depend on the largest position, from a known one on
+        if kind not in ("dynamic", "longrope"):  # these depend on the largest position beyond a known length
             continue
         if kind == "longrope":
             known = rope.get(original) or getattr(config, original, known)
@@ -204,7 +204,7 @@ def check_lengths(config: Any, accepted: set[str], sequence: ShardedSequence, po
         if max(longest) > known and (kind == "dynamic" or min(longest) <= known):
             expected, hint = f"{known} positions at most", f"documents of {known} tokens at most"
             if kind == "dynamic":
-                hint += ": in every layout a rank knows the largest position of its own rows alone"
+                hint += ": in every layout a rank knows only the largest position of its own rows"
             elif min(_longest(replace(sequence, layout=Striped()), positions)) > known:
                 hint += "; or layout=Striped(), where every rank has later positions"
             else:
@@ -214,7 +214,7 @@ def check_lengths(config: Any, accepted: set[str], sequence: ShardedSequence, po
 
 
 def _longest(sequence: ShardedSequence, positions: Tensor) -> list[int]:
-    """How many positions each rank has, up to its largest one, of those of the whole batch [B or 1, S]."""
+    """Return the largest position + 1 of each rank, for positions [B or 1, S] of the whole batch."""
     assert sequence.seq_len is not None
     padded, size = F.pad(positions, (0, sequence.seq_len - positions.shape[1])), sequence.cp_size
     rows = (sequence.layout.positions(sequence.seq_len, size, rank) for rank in range(size))

@@ -1,4 +1,4 @@
-"""What a call tells of the *whole* batch: tokens, labels that are shifted here, documents, padding and positions."""
+"""Read the arguments of a call for the *whole* batch: tokens, labels, documents, padding and positions."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from cp_mesh.sequence.sharded_sequence import IGNORED
 
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
 COMPARED = (*ROWS, "attention_mask", "documents", "cu_seq_lens_q", "shift_labels")
-"""Arguments that are to be equal on all cp ranks."""
+"""Arguments that must be equal on all cp ranks."""
 _TAKEN = {*COMPARED, *PACKED, "position_ids", "labels", "num_items_in_batch"}
 _TAKEN |= {"output_hidden_states", "output_router_logits", "fused_lm_head"}
 _REFUSED = {
     "past_key_values": "a cache of this rank's rows; cp_mesh.decode reads sharded ones",
     "use_cache": "pass use_cache=False: a cache would hold this rank's rows",
     "logits_to_keep": "leave it out: the last rows of a shard are not those of the sequence",
-    "output_attentions": "leave it out: weights are never held",
+    "output_attentions": "leave it out: attention weights are never stored",
     "cache_position": "leave it out: pass position_ids of the whole batch",
 }
 
 
 def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with labels shifted, and documents and positions where the batch tells them.
+    """Return the arguments of a call by name; shift labels, and add documents and positions that follow from others.
 
     Raises:
-        ArgumentError, UnsupportedError: of what is not of the whole batch, or is not known.
+        ArgumentError, UnsupportedError: for tensors that are not of the whole batch, and unknown arguments.
     """
     where, named = facts.name, dict(zip(facts.names, args, strict=False)) | kwargs
     given = {name: x for name, x in named.items() if x is not None}
@@ -41,7 +41,7 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         if isinstance(x := given.pop(name, None), Tensor) or x not in (None, False, 0):
             refuse(where, f"no {name}", x if isinstance(x, int | float | str) else type(x).__name__, hint)
     if given.pop("return_dict", True) is not True:
-        refuse(where, "return_dict=True", False, "outputs are read by name")
+        refuse(where, "return_dict=True", False, "leave it out: outputs are read by name")
     if unknown := sorted(given.keys() - _TAKEN - {*(facts.names if facts.text else ())}):
         hint = "whether they hold rows of the sequence is not known; leave them out"
         refuse(where, f"arguments among {', '.join(sorted(_TAKEN))}", ", ".join(unknown), hint, UnsupportedError)
@@ -56,7 +56,7 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     ids = given.get("position_ids")
     several = facts.text is not None and ids is not None and ids.ndim == 3  # of time, height and width (mRoPE)
     if ids is not None and (ids[0] if several else ids).shape not in (size, (1, size[1])):
-        hint = "of the whole batch; positions of several dims (mRoPE) are those of models with images"
+        hint = "pass those of the whole batch; only models with images take positions of several dims (mRoPE)"
         refuse(f"{where}: position_ids", f"[B, S] = {list(size)}, or [1, S]", list(ids.shape), hint)
     labels = given.pop("labels", None)
     if labels is not None and "shift_labels" not in given:
@@ -69,24 +69,24 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         given.setdefault("documents", documents[None].to(device))
     if "documents" in given:
         if ids is None and facts.rotates_by_several:
-            hint = "pass those of the whole batch, [3, B, S], which begin anew in each document"
-            refuse(f"{where}: documents", "position_ids beside them", None, hint)
+            hint = "pass position_ids of the whole batch, [3, B, S], which restart in each document"
+            refuse(f"{where}: documents", "position_ids with documents", None, hint)
         given.setdefault("position_ids", document_positions(given["documents"]))
     elif ids is not None and "attention_mask" not in given and (not several or len(ids) == 4):
-        # as in Transformers, the first of four rows counts tokens, and of three no row does
+        # as in Transformers, of [4, B, S] the first row counts tokens; [3, B, S] has no such row
         given["documents"] = batch_mask(position_ids=ids[0] if several else ids).documents
     if facts.counted and "position_ids" not in given:
-        hint = "pass position_ids of the whole batch, [B, S], as the model would count them"
-        refuse(where, f"position_ids, which {facts.counted} counts from tokens", None, hint)
-    if facts.text is None:  # others count in ways of their own
+        hint = "pass position_ids of the whole batch, [B, S], as the model would compute them"
+        refuse(where, f"position_ids, which {facts.counted} would compute from this rank's tokens", None, hint)
+    if facts.text is None:  # models with images compute their own
         given.setdefault("position_ids", torch.arange(size[1], device=device)[None])
     return given
 
 
 def visible(whole: dict[str, Any]) -> tuple[Mask, Tensor]:
-    """Of what `read` returned: a mask with documents and padding, and positions [B, S] or [S] to count chunks from.
+    """Return the mask (documents and padding) of arguments from `read`, and positions [B, S] or [S] for chunks.
 
-    Padding is excluded, and sees nothing. Where labels of such rows count, they see what they may.
+    Padding tokens are excluded and attend to nothing. If some have valid labels, padding is hidden as keys only.
     """
     padding, documents = whole.get("attention_mask"), whole.get("documents")
     tokens = next(whole[name] for name in ROWS if name in whole)
@@ -94,7 +94,7 @@ def visible(whole: dict[str, Any]) -> tuple[Mask, Tensor]:
     if padding is None:
         return Mask(documents=documents), counted
     padding = padding.long()
-    if documents is None and not bool(padding[:, 0].all()):  # chunks begin behind padding on the left
+    if documents is None and not bool(padding[:, 0].all()):  # chunks are counted from the end of left padding
         counted = counted - (padding.cumsum(-1) == 0).sum(-1, keepdim=True)
     labels = whole.get("shift_labels")
     if labels is not None and bool(((labels != IGNORED) & (padding == 0)).any()):

@@ -1,4 +1,4 @@
-"""The losses of a parallel model, as shares of this rank: of labels, of routers, and the log-probabilities of TRL."""
+"""Losses of a parallel model as shares of this rank: label loss, routers' loss, and the log-probabilities of TRL."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ROUTER = "model.config.output_router_logits"
 
 
 class Losses:
-    """What a model's loss is made of. Copies of the model, whose loss_function is `of_labels`, share it.
+    """The losses of a model, whose loss_function becomes `of_labels`. Copies of the model share this object.
 
     Attributes:
         data: the ranks over which the loss is a mean.
-        shares: by what the routers' loss is divided: the number of ranks whose losses are summed.
-        like_mixtral: whether the loss of routers is `balancing_loss`; None as long as nobody asked.
-        compared: whether the sum of both losses was compared with the model's.
+        shares: the divisor of the routers' loss: the number of ranks whose losses are summed.
+        like_mixtral: whether the routers' loss is `balancing_loss`; None before the check.
+        compared: whether the sum of both losses was compared with the model's loss.
     """
 
     def __init__(self, data: DeviceMesh | dist.ProcessGroup) -> None:
@@ -41,27 +41,27 @@ class Losses:
     def of_labels(
         self, logits: Tensor, labels: Tensor, vocab_size: Any = None, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Tensor:
-        """In the place of the model's loss_function: this rank's share, of labels that are shifted already."""
+        """Replace the model's loss_function: return this rank's share for labels that are already shifted."""
         if (batch := Batch.now()) is None:
             hint = "see cp_mesh.cross_entropy"
             refuse("loss_function", "a call in the forward of a parallel model", "one outside", hint)
         share = cross_entropy(logits, labels, self.data, count=num_items_in_batch)
-        with torch.inference_mode(False):  # its version is read, which tensors of inference have not
+        with torch.inference_mode(False):  # inference tensors have no version counter
             batch.loss = share.clone() if share.is_inference() else share
         batch.version = times_written(batch.loss)
-        return batch.loss if batch.kept is None else batch.loss.clone()  # to which the model adds its routers' loss
+        return batch.loss if batch.kept is None else batch.loss.clone()  # the model adds its routers' loss in place
 
     def check_router(self, module: Any) -> None:
-        """Refuse a model whose loss of routers is not `balancing_loss`, by an example."""
+        """Refuse a model whose routers' loss differs from `balancing_loss` on an example."""
         if self.like_mixtral is None:
-            files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)  # FSDP2 puts a class before it
+            files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)  # FSDP2 changes the class
             found = (getattr(file, "load_balancing_loss_func", None) for file in files)
             function = next(filter(None, found), lambda *_: torch.nan)
             logits = tuple(torch.linspace(-1, 2, 24).view(6, 4).roll(i, 1).sin() for i in range(2))
             kept = torch.tensor([[1, 1, 0], [1, 1, 1]])
             try:
                 theirs = float(function(logits, 4, 2, kept))
-            except Exception:  # of a function with other arguments
+            except Exception:  # a function with other arguments
                 theirs = torch.nan
             self.like_mixtral = abs(float(balancing_loss(logits, 2, kept)) - theirs) < 1e-6
         missing = [name for name in ("num_experts_per_tok", "router_aux_loss_coef") if not hasattr(module, name)]
@@ -71,10 +71,10 @@ class Losses:
             refuse(type(module).__name__, what, got, f"{_ROUTER} = False", UnsupportedError)
 
     def of_routers(self, module: Any, batch: Batch, kept: Tensor, output: Any) -> None:
-        """The routers' loss of all rows in the place of that of this rank's rows, as a share.
+        """Replace the routers' loss of this rank's rows in ``output`` by this rank's share of the loss of all rows.
 
-        Other terms of the model's loss are looked for in its first call. Ranks tell what they found in the sum of their
-        rows, so that all of them refuse or none.
+        The first call checks that the model's loss has no other terms. The result of the check is reduced in the same
+        all-reduce as the loss, so that all ranks raise or none.
         """
         wrong = torch.zeros(())
         if compared := batch.loss is not None and not self.compared:
@@ -98,7 +98,7 @@ class Losses:
         output["aux_loss"] = share
 
     def check(self, module: Any, batch: Batch, loss: Any) -> None:
-        """Refuse another loss of the model than that of its labels; `of_routers` compared it where it has two."""
+        """Refuse a model loss other than the label loss; with a routers' loss, `of_routers` has compared it."""
         changed = batch.kept is None and batch.loss is not None and times_written(batch.loss) != batch.version
         if loss is not batch.loss or changed:
             hint = f"pass no labels and take cp_mesh.cross_entropy of the logits; or switch the term off, as {_ROUTER}"
@@ -108,10 +108,10 @@ class Losses:
     def log_probabilities(
         self, forward: Callable[..., Any], module: Any, batch: Batch, /, *, labels: Tensor, **arguments: Any
     ) -> Any:
-        """The forward that TRL gives to models, on labels that are shifted already.
+        """Run the forward that TRL gives to models, on labels that are already shifted.
 
-        Its loss is left out: a mean over this rank's rows. That of its trainers is a sum of the log-probabilities,
-        divided by the tokens of all ranks. Of routers it returns a loss of these rows, so what they say is kept.
+        The returned loss, a mean over this rank's rows, is dropped: TRL's trainers sum the log-probabilities and divide
+        by the tokens of all ranks. The routers' loss covers this rank's rows only, so the router logits are kept.
         """
 
         def keep(_: Any, args: Any, found: Any) -> None:
@@ -129,13 +129,13 @@ class Losses:
 def balancing_loss(
     router_logits: tuple[Tensor, ...], top_k: int, kept: Tensor, total: Callable[[Tensor], Tensor] = torch.clone
 ) -> Tensor:
-    """The load-balancing loss of routers (arXiv:2101.03961, equations 4 to 6), over the rows of all layers.
+    """Return the load-balancing loss of routers (arXiv:2101.03961, equations 4 to 6), over the rows of all layers.
 
     Args:
-        router_logits: of each layer, [..., E], as many rows as there are in ``kept``.
-        top_k: experts of a token.
-        kept: 1 of rows that count, else 0.
-        total: the sum over ranks.
+        router_logits: logits of each layer, [..., E], with as many rows as ``kept``.
+        top_k: experts per token.
+        kept: 1 for rows that count, else 0.
+        total: a function that sums over ranks.
     """
     dtype = accumulation_dtype(router_logits[0].dtype)
     kept, sums = kept.reshape(-1, 1).to(dtype), torch.zeros((), dtype=dtype, device=kept.device)

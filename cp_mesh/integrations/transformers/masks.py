@@ -1,7 +1,7 @@
-"""Attention and masks as Transformers asks for them: `make_mask` once for each kind of mask, `attend` in every layer.
+"""Attention and masks for the interfaces of Transformers: `make_mask` for each kind of mask, `attend` in each layer.
 
-A mask is a `Rows`, which layers hand on as their attention_mask. So a layer that is recomputed in the backward sees the
-same object, and one that is compiled needs no context.
+A mask is a `Rows` object, which layers pass on as their attention_mask. So a layer that is recomputed in the backward
+gets the same object, and a compiled layer needs no context variable.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from cp_mesh.sequence.sharded_sequence import ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, unwatched, watched
 
 NAME = "cp_mesh"
-"""Of the attention implementation."""
+"""Name of the attention implementation."""
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# Arguments of attention that change nothing about the scores, or that the mask says already.
+# Arguments of attention that do not change the scores, or that the mask includes already.
 _HARMLESS = {*PACKED, "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
 _HARMLESS |= {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "deterministic"}
-_LEAVE = "this model changes its masks itself, so it is not available"
+_LEAVE = "this model changes its masks itself, so it is not supported"
 
 
 class _Unreadable(UnsupportedError, AttributeError):
-    """Of an attribute of `Rows`, for which `hasattr` must be False."""
+    """An unknown attribute of `Rows` was read; an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What travels as attention_mask: all that a layer's call of attention is told beside q, k and v.
+    """The attention_mask that layers get: the arguments of their attention calls except q, k and v.
 
     Attributes:
-        sequence: of this batch, with its length.
-        mask: of the padded sequence.
+        sequence: the sequence of this batch, with its length.
+        mask: the mask of the padded sequence.
         options: keywords of `cp_mesh.attention`.
-        seed: int64 [1], for dropout, another in every step; layers add their index.
+        seed: int64 [1], the dropout seed, which differs in every step; layers add their index.
     """
 
     sequence: ShardedSequence
@@ -55,19 +55,19 @@ class Rows:
 
     def __getattr__(self, name: str) -> NoReturn:
         got = f"one that reads its {name!r}"
-        raise _Unreadable(describe("Transformers", "layers that hand attention_mask on", got, _LEAVE))
+        raise _Unreadable(describe("Transformers", "layers that pass attention_mask on", got, _LEAVE))
 
     def __getitem__(self, index: Any) -> NoReturn:
         self.__getattr__("__getitem__")
 
 
 class Said(NamedTuple):
-    """What a mask function of Transformers says.
+    """The settings of a mask function of Transformers.
 
     Attributes:
-        causal, window, chunk: None where it says nothing of it.
-        blocks: ids [B, S] of the whole batch: tokens of one see each other, negative ids are of none.
-        beyond: whether they do so farther than the window reaches.
+        causal, window, chunk: None if the function does not set it.
+        blocks: block ids [B, S] of the whole batch: tokens of one block see each other; negative ids are in no block.
+        beyond: whether tokens of a block see each other beyond the window.
     """
 
     causal: bool | None
@@ -82,14 +82,14 @@ class Batch(Root):
     """One forward of a parallel model; ``cores`` counts calls of attention in eager layers.
 
     Attributes:
-        mask: with documents and key padding of the whole sequence.
-        counted: [B, S] or [S], positions from which chunks are counted.
+        mask: the mask with documents and key padding of the whole sequence.
+        counted: [B, S] or [S], positions from which chunk indices are computed.
         options, seed: as in `Rows`.
-        kept: [B, S_local], 1 of tokens that are no padding; of models with a loss of routers.
-        router_logits: of all layers, where the model's output has them not.
-        made: a `Rows` for each mask.
-        watch: of the text tower of a model with images, while the rest of it is not watched.
-        loss, version: what the model's loss function returned, and that of the tensor.
+        kept: [B, S_local], 1 for tokens that are not padding; only in models with a routers' loss.
+        router_logits: logits of all layers, if the model's output lacks them.
+        made: the `Rows` of each mask.
+        watch: in a model with images, the watch for the text tower; the rest of the model is not watched.
+        loss, version: the result of the model's loss function, and its version counter then.
     """
 
     mask: Mask
@@ -106,7 +106,7 @@ class Batch(Root):
 
     @classmethod
     def now(cls) -> Batch | None:
-        """The one whose forward runs in eager mode."""
+        """Return the batch whose forward runs in eager mode, else None."""
         return root if isinstance(root := ROOT.get(), cls) else None
 
     def rows(self, said: Said) -> Rows:
@@ -129,7 +129,7 @@ class Batch(Root):
         return rows
 
     def _check_blocks(self, said: Said) -> None:
-        """Refuse blocks that are not those of the batch, or of which a window would hide a part that the model sees."""
+        """Refuse blocks of another length than the batch, and blocks that the model sees beyond its window."""
         assert said.blocks is not None
         length = self.counted.shape[-1]
         if said.blocks.shape[-1] != length:
@@ -141,23 +141,23 @@ class Batch(Root):
             begins = F.pad((said.blocks.diff() != 0) | (documents.diff() != 0), (1, 0), value=True)
             longest = int(begins.flatten().cumsum(0)[(said.blocks >= 0).flatten()].bincount(minlength=1).max())
             if longest > said.window + 1:
-                hint = "the model shows all of a block, and other tokens those in the window; shorten the blocks"
-                where = "Transformers: blocks beside a window"
+                hint = "the model shows whole blocks, also beyond the window; shorten the blocks"
+                where = "Transformers: blocks with a window"
                 refuse(where, f"at most {said.window + 1} tokens in each", longest, hint, UnsupportedError)
 
 
 def register() -> None:
-    """Tell Transformers of the attention implementation."""
+    """Register the attention implementation with Transformers."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
 
 
 def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Rows:
-    """What `AttentionMaskInterface` asks for: once for each kind of mask in a forward.
+    """Make the mask for `AttentionMaskInterface`, which asks once for each kind of mask in a forward.
 
     Args:
-        mask_function: of (batch row, head, query, key); read by its name and what it closes over, not called, since
-            here its indices are those of a shard.
+        mask_function: a function of (batch row, head, query, key). It is read by its name and its closure and not
+            called, since its indices here are indices within a shard.
     """
     if (batch := Batch.now()) is None:
         hint = "call the model that cp_mesh.integrations.transformers.parallelize returned, not a part of it"
@@ -166,10 +166,10 @@ def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Rows:
 
 
 def read_mask(mask_function: Callable[..., Any]) -> Said:
-    """What a mask function made by `transformers.masking_utils` says.
+    """Read the settings of a mask function that `transformers.masking_utils` made.
 
     Raises:
-        UnsupportedError: of one that is not in the list, or a combination of them that is not.
+        UnsupportedError: for an unknown function or combination of functions.
     """
     said = _read(mask_function)
     if said.causal is None:
@@ -191,7 +191,7 @@ def _read(function: Any) -> Said:
         case "chunked_overlay":
             return Said(None, None, held["chunk_size"])
         case "packed_sequence_mask_function":
-            return Said(None)  # it reads positions of this rank's rows; those of the batch are known
+            return Said(None)  # its documents are of this rank's rows; `Batch.mask` has those of the whole batch
         case "remap_positions_for_packed_sequence":
             return _read(held["mask_function"])
         case "and_masks":
@@ -202,12 +202,12 @@ def _read(function: Any) -> Said:
             said = _read(part)
             if len(blocks) == len(others) == 1 and said.causal and said.blocks is None:
                 return said._replace(blocks=blocks[0]["block_sequence_ids"], beyond=said.window is not None)
-    hint = "causal, bidirectional, sliding and chunked masks are read, and blocks that see each other"
+    hint = "causal, bidirectional, sliding and chunked masks, and blocks that see each other, are supported"
     return refuse("Transformers: mask_function", "one of masking_utils", name, hint, UnsupportedError)
 
 
 def _all_of(parts: list[Said]) -> Said:
-    """The conjunction; each part says something else."""
+    """Combine mask settings by "and"; refuse parts that set the same thing twice."""
     found = [{x for x in field if x is not None} for field in list(zip(*parts, strict=True))[:3]]
     blocks = [said for said in parts if said.blocks is not None]
     if max(map(len, found)) > 1 or (blocks and sum(said.causal is not None for said in parts) > 1):
@@ -218,7 +218,7 @@ def _all_of(parts: list[Said]) -> Said:
 
 
 def _name(function: Any) -> tuple[str, dict[str, Any]]:
-    """The name of a mask function, with that of its module where it is another one, and what it closes over."""
+    """Return the name of a mask function, with its module if that is not masking_utils, and its closure variables."""
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
@@ -240,33 +240,33 @@ def attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What `AttentionInterface` calls in every layer.
+    """Attend over the whole sequence; `AttentionInterface` calls this in every layer.
 
     Args:
         query, key, value: [B, H or K, S_local, D].
-        attention_mask: what `make_mask` returned.
+        attention_mask: the result of `make_mask`.
         dropout, scaling, is_causal, sliding_window, softcap, s_aux: as Transformers passes them.
 
     Returns:
-        [B, S_local, H, D], and no weights.
+        [B, S_local, H, D], and None for the attention weights.
     """
     layer = getattr(module, "layer_idx", None)
     where = type(module).__name__ + ("" if layer is None else f" of layer {layer}")
     if not isinstance(attention_mask, Rows):
-        hint = "this layer takes no mask of masking_utils, so what it sees is not known"
+        hint = "this layer uses no mask of masking_utils, so its mask is not known"
         refuse(where, "the mask of the batch", type(attention_mask).__name__, hint, UnsupportedError)
     sequence, mask = attention_mask.sequence, attention_mask.mask
     if unknown := sorted(name for name, x in kwargs.items() if x is not None and name not in _HARMLESS):
-        hint = "what these do to the scores is not known, or is said of this rank's rows"
-        refuse(where, "arguments of attention that are known", ", ".join(unknown), hint, UnsupportedError)
+        hint = "their effect on the scores is not known, or they hold local rows; this model is not supported"
+        refuse(where, "known arguments of attention", ", ".join(unknown), hint, UnsupportedError)
     if query.shape[2] != key.shape[2]:
         got = f"{query.shape[2]} queries, {key.shape[2]} keys"
         refuse(where, "self-attention", got, "a cache or cross-attention is not available", UnsupportedError)
-    stated = is_causal or getattr(module, "is_causal", None)  # an argument False may mean that the mask says it
-    if stated is not None and bool(stated) != mask.causal and mask.blocks is None:  # which are neither
-        refuse(f"{where}: is_causal", mask.causal, stated, "as the model's mask says; change the config")
+    stated = is_causal or getattr(module, "is_causal", None)  # is_causal=False may mean that the mask decides
+    if stated is not None and bool(stated) != mask.causal and mask.blocks is None:  # blocks fit neither value
+        refuse(f"{where}: is_causal", mask.causal, stated, "the model's mask differs from it; change the config")
     if (sliding_window is None) != (mask.window is None):
-        got, hint = f"{mask.window} in its mask", "say one in the config, in sliding_window or layer_types"
+        got, hint = f"{mask.window} in its mask", "set the same window in the config, by sliding_window or layer_types"
         refuse(f"{where}: sliding_window", sliding_window, got, hint)
     seed = None
     if dropout:

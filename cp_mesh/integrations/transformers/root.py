@@ -1,4 +1,4 @@
-"""`parallelize`, and the forward that a model has then: it shards a whole batch and runs the model on its rows."""
+"""`parallelize`, and the forward that it gives a model: shard the whole batch and run the model on local rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 _LAST = "_cp_mesh_sequence"
 OF_IMAGES = ("image_hidden_states", "video_hidden_states", "rope_deltas")
-"""Entries of outputs that hold no rows of the sequence."""
+"""Output entries that do not hold rows of the sequence."""
 _OF_TEXT = (
     *("inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict"),
     *("output_hidden_states", "num_items_in_batch", "visual_pos_masks", "deepstack_visual_embeds"),
 )
-"""What a text tower may be given."""
+"""Known arguments of a text tower."""
 _NOT_OVER_TP = ("inputs_embeds", "output_hidden_states", "fused_lm_head")
 
 
@@ -57,38 +57,38 @@ def parallelize(
     watch: bool = True,
     **options: Any,
 ) -> PreTrainedModel:
-    """Make a model of Transformers take whole batches and compute with this rank's rows of them.
+    """Make a model of Transformers take whole batches and compute this rank's rows of them.
 
     Windows, chunks, softcaps, sinks, scales and dropout are those of the model. In a call
 
     - ``input_ids``, ``inputs_embeds``, ``token_type_ids``, ``labels`` are of the whole batch, [B, S, ...] and equal on
       all cp ranks; S may differ from call to call, and is padded as the layout needs;
-    - packed documents come as ``position_ids`` that begin anew (without an ``attention_mask``, as in Transformers), as
-      ``cu_seq_lens_q`` of one batch row, or as ``documents``, ids [B, S]; without ``position_ids`` the last two count
-      positions in each document;
+    - packed documents are given by ``position_ids`` that restart (without an ``attention_mask``, as in Transformers),
+      by ``cu_seq_lens_q`` of one batch row, or by ``documents``, ids [B, S]. With the last two, ``position_ids`` may be
+      left out and are counted in each document;
     - ``attention_mask`` [B, S] is padding;
-    - images are those of the whole batch too, with all that the model takes beside them: every rank encodes them, and
-      the text tower is given its rows. ``position_ids`` may be [3 or 4, B, S] where the model has such;
-    - ``labels`` are shifted before they are sharded where the model predicts the next token, and ``shift_labels`` are
-      taken as they are. ``loss`` is this rank's share: the sum over the ranks of ``data`` is the mean over all tokens,
-      or with ``num_items_in_batch`` the sum over this number. Gradients are summed too: `cp_mesh.sum_gradients`;
-    - there is no cache, and logits are those of this rank's rows: `sequence_of` tells which.
+    - images and their arguments are those of the whole batch: every rank encodes all images, and the text tower gets
+      this rank's rows. ``position_ids`` may be [3 or 4, B, S] if the model takes such;
+    - ``labels`` are shifted before they are sharded if the model predicts the next token; ``shift_labels`` are not
+      shifted. ``loss`` is this rank's share: the sum over the ranks of ``data`` is the mean over all tokens, or with
+      ``num_items_in_batch`` the sum divided by it. Gradients must be summed, too: `cp_mesh.sum_gradients`;
+    - there is no cache, and logits are those of this rank's rows; `sequence_of` returns their sequence.
 
-    Checkpointing, compiled layers and FSDP2 come after this. Tensor parallelism is ``tp``, or before this a tp plan of
-    Transformers.
+    Apply checkpointing, compilation of layers and FSDP2 after this. For tensor parallelism pass ``tp``, or apply a tp
+    plan of Transformers before this.
 
     Args:
-        model: changed in place, and its attention implementation set to "cp_mesh".
+        model: changed in place; its attention implementation becomes "cp_mesh".
         mesh: the cp axis, as in `ShardedSequence`.
-        data: the ranks that hold distinct tokens, over which the loss is a mean; None: those of ``mesh``.
-        tp: the tp axis, whose ranks hold the same tokens: linears over it, by `cp_mesh.tensor_parallel_plan`, each rank
-            with some heads. The loss is then taken over shards of the vocabulary, in chunks of rows, so ``logits`` is
-            what `cp_mesh.cross_entropy` takes: ``logits.whole()`` are those of this rank's rows.
+        data: the ranks that hold distinct tokens, over which the loss is a mean; None: the ranks of ``mesh``.
+        tp: the tp axis, whose ranks hold the same tokens. `cp_mesh.tensor_parallel_plan` shards linears over it, and
+            each rank computes some heads. The loss is computed over shards of the vocabulary, in chunks of rows, so
+            ``logits`` is an argument for `cp_mesh.cross_entropy`; ``logits.whole()`` returns logits of local rows.
         linears: with ``tp``, mode, recompute_all_gather and transport of that plan.
-        layout: of the rows; "balanced" makes one for each batch of packed documents, and is zigzag for others.
-        gather_output: whole logits and hidden states on every rank, as in `ShardedModel`.
-        dropout_seed: of attention's dropout, equal on all ranks. Which weights are dropped depends on it, on the
-            layer, the forward, the pair of positions, and the cp group among those of ``data``.
+        layout: the layout; "balanced" makes one for each batch of packed documents, and is zigzag for other batches.
+        gather_output: return whole logits and hidden states on every rank, as in `ShardedModel`.
+        dropout_seed: seed of attention's dropout, equal on all ranks. The dropped weights depend on the seed, the
+            layer, the forward, the pair of positions, and the index of the cp group within ``data``.
         watch: as in `ShardedModel`.
         **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
             `cp_mesh.attention`.
@@ -97,10 +97,9 @@ def parallelize(
         The model.
 
     Raises:
-        ArgumentError, UnsupportedError: here, if a layer of the model mixes rows in another way than by attention of
-            AttentionInterface, or with ``tp`` if the plan does not know a module, or the model changes its logits; in
-            the call, of arguments and masks that cannot be read. The message names the layer, and the setting to
-            change.
+        ArgumentError, UnsupportedError: here, if a layer mixes rows by anything but attention of AttentionInterface, or
+            with ``tp`` if the plan does not know a module or the model changes its logits; in the call, for arguments
+            and masks that cannot be read. The message names the layer, and the setting to change.
 
     Example:
         >>> model = parallelize(AutoModelForCausalLM.from_config(config), mesh["cp"])  # doctest: +SKIP
@@ -119,7 +118,7 @@ def parallelize(
     compared = (*COMPARED, *sorted({*facts.names} - {*COMPARED, "labels", "position_ids"})) if facts.text else COMPARED
     style = ShardedModel(sequence, inputs=compared, positions="position_ids", watch=watch)
     losses, replica = Losses(data or sequence.mesh), replica_of(sequence.mesh, data or sequence.mesh)
-    if tp is not None:  # whose ranks hold the same tokens, and have heads of their own
+    if tp is not None:  # tp ranks hold the same tokens, and other heads with other dropout
         if len(shared := sorted({*ranks_of(tp)} & {*ranks_of(data or sequence.mesh)})) > 1:
             hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
             refuse("data", "ranks that hold distinct tokens", f"{shared} of one tp group", hint)
@@ -143,7 +142,7 @@ def parallelize(
 
 @dataclass(eq=False)
 class _Adapter:
-    """What a parallel model runs instead of its forward. Its ``steps`` count forwards in training, for dropout."""
+    """Runs instead of a parallel model's forward. ``steps`` counts forwards in training mode, for dropout seeds."""
 
     facts: Facts
     losses: Losses
@@ -161,7 +160,7 @@ class _Adapter:
         return self.style.sequence
 
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The root's forward on this rank's rows."""
+        """Run the root's forward on this rank's rows."""
         return self._run(torch.compiler.is_compiling(), module, forward, args, kwargs)
 
     @torch.compiler.disable(reason="compile the layers of a parallel model, not the whole")
@@ -169,10 +168,10 @@ class _Adapter:
         with announcing(self.sequence):
             if traced:
                 hint = "for layer in model.model.layers: layer.compile()"
-                refuse(self.facts.name, "layers that are compiled", "the whole", hint, UnsupportedError)
+                refuse(self.facts.name, "compiled layers", "a model compiled as a whole", hint, UnsupportedError)
             whole = read(self.facts, args, kwargs)
             if self.over_tp and (found := [name for name in _NOT_OVER_TP if whole.get(name, False) is not False]):
-                hint = "leave it out: rows lie on the ranks of tp between the linears, and logits are never held"
+                hint = "leave it out: rows are sharded over tp between the linears, and logits are never stored"
                 refuse(self.facts.name, f"no {found[0]} with tp", found[0], hint, UnsupportedError)
             batch, arguments = self.shard(module, whole)
         self.style.compare({name: x for name, x in whole.items() if isinstance(x, torch.Tensor)})
@@ -187,26 +186,26 @@ class _Adapter:
         return type(output)(**self.style.gather(sequence, rows), **whole)
 
     def run_text(self, text: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a text tower, on this rank's rows of what it is given for the whole batch."""
+        """Run the forward of a text tower on this rank's rows of its arguments, which are of the whole batch."""
         batch, given = Batch.now(), {name: x for name, x in kwargs.items() if x is not None}
         if batch is None:
-            return forward(*args, **kwargs)  # which asks for a mask, and is refused
-        given.pop("logits_to_keep", None)  # others than 0 are refused of the whole model
+            return forward(*args, **kwargs)  # raises in `make_mask`
+        given.pop("logits_to_keep", None)  # `read` refuses values other than 0
         if unknown := [*map(type, args), *sorted(given.keys() - _OF_TEXT)]:
-            hint = "whether they hold rows of the sequence is not known; this model is not available"
+            hint = "it is not known whether they hold rows of the sequence; this model is not supported"
             refuse(type(text).__name__, f"arguments among {', '.join(_OF_TEXT)}", unknown, hint, UnsupportedError)
         if isinstance(padding := given.get("attention_mask"), torch.Tensor):
             if padding.ndim != 2:
-                hint = "this model makes its masks itself, so it is not available"
+                hint = "this model makes its masks itself, so it is not supported"
                 refuse(type(text).__name__, "padding [B, S]", list(padding.shape), hint, UnsupportedError)
-            del given["attention_mask"]  # which the batch's mask has
-        given["use_cache"] = False  # which not every model hands on
+            del given["attention_mask"]  # part of the batch's mask
+        given["use_cache"] = False  # not every model passes it on
         sequence, embeds = batch.sequence, given["inputs_embeds"]
         ids = given.get("position_ids", torch.arange(embeds.shape[1], device=embeds.device)[None])
         check_lengths(text.config, self.facts.accepted, sequence, ids.flatten(0, -2))
         given["inputs_embeds"] = sequence.shard({"inputs_embeds": embeds})["inputs_embeds"]
         given["position_ids"] = sequence.shard({"position_ids": ids}, dim=ids.ndim - 1)["position_ids"]
-        if "visual_pos_masks" in given:  # where features of images are added in some layers; these lie one by one
+        if "visual_pos_masks" in given:  # tokens to which some layers add image features, one feature row per token
             marked = given["visual_pos_masks"]
             numbers = sequence.shard(marked.flatten().cumsum(0).view_as(marked) * marked, pad_value=0)
             given["visual_pos_masks"] = here = numbers > 0
@@ -218,12 +217,12 @@ class _Adapter:
     def run_on_rows(
         self, batch: Batch, module: nn.Module, forward: Callable[..., Any], whole: dict[str, Any], /, **arguments: Any
     ) -> Any:
-        """What the model's own forward returns, with losses as shares; refused if it computed others."""
+        """Run the model's own forward and make its losses shares; refuse a model that computes other losses."""
         if fused := whole.get("fused_lm_head", False):
             forward = partial(self.losses.log_probabilities, forward, module, batch)
         has_loss = self.facts.has_loss or fused
         labels = arguments.get("labels") if has_loss else arguments.pop("labels", None)
-        if self.facts.text is not None:  # beside which images are attended to, which are whole
+        if self.facts.text is not None:  # the image towers attend to whole images, so only the text tower is watched
             batch.watch = watched()
         with unwatched() if batch.watch else nullcontext():
             output = forward(**arguments)
@@ -234,26 +233,26 @@ class _Adapter:
         compiled = any(getattr(part, COMPILED_CALL) is not None for part in module.modules())
         if batch.cores < (self.facts.layers or 0) and not compiled:
             got = f"{batch.cores} calls of attention in {self.facts.layers} layers"
-            hint = "the others saw the rows of one shard; this model is not available"
+            hint = "the other layers saw only the rows of one shard; this model is not supported"
             refuse(self.facts.name, "one in every layer", got, hint, UnsupportedError)
         if labels is not None and not fused:
             self.losses.check(module, batch, output.get("loss"))
         return output
 
     def shard(self, module: Any, whole: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
-        """The batch, and the model's arguments for this rank's rows."""
+        """Return the batch, and the model's arguments for this rank's rows."""
         config, accepted = module.config.get_text_config(), self.facts.accepted
         tokens = next(whole[name] for name in ROWS if name in whole)
         mask, counted = visible(whole)
         balanced = replace(mask, key_padding=None) if self.of_batch and mask.documents is not None else None
         sequence = self.sequence.for_batch(tokens.shape[1], balanced)
         arguments = {name: whole[name] for name in ("output_hidden_states",) if name in whole}
-        if self.facts.text is not None:  # which shards what the model gives it
+        if self.facts.text is not None:  # `run_text` shards the arguments of the text tower
             arguments |= {name: whole[name] for name in self.facts.names if name in whole}
         else:
             check_lengths(config, accepted, sequence, whole["position_ids"])
             for name in (name for name in ROWS if name in whole):
-                # what is named input_ids is compared with labels as the next tokens
+                # under the name input_ids, the first loss would compare them with labels as next tokens
                 key = name if self.facts.causal else f"{name} of no next tokens"
                 arguments[name] = sequence.shard({key: whole[name]}, pad_value=0)[key]
             if "position_ids" in accepted:
@@ -281,10 +280,10 @@ class _Adapter:
 
 
 def replica_of(mesh: DeviceMesh, data: DeviceMesh | dist.ProcessGroup) -> int:
-    """The index of this rank's cp group among those of ``data``, by the place of their first ranks; alike over tp.
+    """Return the index of this rank's cp group within ``data``, ordered by first ranks; equal on tp ranks.
 
     Raises:
-        ArgumentError: if ``data`` has not all ranks of the group.
+        ArgumentError: if ``data`` does not contain all ranks of the group.
     """
     ranks = data.mesh.flatten().tolist() if isinstance(data, DeviceMesh) else dist.get_process_group_ranks(data)
     own = set(ranks_of(mesh))
@@ -292,7 +291,7 @@ def replica_of(mesh: DeviceMesh, data: DeviceMesh | dist.ProcessGroup) -> int:
         hint = 'pass the mesh of all ranks with other tokens, mesh["dp", "cp"]._flatten("dp_cp")'
         refuse("data", f"ranks {sorted(own)} of cp among its own", ranks, hint)
     places = [place for place, rank in enumerate(ranks) if rank in own]
-    apart = {place - places[0] for place in places}  # and so far apart are the ranks of every other group
+    apart = {place - places[0] for place in places}  # the ranks of all groups have the same distances
     first, others = [], set(range(len(ranks)))
     while others:
         first.append(min(others))
@@ -301,10 +300,10 @@ def replica_of(mesh: DeviceMesh, data: DeviceMesh | dist.ProcessGroup) -> int:
 
 
 def sequence_of(model: nn.Module) -> ShardedSequence:
-    """The sequence of the model's last batch: ``sequence_of(model).unshard(output.logits)`` are the whole logits.
+    """Return the sequence of a model's last batch; ``sequence_of(model).unshard(output.logits)`` gathers the logits.
 
     Raises:
-        ArgumentError: of a model that had none.
+        ArgumentError: if the model had no forward yet.
     """
     found: ShardedSequence | None = model.__dict__.get(_LAST)
     if found is None:

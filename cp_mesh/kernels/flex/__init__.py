@@ -1,5 +1,5 @@
-"""PyTorch's FlexAttention as a kernel: functions of users, compiled by Inductor.
+"""PyTorch's FlexAttention as a kernel: users' score_mod and mask_mod, compiled by Inductor.
 
-Read `kernel`, then `tiles` (the functions of one tile), `reads` and `bounds` (what they read, and where), `blocks`
-(what is skipped) and `programs` (what is compiled, and kept).
+Read `kernel`, then `tiles` (the functions of one tile), `reads` and `bounds` (captured tensors and their indices),
+`blocks` (skipped blocks of pairs) and `programs` (compilation and its cache).
 """

@@ -1,7 +1,7 @@
-"""Tables of blocks: which 128 x 128 pairs of a tile nobody sees, which are skipped, and which all see, not masked.
+"""Tables of blocks: which blocks of 128 x 128 pairs of a tile are empty and skipped, full and not masked, or partial.
 
-They are computed on the device, by kernels that are compiled from the functions of the tile, some rows at a time, so
-that no mask is ever held whole.
+Kernels compiled from the tile's functions compute the tables on the device, some rows at a time, so that no mask is
+ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from cp_mesh.kernels.flex.programs import program
 from cp_mesh.kernels.flex.tiles import Tile, kept_of
 
 BLOCK = 128
-"""Queries and keys of a block of pairs that is skipped as a whole, as in PyTorch."""
+"""Block size in queries and in keys, PyTorch's default."""
 PAIRS = 1 << 26
-"""Pairs that are looked at together, to find blocks of them."""
+"""Maximum number of pairs evaluated at once."""
 
 
 def blocks_of(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
-    """PyTorch's BlockMask of the pairs [B, H, Sq, Sk] of the tile."""
+    """PyTorch's BlockMask for the pairs [B, H, Sq, Sk] of the tile, cached with the tile's cover."""
     scores = tile.scores
     mask_mod = scores.mask_mod
     read = () if mask_mod is None else tile.of_mask[1 + len(tile.rows) :]
     first = scores.first_batch, scores.first_head  # chunks of heads share a tile
     of_read = ((x.data_ptr(), x.stride(), times_written(x)) for x in read)
-    if any(x.is_inference() for x in read):  # which do not tell of writes
+    if any(x.is_inference() for x in read):  # these have no version counter, so no cache
         return _made(tile, shape)
     key = "blocks", mask_mod and mask_mod.handle, *shape, *first, *of_read
-    # The tensors are kept too: an address then belongs to no other.
+    # The cache holds the tensors too, so that no other tensor gets their address.
     return kept_of(tile.cover, key, lambda: (_made(tile, shape), read))[0]
 
 
@@ -44,7 +44,7 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     of_mask_mod = (1, 1) if mask_mod is None else mask_mod.sizes(B, H)
     B, H = B if tile.rows[2].ndim == 2 else of_mask_mod[0], of_mask_mod[1]
     device, num_k = tile.rows[0].device, -(-Sk // BLOCK)
-    num_q = min(-(-Sq // BLOCK), max(1, PAIRS // (num_k * BLOCK**2)))  # of a part of the rows
+    num_q = min(-(-Sq // BLOCK), max(1, PAIRS // (num_k * BLOCK**2)))  # blocks of queries per part
 
     def of_rows(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         call: Callable[..., Tensor] = tile.mask
@@ -60,8 +60,8 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     run = program(("blocks", tile.key, Sq, Sk), (b, h, parts[0], j, *tile.of_mask), lambda options: of_rows)
     found = zip(*(run(b, h, i, j, *tile.of_mask) for i in parts), strict=True)
     some, every = (torch.cat(x, 2)[:, :, : -(-Sq // BLOCK)] for x in found)
-    # PyTorch makes columns of rows by vmap, which takes the host longer than all the rest. The mask_mod is not that of
-    # the tile, which would keep copies of captured tensors.
+    # PyTorch would transpose the tables by vmap, which takes the host longer than all the rest. noop_mask: the tile's
+    # mask_mod would keep copies of captured tensors alive.
     partial, tables = some & ~every, dict[str, Any]()
     for name, x in {"kv": partial, "full_kv": every, "q": partial.mT, "full_q": every.mT}.items():
         tables[f"{name}_num_blocks"], tables[f"{name}_indices"] = _in_order(x)
@@ -69,5 +69,5 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
 
 
 def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are listed, and which, ahead of those that are not: int32."""
+    """The number of True blocks in each row, and the block indices with the True ones first; int32."""
     return x.sum(-1, dtype=torch.int32), x.int().argsort(dim=-1, descending=True, stable=True).int().contiguous()

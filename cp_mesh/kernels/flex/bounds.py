@@ -1,4 +1,4 @@
-"""The least and the greatest value of each integer that a function computes, as far as positions and its code tell."""
+"""Lower and upper bounds of the integers that a function computes, from its code and the bounds of positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from cp_mesh._torch import to_copy
 
-Bounds = tuple[int, int] | None  # None: not known
+Bounds = tuple[int, int] | None  # None: unknown
 aten = torch.ops.aten
 MOST = 2**31 - 1
 
@@ -58,12 +58,12 @@ _OF: dict[Any, Callable[..., Bounds]] = {
     aten.pow.Tensor_Scalar: _power,
 }
 _OF |= {aten.clamp_min.default: _OF[aten.maximum.default], aten.clamp_max.default: _OF[aten.minimum.default]}
-_ALWAYS: dict[Any, Callable[[int], tuple[int, int]]] = {  # whatever the first is
+_ALWAYS: dict[Any, Callable[[int], tuple[int, int]]] = {  # for any first argument
     aten.remainder.Scalar: lambda n: (0, n - 1),
     aten.bitwise_and.Scalar: lambda n: (0, n),
 }
 _NUMBERS = {aten.zeros_like.default: (0, 0), aten.ones_like.default: (1, 1)}
-_KEEP_32_BITS = {  # of numbers that have 32 bits
+_KEEP_32_BITS = {  # results fit in 32 bits if the arguments do
     *(aten.detach.default, aten.sign.default, aten.minimum.default, aten.maximum.default, aten.where.self),
     *(aten.remainder.Tensor, aten.remainder.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
     *(aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.bitwise_not.default),
@@ -72,7 +72,7 @@ _KEEP_32_BITS = {  # of numbers that have 32 bits
 
 
 def bounds_of(graph: Graph, known: Mapping[Node, Bounds]) -> dict[Node, Bounds]:
-    """Of all nodes; ``known``: of indices. What leaves 32 bits is not known."""
+    """Bounds of all nodes, given those of indices (``known``); None for values that may exceed 32 bits."""
     found = dict(known)
     for node in graph.nodes:
         if node not in found:
@@ -82,10 +82,9 @@ def bounds_of(graph: Graph, known: Mapping[Node, Bounds]) -> dict[Node, Bounds]:
 
 
 def may_leave_32_bits(graph: Graph, indices: Collection[Node], bounds: Mapping[Node, Bounds]) -> bool:
-    """Whether an integer of 64 bits that is computed of ``indices`` may not fit into 32, or is computed with a number
-    that does not, if they have 32.
+    """Whether an int64 computed from ``indices`` may overflow if they become int32, or uses a constant above 32 bits.
 
-    What is read, or made of a dtype that is named, has its own bits, and so has what is computed with it.
+    Values that are read, or cast to int64 explicitly, stay int64, and so do results computed with them.
     """
     of_32 = set(indices)
     for node in graph.nodes:
@@ -106,7 +105,7 @@ def may_leave_32_bits(graph: Graph, indices: Collection[Node], bounds: Mapping[N
 def _keeps_32_bits(node: Node, bounds: Mapping[Node, Bounds]) -> bool:
     if node.target is not aten.floor_divide.default:
         return node.target in _KEEP_32_BITS
-    by = _of_argument(node.args[1], bounds)  # -2^31 // -1 has 33
+    by = _of_argument(node.args[1], bounds)  # -2^31 // -1 needs 33 bits
     return by is not None and not by[0] <= -1 <= by[1]
 
 
@@ -116,7 +115,7 @@ def _bounds(node: Node, found: Mapping[Node, Bounds]) -> Bounds:
     if dtype == torch.bool:
         return 0, 1
     if dtype not in (torch.int32, torch.int64):
-        return None  # others have fractions, or wrap at fewer bits
+        return None  # floats, or integers that wrap at fewer bits
     if target in _NUMBERS:
         return _NUMBERS[target]
     if target is aten.full_like.default:

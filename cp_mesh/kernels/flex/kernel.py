@@ -1,11 +1,11 @@
-"""PyTorch's FlexAttention as a kernel: functions of users, compiled by Inductor into its Triton templates.
+"""PyTorch's FlexAttention as a kernel: users' score_mod and mask_mod, compiled by Inductor into its Triton templates.
 
-Tiles are calls of two operators of PyTorch, `flex_attention` and `flex_attention_backward`. The second is given the
-lse of all keys, so partial gradients add up to the whole. What differs between tiles is data, never code: positions of
-rows, what the mask says of them, the first head and batch row. So a shape is compiled once, for all stages and ranks.
+A tile is a call of PyTorch's operator `flex_attention` or `flex_attention_backward`. The backward gets the lse over all
+keys, so partial gradients sum to the full ones. Tiles differ in data, never in code: positions of rows, the mask there,
+the first head and batch row. So a shape is compiled once, for all stages and ranks.
 
-From below: `programs` compiles and keeps, `bounds` tells how large integers become, `reads` rewrites what users wrote
-for the templates, `tiles` makes it functions of a tile, and `blocks` finds the pairs that can be skipped.
+From bottom to top: `programs` compiles and caches, `bounds` bounds integers, `reads` rewrites users' functions for the
+templates, `tiles` turns them into functions of a tile, and `blocks` finds the pairs to skip.
 
 Sources: Dong et al. 2024, FlexAttention, arXiv:2412.05496; torch/_higher_order_ops/flex_attention.py of PyTorch 2.11.
 """
@@ -31,26 +31,26 @@ from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores, name_of_ca
 
 _OPTIONS: dict[str, Any] = {
     "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
-    "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON", "RESULTS_IN_FLOAT32": 1,  # a name of ours
+    "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON", "RESULTS_IN_FLOAT32": 1,  # our own
 }  # fmt: skip
 
 
 def _stages(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
-    """What ran fastest on an H200, of what docs/log.md lists; where nothing was measured, PyTorch chooses.
+    """The number of stages that was fastest on an H200 (docs/log.md); PyTorch's choice if nothing was measured.
 
-    A read at an index that is read too is not brought ahead of its use: Triton would wait for it in each block.
+    One stage for reads at an index that is itself read: Triton would wait for a prefetched one in each block.
     """
     return {"num_stages": 1} if is_tuned(q, v) and any(read.chained and read.of_pairs for read in tile.reads) else {}
 
 
 def is_tuned(q: Tensor, v: Tensor) -> bool:
-    """Whether stages were measured for these."""
+    """Whether numbers of stages were measured for this device, head dim and dtype."""
     of_device = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
     return of_device and q.shape[3] == v.shape[3] == 128 and q.dtype.itemsize == 2
 
 
 def _apart(blocks: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor], Any], tuple[Any, ...]]]:
-    """The tensors of a BlockMask, and what makes the operators' argument of such tensors and a mask_mod."""
+    """Split a BlockMask into its tensors and a function that makes the operators' argument from them and a mask_mod."""
     whole = blocks.as_tuple()
     at = [i for i, x in enumerate(whole) if isinstance(x, Tensor)]
 
@@ -93,11 +93,11 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     num_q, num_k, scores = tile.q.shape[2], tile.k.shape[2], tile.scores
     q, dout, lse, delta = (padded(tile.cover, x, False) for x in (tile.q, tile.dout, tile.lse, tile.delta))
     k, v = (padded(tile.cover, x, True) for x in (tile.k, tile.v))
-    # Of positions that are computed, assemblers keep parts of indices from one block to the next, and registers spill.
+    # computed=False: if positions are computed, the assembler keeps parts of them across blocks, and registers spill.
     of = Tile(tile.cover, scores, tile.delta.dtype, computed=False)
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)
-    lse = lse.contiguous()  # as the template reads it
+    lse = lse.contiguous()  # the template reads it so
     chosen = _OPTIONS | _stages(of, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         ) -> Any:
             blocks = together(tensors[: ends[0]], of.mask)
             given = of.with_gradients(tensors[ends[0] : ends[1]], graded), tuple(tensors[ends[1] :])
-            # It computes rowsum(dout * out) - dlse / log 2, which is delta.
+            # The operator computes rowsum(dout * out) - dlse / log 2; with these inputs that is delta.
             out, dlse = dout.new_zeros(()).expand(dout.shape), delta * -math.log(2)
             graphs = of.score, joint
             *grads, found = flex_attention_backward(
@@ -128,13 +128,13 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     grads = ScoreGradients.zeros(scores, tile.delta.dtype)
     reads = (read for read, wanted in zip(of.reads, of.wanted, strict=True) if wanted)
     for read, grad in zip(reads, found, strict=True):
-        if grad is not None:  # as of what is detached, or compared alone
+        if grad is not None:  # None if score_mod only detaches or compares it
             grads[name_of_captured(read.source)] += read.home(grad)
     return dq[:, :, :num_q], dk[:, :, :num_k], dv[:, :, :num_k], grads
 
 
 def _lacks() -> str | None:
-    """The operators are private to PyTorch, and so is where `programs` says what they write."""
+    """What is not installed. The operators, and the lowering that `programs` patches, are private to PyTorch."""
     if find_spec("triton") is None:
         return "package triton (pip install triton)"
     try:
@@ -143,9 +143,7 @@ def _lacks() -> str | None:
         found = found and hasattr(lowering, "FixedLayout") and hasattr(lowering, "empty_strided")
     except ImportError:
         found = False
-    return (
-        None if found else f"the operators of flex_attention that PyTorch 2.11 to 2.14 have (found {torch.__version__})"
-    )
+    return None if found else f"the operators of flex_attention as in PyTorch 2.11 to 2.14 (found {torch.__version__})"
 
 
 FLEX = merging_kernel(
@@ -156,7 +154,7 @@ FLEX = merging_kernel(
         compute_capability=(8, 0),
         covers=("pairs",),
         max_head_dim=256,
-        min_head_dim=16,  # of products in Triton
+        min_head_dim=16,  # Triton's minimum for products
         v_head_dim=True,
         differentiable_lse=True,
         features=frozenset(FUNCTIONS),

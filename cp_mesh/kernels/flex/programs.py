@@ -1,4 +1,4 @@
-"""Compiled calls of PyTorch's flex operators, one for a shape, by a key that says all on which their code depends."""
+"""Compiled calls of PyTorch's flex operators, cached by shape and by all else that their code depends on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cp_mesh._torch import FakeTensorMode, flex_lowering, inductor
 from cp_mesh.kernels.compiling import one_rank_compiles
 
 KEPT = 256
-"""Programs that are kept."""
+"""Number of programs cached."""
 FEWER_STAGES: tuple[dict[str, int], ...] = ({}, {"num_stages": 2}, {"num_stages": 1})
 _lowering = Lock()
 _programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last KEPT
@@ -30,13 +30,12 @@ def program(
     make: Callable[[dict[str, int]], Callable[..., Any]],
     num_stages: int | None = None,
 ) -> Callable[..., Any]:
-    """What ``make`` returns, compiled for tensors like these; on the CPU as it is: PyTorch compiles no backward there.
+    """The function that ``make`` returns, compiled for tensors like ``inputs``, from the cache if it is there.
 
-    It is given options of PyTorch's kernels: those that read more in a loop may need shared memory for fewer stages,
-    than ``num_stages`` where the caller chose these.
-    Inductor must not pad strides: the templates take rows of lse and delta to follow each other.
+    On the CPU it is not compiled: PyTorch compiles no flex backward there. ``make`` gets kernel options: if shared
+    memory is too small, these ask for fewer stages than ``num_stages``, the caller's choice, or than PyTorch's.
     """
-    # the templates ask for float32's precision when they are compiled
+    # compiled templates depend on the current float32 precision
     precision = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
     key = key, precision, tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
     if key not in _programs:
@@ -51,8 +50,8 @@ def program(
             torch.cuda.set_device(device)
             return with_fewer_stages(compiled, num_stages)
 
-        # In a thread: this one may be below autograd, in an op, or under modes, such as those of checkpoints.
-        # Inductor keeps results of each device apart.
+        # In a new thread: this one may be below autograd, in an op, or under modes, such as a checkpoint's.
+        # The lock is per device, as Inductor's cache is.
         with nullcontext() if on_cpu else one_rank_compiles(device.index), ThreadPoolExecutor(1) as beside:
             _programs[key] = beside.submit(made).result()
         if len(_programs) > KEPT:
@@ -64,7 +63,7 @@ def program(
 def with_fewer_stages(
     compiled: Callable[[dict[str, int]], Callable[..., Any]], num_stages: int | None
 ) -> Callable[..., Any]:
-    """What compiles first: as many stages as the caller chose, or PyTorch for None, and then fewer."""
+    """Compile with ``num_stages``, or PyTorch's choice for None, and with fewer stages until shared memory suffices."""
     fewer = [x for x in FEWER_STAGES if num_stages is None or x.get("num_stages", 0) < num_stages]
     for options in fewer:
         try:
@@ -77,11 +76,11 @@ def with_fewer_stages(
 
 @contextmanager
 def _results_in_float32() -> Iterator[None]:
-    """Templates that Inductor fills in this thread write out, dq, dk and dv as they sum them, not as q, k and v are.
+    """Let Inductor's templates compiled in this thread write out, dq, dk and dv in float32, not in the inputs' dtype.
 
-    Tiles are merged and gradients added before they are rounded: else a ring of two has up to 1.5 times the error of
-    one GPU. PyTorch has no option for it, but a tensor in these places of the lowering has. Programs on disk are told
-    from those of others by the number RESULTS_IN_FLOAT32 of `kernel`: what changes here needs another one.
+    So tiles are merged, and gradients summed, before they are rounded: else a ring of two has up to 1.5 times the error
+    of one GPU. PyTorch has no option for this, so two names of its lowering are patched. In Inductor's disk cache the
+    number RESULTS_IN_FLOAT32 of `kernel` marks these programs: increase it with every change here.
     """
     lowering: Any = flex_lowering()
     thread, as_they_are = get_ident(), (lowering.FixedLayout, lowering.empty_strided)
@@ -104,15 +103,16 @@ def _results_in_float32() -> Iterator[None]:
 
 
 def compiled_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """What Inductor makes of it, or finds on disk, for any tensors like these.
+    """Compile a function with Inductor, or load it from Inductor's disk cache, for tensors like ``inputs``.
 
-    Inductor looks there only where inputs are fake tensors of a mode with a ShapeEnv. A tensor that is given twice is
-    traced as two: tracing goes by identity, and later calls may give different ones.
+    Inductor uses that cache only for fake tensors of a mode with a ShapeEnv. A tensor that is passed twice is traced as
+    two: tracing goes by identity, and later calls may pass different ones.
     """
     inputs = [x.detach() for x in inputs]
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with torch.no_grad(), _results_in_float32():  # no backward of its own for inputs with a gradient
+    with torch.no_grad(), _results_in_float32():  # no_grad: no autograd for inputs with a gradient
         fakes: list[Any] = [mode.from_tensor(x) for x in inputs]
+        # no padded strides: the templates read rows of lse and delta as contiguous
         return inductor().compile(traced(function, inputs), fakes, {"comprehensive_padding": False})
 
 

@@ -1,7 +1,7 @@
-"""Functions of users as PyTorch's flex templates take them: every read of a captured tensor is an argument of its own.
+"""Users' functions rewritten for PyTorch's flex templates: each read of a captured tensor becomes its own argument.
 
-The templates scatter one gradient to a tensor, by atomics in float32. So a tensor that is read at two places is two
-arguments, and one of which many pairs read the same element has copies, which take turns.
+The templates scatter one gradient per tensor, by atomics in float32. So a tensor that is read at two places becomes two
+arguments. If many pairs read the same element, it gets copies, and pairs spread their gradients over these.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from cp_mesh.kernels.flex.bounds import MOST, bounds_of, may_leave_32_bits
 from cp_mesh.kernels.functions import ScalarFunction
 
 COPIES, MOST_COPIES = 64, 4096
-"""Of the gradient of an element that a row of pairs reads or all of them do; and of one of a small tensor."""
+"""Maximum number of copies of an element that many pairs read; and of an element of a small tensor."""
 OF_SMALL, OF_ALL = 1 << 22, 1 << 25
-"""Elements of all copies of a read together: where they are more than `COPIES`, and where they are fewer."""
+"""Maximum size of a read with its copies: if there are more than `COPIES` or pairs read it; else. Two always fit."""
 SHARED, CHAINED = 1 << 17, 1 << 19
-"""Elements of a tensor that pairs read, at an index that is computed, and one that is read: of larger ones they are
-taken to read different elements, and the gradient has no copies."""
+"""Maximum size of a tensor that is read per pair and still gets copies: at a computed index, and at an index that is
+itself read. Pairs are assumed to read different elements of larger tensors."""
 LENGTHS = 64
-"""Of the whole sequence, for which what is made of a function is kept."""
+"""Number of sequence lengths for which a function's rewritten graph is cached."""
 OTHERS = (1 << 17) - 1
-"""Batch rows and heads are taken to have numbers up to this, unless the caller's are larger."""
+"""Assumed maximum index of a batch row or head, unless the caller's is larger."""
 MOST_COPIED = 1 << 24
-"""Elements, pads among them, of a tensor that is copied for each tile and pass."""
+"""Maximum size, with pads, of a tensor that is copied for each tile and pass to pad it."""
 aten = torch.ops.aten
 _index = aten.index.Tensor
-_FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
+_FILLS = (aten.full_like.default, aten.new_full.default)  # their number cannot be a tensor
 _SUMS = {
     *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.neg.default, aten.detach.default),
-    *(to_copy, aten.where.self),  # where it chooses another number, it is not of this one
+    *(to_copy, aten.where.self),  # the gradient of the value not chosen is 0
 }
 _TIMES = {aten.mul.Tensor, aten.div.Tensor}
-"""Of a tensor and a number. In these and in `_SUMS` NaN stays NaN, and no other tensor has a gradient that depends on
-it: that would be 0 * NaN where the mask hides what was read."""
+"""Products of a tensor and a number. Here and in `_SUMS` NaN stays NaN, and no other gradient depends on the value: it
+would be 0 * NaN if the mask hides the pair."""
 
 
 class Read(NamedTuple):
     """One place at which a function reads a captured tensor.
 
-    What is read is a copy with pads. So an index that is known to be within the tensor, counted from its end too, needs
-    no look at its sign for each pair, and one that may be beyond the end needs none at what was read.
+    The argument is a padded copy of the tensor. So an index whose bounds are within the tensor, negative ones included,
+    needs no test of its sign per pair, and one that may be past the end needs no test of the value that was read.
 
     Attributes:
-        source: which captured tensor.
-        of_pairs: whether its index depends on query and key.
-        chained: whether part of its index was read at a query or a key.
-        copies: of each element, which have a gradient of their own, along a last dim: pairs that read the same element
-            take turns, where their gradients are summed by atomics. 0: no such dim.
-        pads: of each dim, how many of its last elements are repeated before it, and how many NaN follow it.
+        source: the index of the captured tensor.
+        of_pairs: whether its index depends on both query and key.
+        chained: whether part of its index was itself read at a query or a key.
+        copies: of each element, along a last dim, each with its own gradient. Pairs that read the same element take
+            turns at these, so that fewer atomics meet. 0: no such dim.
+        pads: for each dim, how many of its last elements are repeated before it, and how many NaN follow it.
     """
 
     source: int
@@ -67,7 +67,7 @@ class Read(NamedTuple):
     pads: tuple[tuple[int, int], ...]
 
     def of(self, x: Tensor) -> Tensor:
-        """What the graph takes for a captured tensor."""
+        """The graph's argument for a captured tensor."""
         x = x.detach()
         for dim, (before, after) in enumerate(self.pads):
             if before or after:
@@ -77,7 +77,7 @@ class Read(NamedTuple):
         return x.unsqueeze(-1).expand(*x.shape, self.copies) if self.copies else x
 
     def home(self, grad: Tensor) -> Tensor:
-        """The gradient of the captured tensor, of that of `of`, which it may write to."""
+        """The gradient of the captured tensor, given that of `of`, which is overwritten."""
         grad = grad.sum(-1) if self.copies else grad
         for dim, (before, after) in enumerate(self.pads):
             size = grad.shape[dim] - before - after
@@ -90,15 +90,15 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """A function whose captured tensors are read at one place each.
+    """A rewritten function, which reads each of its tensor arguments at one place.
 
     Attributes:
-        graph: as `ScalarFunction.graph`, of what is read in place of captured tensors.
-        reads: in the order in which the graph takes them.
-        looked_at: of each index that is computed, whether it is counted from the end where it is negative, and whether
-            it is compared with the size of its dim.
-        wide: whether it computes with indices of 64 bits, as users wrote it; the templates' have 32, in which what is
-            computed may be too large.
+        graph: as `ScalarFunction.graph`, with reads in place of captured tensors.
+        reads: in the order of the graph's arguments.
+        looked_at: for each computed index, whether the graph wraps it if negative, and whether it compares it with the
+            size of the dim.
+        wide: whether the graph converts indices to int64, as in the user's function; the templates' indices are int32,
+            in which its integers may overflow.
     """
 
     graph: GraphModule
@@ -108,21 +108,21 @@ class Reads:
 
     @classmethod
     def of(cls, function: ScalarFunction, seq_len: int, others: int = OTHERS) -> Reads:
-        """Of positions below ``seq_len``, and numbers of heads and batch rows up to ``others``."""
+        """Rewrite a function for positions below ``seq_len``, and heads and batch rows up to ``others``."""
         return _Rewriting(function, seq_len, others).result()
 
     def of_captured(self, captured: Sequence[Tensor]) -> list[Tensor]:
-        """What the graph takes."""
+        """The graph's arguments for the captured tensors."""
         return [read.of(captured[read.source]) for read in self.reads]
 
     @property
     def key(self) -> Hashable:
-        """Beside the function, all on which the graph depends."""
+        """All that the graph depends on, besides the function."""
         return self.reads, self.looked_at, self.wide
 
 
 class _Rewriting:
-    """Makes the graph of a `Reads`."""
+    """Builds the graph of a `Reads`."""
 
     def __init__(self, function: ScalarFunction, seq_len: int, others: int) -> None:
         self._function, self._graph, self._nodes = function, Graph(), dict[Node, Node]()
@@ -140,7 +140,7 @@ class _Rewriting:
         self._reads, self._from_reads = list[Read](), set[Node]()
         self._constants, self._last_constant = {0: self._zero}, self._zero
         self._in_indices, self._summed = self._behind_indices(), self._all_summed()
-        self._inside: Node | None = None  # whether indices so far are of elements that there are, where no NaN says so
+        self._inside: Node | None = None  # whether indices without NaN pads are within their dims, so far
         known = {self._b: (0, others), self._h: (0, others), self._i: (0, seq_len - 1), self._j: (0, seq_len - 1)}
         self._looked_at = list[tuple[bool, bool]]()
         self._bounds = bounds_of(function.graph.graph, known)
@@ -160,7 +160,7 @@ class _Rewriting:
         return found
 
     def _all_summed(self) -> set[Node]:
-        """To which the score is a sum of this and of what does not depend on it: not what is compared, for example."""
+        """Nodes that reach the output only through `_SUMS`, `_TIMES` and reads: a NaN there makes the score NaN."""
         found = set[Node]()
         for node in reversed(self._function.graph.graph.nodes):
             keeps = node.target in _SUMS or (node.target in _TIMES and len(node.all_input_nodes) == 1)
@@ -182,7 +182,7 @@ class _Rewriting:
                 self._from_reads.add(node)
             if at := self._index_of(node):
                 for x in at:
-                    if x in self._captured:  # an index that is captured itself, which has no dims
+                    if x in self._captured:  # an index that is a captured 0-dim tensor
                         self._depends[x], self._nodes[x] = set(), self._read(x, ())
                 self._nodes[node] = self._read(node.args[0], at, node in self._summed)
                 continue
@@ -190,11 +190,11 @@ class _Rewriting:
                 nothing = self._call(aten.full_like.default, self._nodes[self._first], math.nan)
                 self._graph.output(self._call(aten.where.self, self._inside, self._nodes[node.args[0]], nothing))
                 continue
-            whole = {x: self._read(x, ()) for x in node.all_input_nodes if x in self._captured}  # which have no dims
+            whole = {x: self._read(x, ()) for x in node.all_input_nodes if x in self._captured}  # 0-dim tensors
             copied = self._graph.node_copy(node, (self._nodes | whole).__getitem__)
             if copied.target is aten.scalar_tensor.default and type(number := copied.args[0]) is float:
                 copied.target, copied.args = aten.full_like.default, (self._nodes[self._first], number)
-                # not on a device of its own; in float32 where that is the same number: scores are computed so
+                # on the inputs' device; in float32, as scores are, if that is the same number
                 as_score = self._scores and (number != number or torch.tensor(number).item() == number)
                 copied.kwargs = {} if as_score else {"dtype": copied.kwargs.get("dtype", torch.float32)}
             self._nodes[node] = self._without_literals(copied, node) if node in self._in_indices else copied
@@ -205,8 +205,8 @@ class _Rewriting:
         return self._graph.call_function(target, args)
 
     def _constant(self, number: int) -> Node:
-        """A number, computed from an index: PyTorch 2.11 takes an index for a scalar if a literal is part of it, and
-        then cannot scatter to it. Compilers fold it."""
+        """A number, computed from an index: PyTorch 2.11 treats an index with a literal in it as a scalar, and then
+        cannot scatter to it. Compilers fold the computation."""
         if number not in self._constants:
             self._constants[number] = self._computed(number)
         return self._constants[number]
@@ -225,13 +225,13 @@ class _Rewriting:
         return self._early(aten.add.Tensor, twice, one) if number % 2 else twice
 
     def _early(self, target: Any, *args: Any, **options: Any) -> Node:
-        """A call ahead of all others but those of numbers before it."""
+        """Insert a call before all others, after the numbers so far."""
         with self._graph.inserting_after(self._last_constant):
             self._last_constant = self._graph.call_function(target, args, options)
         return self._last_constant
 
     def _without_literals(self, node: Node, like: Node) -> Node:
-        """``node`` is a copy of ``like``, whose arguments say of which dtype they are."""
+        """Replace integer literals of ``node`` by computed numbers; ``like`` is its original, with dtypes."""
         if node.target in (aten.scalar_tensor.default, aten.full.default):
             number = node.args[-1] if node.target is aten.full.default else node.args[0]
             if type(number) is not int:
@@ -241,14 +241,14 @@ class _Rewriting:
         if not isinstance(node.target, OpOverload) or node.target in _FILLS:
             return node
         numbers = [i for i, x in enumerate(node.args) if type(x) is int and self._is_number(node.target, i)]
-        beside = any(type(x) is float for x in node.args)  # no operator takes a tensor beside one
+        beside = any(type(x) is float for x in node.args)  # no operator takes a tensor beside a float
         if numbers and not beside and _takes_tensors(node.target, numbers):
-            # a comparison has another dtype than what it compares
+            # the dtype of the arguments: a comparison returns bool
             dtypes = [x.meta["val"].dtype for x in like.all_input_nodes]
             dtype = reduce(torch.promote_types, dtypes, torch.bool)
             with self._graph.inserting_before(node):
                 args = [self._constant(x) if i in numbers else x for i, x in enumerate(node.args)]  # type: ignore[arg-type]
-                if dtype in (torch.uint8, torch.int8, torch.int16):  # in which numbers wrap, as literals do
+                if dtype in (torch.uint8, torch.int8, torch.int16):  # numbers wrap, as literals do
                     options: dict[str, Any] = {"dtype": dtype}
                     for i in numbers:
                         args[i] = self._graph.call_function(to_copy, (args[i],), options)
@@ -256,7 +256,7 @@ class _Rewriting:
         return node
 
     def _is_number(self, target: Any, i: int) -> bool:
-        """Not a dim or the like."""
+        """Whether argument i of an operator is a number or a tensor, not a dim or the like."""
         return str(schema_of(target).arguments[i].type) in ("Tensor", "number", "Optional[number]")
 
     def _read(self, x: Any, at: Sequence[Node], summed: bool = False) -> Node:
@@ -268,14 +268,14 @@ class _Rewriting:
         chained = not self._from_reads.isdisjoint(at)
         num_elements = math.prod(size + sum(pad) for size, pad in zip(value.shape, pads, strict=True))
         has_gradient = self._scores and value.is_floating_point()
-        # others have a dim of copies too, unless pairs read them: an index that no scalar depends on does not compile
+        # without a gradient too, unless pairs read it: an index that depends on no scalar does not compile
         copies = _copies(num_elements, len(over), chained) if has_gradient or len(over) < 2 else 0
         self._reads.append(Read(self._captured[x], len(over) == 2, chained, copies, pads))
         indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
         if copies:
             row, key = self._of_32_bits[self._i], self._of_32_bits[self._j]
             turn = row if over == {self._j} else key
-            if len(over) != 1:  # neighbours in a row take turns, and those in a column
+            if len(over) != 1:  # neighbours in a row or in a column use different copies
                 step = self._constant(max(8, copies // COPIES) + 1)
                 turn = self._call(aten.add.Tensor, self._call(aten.mul.Tensor, row, step), key)
             indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
@@ -285,7 +285,7 @@ class _Rewriting:
         pads = []
         for node, size in zip(at, x.shape, strict=True):
             before = after = 0
-            # not of what a mask_mod reads: tables of blocks are kept for these tensors
+            # no pads for a mask_mod: tables of blocks are cached by its tensors
             if self._scores and not self._is_row(node):
                 least, greatest = self._bounds[node] or (-MOST, MOST)
                 if -size <= least <= greatest < size:
@@ -297,13 +297,13 @@ class _Rewriting:
         return tuple(pads if num_elements <= MOST_COPIED else [(0, 0)] * len(pads))
 
     def _is_row(self, at: Node) -> bool:
-        """At which `ScalarFunction.check` looks."""
+        """Whether an index is b, h, q_idx or kv_idx itself; `ScalarFunction.check` covers these."""
         return at.op == "placeholder" and at not in self._captured
 
     def _counted(self, at: Node, size: int, pads: tuple[int, int]) -> Node:
-        """An index as the templates take it. They count none from the end, and read memory beyond it.
+        """An index as the templates need it: they do not wrap negative indices, and do not check bounds.
 
-        A score of what is read beyond the end is no number. A mask_mod's tables of blocks stop there.
+        The score of a pair that reads past the end becomes NaN. For a mask_mod, computing its tables of blocks fails.
         """
         if self._is_row(at):
             return self._of_32_bits[at]
@@ -328,7 +328,7 @@ class _Rewriting:
 
 
 def _copies(num_elements: int, num_depends: int, chained: bool) -> int:
-    """Of each element of a tensor that is read at an index that depends on so many of query and key: a power of 2."""
+    """The number of copies of each element, a power of 2; the index depends on ``num_depends`` of query and key."""
     if num_depends == 2 and num_elements > (CHAINED if chained else SHARED):
         return 0
     small, whole = (most // max(1, num_elements) for most in (OF_SMALL, OF_ALL))
@@ -337,16 +337,16 @@ def _copies(num_elements: int, num_depends: int, chained: bool) -> int:
 
 
 def _takes_tensors(target: Any, at: Sequence[int]) -> bool:
-    """Whether an overload takes tensors as these arguments, as that of ``hardtanh`` does not."""
+    """Whether an overload takes tensors as these arguments; ``hardtanh``, for example, does not."""
     packet = target.overloadpacket
     schemas = (schema_of(getattr(packet, name)).arguments for name in packet.overloads())
     return any(all(i < len(x) and "Tensor" in str(x[i].type) for i in at) for x in schemas)
 
 
 def reads_of(function: ScalarFunction, seq_len: int, first: int) -> Reads:
-    """Of a function, kept with it; ``first``: the larger one of the numbers of the first head and first batch row."""
+    """The `Reads` of a function, cached with it; ``first``: the larger index of the first head and first batch row."""
     kept: dict[tuple[int, int], Reads] = vars(function).setdefault("_reads", {})
-    key = seq_len, OTHERS if first <= OTHERS // 2 else MOST  # no grid of a kernel has more than 2^16 of them
+    key = seq_len, OTHERS if first <= OTHERS // 2 else MOST  # a tile has at most 2^16 more: a limit of grids
     if key not in kept:
         if len(kept) >= LENGTHS:
             kept.clear()

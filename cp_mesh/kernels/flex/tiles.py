@@ -1,7 +1,6 @@
 """The functions of one tile, of local indices: users' score_mod and mask_mod, and the call's mask.
 
-What differs between tiles is data, never code: positions of rows, what the mask says of them, the first head and batch
-row.
+Tiles differ in data, never in code: positions of rows, the mask there, the first head and batch row.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from cp_mesh.kernels.flex.reads import reads_of
 from cp_mesh.kernels.scores import Scores, name_of_captured
 
 TABLES = 16
-"""What is kept for each tile: tables of blocks, of the last masks."""
+"""Maximum number of cache entries per tile: rows, numbers and, for recent masks, tables of blocks."""
 ENDS = 10, 11
-"""Which numbers of a tile are how many queries and keys it has, without those that pad it."""
+"""Where a tile's numbers hold its numbers of queries and of keys, without padding."""
 _index = torch.ops.aten.index.Tensor
 
 
 def rows_of(cover: Pairs) -> tuple[Tensor, ...]:
-    """What functions read of a tile's rows, padded as q, k and v are: by the last one, again and again.
+    """The tensors that functions read at a tile's rows, padded like q, k and v with copies of the last row.
 
     Returns:
-        Positions int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and then
-        cannot scatter at what is computed of it. Then the first and last query of each key [Sk], and with documents
-        their ids [Sq] and [Sk]; [B, Sq] and [B, Sk] where batch rows differ.
+        Positions int32 [Sq] and [Sk], a single one repeated: for a tensor of one element Inductor drops the index, and
+        then cannot scatter to an index computed from it. Then the first and last query position of each key [Sk], and
+        with documents their ids [Sq] and [Sk]; [B, Sq] and [B, Sk] if batch rows differ.
     """
     mask, q_pos, k_pos = cover.mask, padded(cover, cover.q_pos, False, 0), padded(cover, cover.k_pos, True, 0)
     first, last, k_ids = mask.key_intervals(k_pos)
@@ -41,10 +40,10 @@ def rows_of(cover: Pairs) -> tuple[Tensor, ...]:
 
 
 def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
-    """Rows of a tile as a program of its shape takes them: without gaps, and with copies of the last one at the end.
+    """Pad rows of a tile to its compiled size with copies of the last row, in dense memory; x itself without sizes.
 
-    What functions make of a copy they make of the row itself too, in the same block of pairs. Dims of keys lie in
-    order, as they arrive from other ranks, and those of queries as they did, which saves a copy.
+    Functions give the same result for a copy and its row, in the same block of pairs. The result has its dims in order
+    for keys, as they arrive from other ranks, and in x's memory order for queries, which saves a copy.
     """
     if cover.sizes is None:
         return x
@@ -54,14 +53,14 @@ def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
     if short := cover.sizes[of_keys] - x.shape[dim]:
         last = x.narrow(dim, x.shape[dim] - 1, 1).expand(*(short if i == dim else n for i, n in enumerate(x.shape)))
         return torch.cat([x, last], dim).permute(back)
-    return x.contiguous().view(-1).view(x.shape).permute(back)  # strides of dims of size 1 too are those of a copy
+    return x.contiguous().view(-1).view(x.shape).permute(back)  # gives dims of size 1 the strides of a copy too
 
 
 class Tile:
     """The functions of one tile as PyTorch's operators take them: of local indices.
 
-    ``computed`` says whether positions of at most two runs are computed, as `Steps` tell, or read as others are. Those
-    of padded tiles are read: whether they are of two runs is up to the batch.
+    ``computed``: compute positions from their `Steps` if they have any, instead of reading them. Padded tiles always
+    read positions, since these have `Steps` in some batches only.
     """
 
     def __init__(self, cover: Pairs, scores: Scores, dtype: torch.dtype, computed: bool = True) -> None:
@@ -116,7 +115,7 @@ class Tile:
     def _globals(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, numbers: Tensor, *positions: Tensor
     ) -> tuple[Tensor, ...]:
-        """Global indices of local ones."""
+        """Convert local indices to global ones."""
 
         def number(n: int) -> Tensor:
             return _index(numbers, [b * 0 + n])
@@ -130,7 +129,7 @@ class Tile:
         return b + number(0), h + number(1), position(0, i), position(1, j)
 
     def joint(self, dtype: torch.dtype) -> GraphModule:
-        """Gradients of a score of this dtype and of `of_score`; None of those that are not wanted."""
+        """The graph of the gradients of a score of this dtype and of `of_score`, None if not wanted."""
         wanted = (False,) * (len(self.of_score) - len(self.wanted)) + self.wanted
 
         def joint(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, grad: Tensor, *tensors: Tensor) -> Any:
@@ -145,8 +144,8 @@ class Tile:
             dscore = torch.zeros_like(score) if dscore is None else dscore
             return [dscore, None, None, None, None, *(next(grads) if w else None for w in wanted)]
 
-        # Traced on the CPU: autograd's thread of a GPU may wait for this one. Each is a tensor of its own, as what is
-        # traced goes by identity, and has no data.
+        # Traced on the CPU: autograd's thread for a GPU may wait for this one. Each input is a separate fake tensor, as
+        # tracing goes by identity.
         device, mode = self.of_score[0].device, FakeTensorMode()
         with mode:
             scalars = (torch.empty((), dtype=x) for x in (dtype, *[torch.int32] * 4, dtype))
@@ -160,7 +159,7 @@ class Tile:
         return graph
 
     def with_gradients(self, of_score: Sequence[Tensor], graded: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Not compiled, PyTorch's operator returns gradients of those tensors that say they want one."""
+        """``of_score``; on the CPU with requires_grad: the eager operator returns gradients of such tensors only."""
         others = len(of_score) - len(self.wanted)
         if of_score[0].device.type != "cpu":
             return tuple(of_score)
@@ -169,7 +168,7 @@ class Tile:
 
 
 def kept_of(cover: Pairs, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-    """What was prepared of a tile before; the oldest goes where there is too much."""
+    """The cached result of ``make`` for a tile and key; above `TABLES` entries the oldest one is dropped."""
     name = "flex", *key
     if name not in cover.kept:
         of_flex = [k for k in cover.kept if isinstance(k, tuple) and k[:1] == ("flex",)]

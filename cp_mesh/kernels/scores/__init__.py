@@ -1,9 +1,8 @@
-"""Scores: what happens to q·k before the softmax, as terms that each know their tensor.
+"""Scores: what happens to q·k before the softmax.
 
-`TERMS` is the table of tensors that change scores: which dims each has, so that its shape is checked, and it is sliced
-and placed on a mesh, by one rule. What a term adds to scores, and its gradient, is in the file of its name here, as the
-reference kernel applies it; a fast kernel has code of its own for those that it names in `Capability.features`. How to
-add one: "Add a score term" in docs/extending.md.
+`TERMS` lists the tensors that change scores, with their dims: one rule for all terms checks, slices and shards them. A
+term's file here, of the same name, has its formula and its gradient, which the reference kernel uses; a fast kernel has
+its own code for the terms in its `Capability.features`. To add one, see "Add a score term" in docs/extending.md.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from cp_mesh.kernels.functions import ScalarFunction
 
 
 class Where(NamedTuple):
-    """Where scores [B, H, rows, keys] are: the positions of their queries [rows] and keys [keys]."""
+    """Positions of scores [B, H, rows, keys]: of their queries [rows] and keys [keys]."""
 
     q_pos: Tensor
     k_pos: Tensor
 
     @property
     def distance(self) -> Tensor:
-        """int64 [rows, keys]: positions of the queries less those of the keys."""
+        """int64 [rows, keys]: query position minus key position."""
         return self.q_pos[:, None] - self.k_pos
 
 
@@ -38,10 +37,10 @@ class Term:
     """A tensor that changes scores.
 
     Attributes:
-        name: its name as an argument, in `Scores`, and of its file.
-        dims: what each runs over: "batch", "heads", "rows" of q, "keys" by position, or an odd number of "distances".
-        broadcasts: whether dims of the batch, heads and rows may have size 1, for all.
-        of_keys: whether it is added to scores of keys, by their positions; else the pass applies it when it ends.
+        name: the name of the argument, of the field of `Scores` and of the file.
+        dims: of the tensor: "batch", "heads", "rows" of q, "keys" by position, or an odd number of "distances".
+        broadcasts: whether the batch, heads and rows dims may have size 1.
+        of_keys: whether it is added to scores, by positions; else the pass applies it at its end.
     """
 
     name: str
@@ -51,25 +50,25 @@ class Term:
 
     @cached_property
     def file(self) -> ModuleType:
-        """Of a term of keys: added(x, where) to scores, x being narrowed to these heads and rows: [B, H, rows, keys],
-        broadcast; and add_gradient(total, x, dscores, where), which adds to ``total``, like x, what dscores contribute.
+        """The module of a term with ``of_keys``. Its added(x, where) returns what is added to scores, broadcast to
+        [B, H, rows, keys], from x of these heads and rows; add_gradient(total, x, dscores, where) adds x's gradient.
         """
-        return import_module(f"{__name__}.{self.name}")  # by the first call that has it
+        return import_module(f"{__name__}.{self.name}")  # lazily, in the first call that uses it
 
     def sizes(self, of_q: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-        """The sizes that each dim may have, from those of q and the number of keys; none: odd ones."""
+        """The allowed sizes of each dim, given q's sizes and the number of keys; empty: any odd size."""
         one = (1,) if self.broadcasts else ()
         return tuple(
             () if dim == "distances" else (of_q[dim],) if dim == "keys" else (*one, of_q[dim]) for dim in self.dims
         )
 
     def dim_of(self, what: str, shape: Sequence[int]) -> int | None:
-        """Which dim of a tensor of this shape runs over batch, heads or rows of q; None if it is the same for all."""
+        """The dim of this shape for "batch", "heads" or "rows"; None if it is missing, or of size 1 by broadcasting."""
         dim = self.dims.index(what) if what in self.dims else len(shape)
         return None if dim >= len(shape) or (self.broadcasts and shape[dim] == 1) else dim
 
     def narrow(self, x: Tensor, what: str, begin: int, end: int) -> Tensor:
-        """Its part for some heads or rows of q; ``x`` itself if it is the same for all."""
+        """The part of ``x`` for a range of heads or rows of q; ``x`` itself if it has no such dim."""
         dim = self.dim_of(what, x.shape)
         return x if dim is None else x.narrow(dim, begin, end - begin)
 
@@ -80,48 +79,48 @@ TERMS: dict[str, Term] = {
     "relative_bias": Term("relative_bias", ("heads", "distances")),
     "bias": Term("bias", ("batch", "heads", "rows", "keys"), broadcasts=True),
 }
-"""In the order in which the ops take them, and return their gradients."""
+"""In the order of the ops' arguments and of their gradients."""
 ADDED = tuple(name for name, term in TERMS.items() if term.of_keys)
-"""Terms that are added to scores; they read positions."""
+"""Terms that are added to scores, by positions."""
 OF_ROWS = tuple(name for name, term in TERMS.items() if "rows" in term.dims)
-"""Terms of which each rank holds the rows of its queries."""
+"""Terms that are sharded by query rows."""
 FUNCTIONS = ("score_mod", "mask_mod")
-"""Functions of users, which read the global indices of batch row, head, query and key."""
+"""Users' functions of the global indices of batch row, head, query and key."""
 VECTORS = "vectors in functions"
-"""Of functions that compute with more than scalars, or read captured tensors not at single elements."""
+"""The feature of functions that compute with vectors, or read more than single elements of captured tensors."""
 POSITIONAL = frozenset({*ADDED, *FUNCTIONS, "dropout"})
-"""Features of scores that depend on positions; with any of them every tile's cover is a `Pairs`."""
+"""Features that depend on positions; with any of them every tile's cover is a `Pairs`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a score of head h, query position p and key position t is, before the mask:
+    """The score of head h at query position p and key position t, before the mask:
 
         softcap(scale · q·k) - slope[h] · |p - t| + table[h, clip(p - t, -R, R) + R] + bias[b, h, row, t]
 
-    with softcap(x) = cap · tanh(x / cap). If there is a ``score_mod`` it is then what that makes of it.
+    with softcap(x) = cap · tanh(x / cap). A ``score_mod`` is applied to the result.
 
     Attributes:
         scale: factor on q·k.
-        softcap: the bound of the scores, > 0; None: there is none.
-        sinks: [H], accumulation dtype: logits that join the denominator of the head's rows and bring no value. No tile
-            knows of them: `MergingForward.finish` scales out, and leaves lse as it is; a backward is given the lse that
-            includes them, and so returns the right gradients.
+        softcap: the bound cap of the scores, > 0; None: no bound.
+        sinks: [H], accumulation dtype: logits that enter the softmax denominator of the head's rows without a value.
+            Tile kernels ignore them: `MergingForward.finish` scales out and leaves lse unchanged, and a backward gets
+            an lse that includes them or, if lse has a gradient, a dout scaled by `sinks.share_of_keys`.
         alibi_slopes: [H], accumulation dtype.
         relative_bias: the table [H, 2R + 1], accumulation dtype.
-        bias: [1 or B, 1 or H, 1 or rows, seq_len], any floating dtype: q's rows, or the tile's, by key *position*.
-        dropout_p: the probability with which a normalised weight is dropped, 0 <= p < 1; the others are scaled by
-            1 / (1 - p), and lse sees none of it.
-        dropout_seed: int64 [2] on q's device, (seed, offset), which tell what is dropped: see `scores/dropout.py`.
+        bias: [1 or B, 1 or H, 1 or rows, seq_len], any floating dtype: rows of q or of the tile, by key *position*.
+        dropout_p: the probability of dropping a normalised weight, 0 <= p < 1; other weights are scaled by
+            1 / (1 - p); lse does not change.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which decide what is dropped: see `scores/dropout.py`.
         first_head, first_batch: the global indices of q's first head and batch row, for dropout and functions.
-        score_mod: score(score, b, h, q_idx, kv_idx), of global indices.
-        mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key, beside what the tile's cover says.
-        captured: the tensors that score_mod reads, then those that mask_mod reads: whole ones, for all heads and rows.
-            Floating point ones have at least the accumulation dtype.
-        in_order: whether gradients of captured tensors must be sums in a fixed order.
-        wanted: which of alibi_slopes, relative_bias and bias need a gradient, and which captured tensors, by
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, of global indices.
+        mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key; combined with the tile's cover by "and".
+        captured: the tensors that score_mod reads, then those that mask_mod reads, unsharded. Floating-point ones have
+            at least the accumulation dtype.
+        in_order: whether gradients of captured tensors must be summed in a fixed order.
+        wanted: which of alibi_slopes, relative_bias and bias need a gradient, and which captured tensors, named by
             `name_of_captured`.
-        seq_len: positions are below it.
+        seq_len: an upper bound of all positions, exclusive.
     """
 
     scale: float
@@ -143,7 +142,7 @@ class Scores:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What a kernel must be able to do, by the names of `Capability.features`."""
+        """The features that a kernel must support, as in `Capability.features`."""
         given = frozenset(name for name in ("softcap", *ADDED, *FUNCTIONS) if getattr(self, name) is not None)
         functions = [x for x in (self.score_mod, self.mask_mod) if x is not None]
         others = {"dropout": self.dropout_p > 0, VECTORS: not all(x.of_scalars for x in functions)}
@@ -151,30 +150,30 @@ class Scores:
 
     @cached_property
     def needs_positions(self) -> bool:
-        """Whether tiles must tell their positions."""
+        """Whether tiles need their positions, as a `Pairs`."""
         return not self.features.isdisjoint(POSITIONAL)
 
     def heads(self, begin: int, end: int) -> Scores:
-        """Those of the query heads begin to end."""
+        """The scores of query heads begin to end."""
         narrowed = _narrowed(vars(self), "heads", begin, end)
         if not narrowed and self.features.isdisjoint({"dropout", *FUNCTIONS}):
             return self
         return replace(self, first_head=self.first_head + begin, **narrowed)
 
     def rows(self, begin: int, end: int) -> Scores:
-        """Those of the query rows begin to end."""
+        """The scores of query rows begin to end."""
         if self.features.isdisjoint(OF_ROWS):
             return self
         return replace(self, **_narrowed(vars(self), "rows", begin, end))
 
     def modified(self, x: Tensor, where: Where) -> Tensor:
-        """What score_mod makes of scores [B, H, rows, keys]."""
+        """Scores [B, H, rows, keys] after score_mod."""
         if self.score_mod is None:
             return x
         return self.score_mod.of_pairs(x, self._indices(x, where), self._captured_by_score_mod)
 
     def modified_gradient(self, dscores: Tensor, x: Tensor, where: Where, into: ScoreGradients) -> Tensor:
-        """Gradients of ``x``, given those of `modified`; adds those of captured tensors to ``into``."""
+        """The gradient of ``x``, given that of `modified`; adds the gradients of captured tensors to ``into``."""
         if self.score_mod is None:
             return dscores
         wanted = [i for i in range(self.score_mod.num_captured) if name_of_captured(i) in into]
@@ -185,7 +184,7 @@ class Scores:
         return dx
 
     def seen(self, x: Tensor, where: Where) -> Tensor | None:
-        """bool [B, H, rows, keys] of scores ``x`` of this shape: what mask_mod says; None if there is none."""
+        """mask_mod at scores ``x`` [B, H, rows, keys], bool of this shape; None without a mask_mod."""
         if self.mask_mod is None:
             return None
         return self.mask_mod.of_pairs(None, self._indices(x, where), self.captured[len(self._captured_by_score_mod) :])
@@ -201,27 +200,27 @@ class Scores:
 
 
 def name_of_captured(i: int) -> str:
-    """Of a captured tensor among `Scores.wanted` and the gradients that ops are asked for."""
+    """The name of captured tensor i in `Scores.wanted` and in the gradients requested from ops."""
     return f"captured.{i}"
 
 
 class ScoreGradients(dict[str, Tensor]):
-    """Gradients of `Scores.wanted` by name, in the accumulation dtype: sums over some rows of queries and some keys.
+    """Partial gradients of `Scores.wanted` by name, summed over some query rows and keys, in the accumulation dtype.
 
-    Those of captured tensors are of all heads and rows: no part of them is another tensor.
+    Gradients of captured tensors cover all heads and rows, and are not sliced by `part`.
     """
 
     @classmethod
     def zeros(cls, scores: Scores, dtype: torch.dtype) -> ScoreGradients:
-        """Of the shapes of the scores' tensors."""
+        """Zeros in the shapes of the wanted tensors."""
         if not scores.wanted:
             return cls()
         given = vars(scores) | {name_of_captured(i): x for i, x in enumerate(scores.captured)}
-        wanted = [name for name in given if name in scores.wanted]  # a set has no order that all ranks have
+        wanted = [name for name in given if name in scores.wanted]  # the order of a set may differ between ranks
         return cls({name: torch.zeros_like(given[name], dtype=dtype if name in TERMS else None) for name in wanted})
 
     def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
-        """Views of a range of heads, or of a range of rows."""
+        """Gradients of a range of heads, or of a range of rows, as views."""
         part = self if heads is None else ScoreGradients(self | _narrowed(self, "heads", *heads))
         return part if rows is None else ScoreGradients(part | _narrowed(part, "rows", *rows))
 
@@ -232,6 +231,6 @@ class ScoreGradients(dict[str, Tensor]):
 
 
 def _narrowed(tensors: Mapping[str, Any], dim: str, begin: int, end: int) -> dict[str, Any]:
-    """Of the terms among them, the part for a range of heads or rows."""
+    """The terms among ``tensors``, each narrowed to a range of heads or rows."""
     terms = (term for name, term in TERMS.items() if tensors.get(name) is not None)
     return {term.name: term.narrow(tensors[term.name], dim, begin, end) for term in terms}

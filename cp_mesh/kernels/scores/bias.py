@@ -1,4 +1,4 @@
-"""bias[b, h, row, t], by row of q and position of the key."""
+"""bias[b, h, row, t], indexed by the row of q and the position of the key."""
 
 from torch import Tensor
 

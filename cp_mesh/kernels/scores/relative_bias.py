@@ -12,9 +12,9 @@ def added(x: Tensor, where: Where) -> Tensor:
 
 
 def add_gradient(total: Tensor, x: Tensor, dscores: Tensor, where: Where) -> None:
-    """A query's distances differ, so each has a bin of its own: no sum depends on order.
+    """Scatter dscores by distance: a query's distances all differ, so no two values meet and order does not matter.
 
-    The outermost bins, of clipped distances, are summed apart.
+    Only clipped distances share a bin: the outermost bins are summed separately.
     """
     width, distance, dscores = total.shape[1], where.distance, dscores.sum(0)
     reach = width // 2

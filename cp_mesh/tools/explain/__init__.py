@@ -1,4 +1,4 @@
-"""What a call will do, without doing it: figures, text and picture.
+"""Describe what a call will run, without running it: figures, text and picture.
 
-`explain` is the function, `variants` has the figures, `text` words them, and `picture` the drawing.
+`explain` has the public function, `variants` computes the figures, `text` formats them, and `picture` draws them.
 """

@@ -1,6 +1,6 @@
-"""Explain: what a call will run and why, what it moves, holds and takes, and what else there is.
+"""Explain a call: what runs and why, its traffic, memory and predicted time, and the alternatives.
 
-Needs no ranks and no device: `cp_mesh.tools.explain.variants` has the figures.
+Needs no process group and no GPU. `cp_mesh.tools.explain.variants` computes the figures.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from cp_mesh.tools.explain.predict.time import H200, Machine
 from cp_mesh.tools.explain.text import as_bytes, text_of
 from cp_mesh.tools.explain.variants import ALL_RANKS, Setting, Variant
 
-MOST_CUTS = 100_000  # documents times ranks, from which on striped takes many seconds
+MOST_CUTS = 100_000  # documents times ranks; above it, planning striped layouts takes many seconds
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """What `explain` found; ``str(explanation)`` is its text.
+    """The result of `explain`; ``str(explanation)`` is its text.
 
     Attributes:
-        found: the figures of what was asked for.
-        others: those of other layouts and methods, at the same mask.
-        choice: what "auto" takes and why; None for a method that was named.
-        seq_len, cp_size, mask: as they were given.
+        found: figures of the requested layout and method.
+        others: figures of other layouts and methods, for the same mask.
+        choice: the method that "auto" chooses, and why; None if the method was named.
+        seq_len, cp_size, mask: the arguments.
         text: the whole text.
     """
 
@@ -55,23 +55,23 @@ class Explanation:
 
     @property
     def verdict(self) -> str:
-        """What runs, how long it is predicted to take, and what it holds, in one line."""
+        """One line: layout, method, kernel, predicted time and extra memory."""
         words = [f"RUNS: {self.found.layout.spec()} {self.found.method}, kernel {self.found.kernel.name}"]
         if self.found.seconds is not None:
             words.append(f"predicted {self.found.seconds * 1e3:.3g} ms for both passes")
         if self.found.memory is not None:
-            words.append(f"{as_bytes(self.found.memory)} of memory")
+            words.append(f"{as_bytes(self.found.memory)} of extra memory")
         return ", ".join(words)
 
     def plot(self, path: str | Path, points: int = 512) -> None:
-        """Draw who owns which tokens, and in which stage each pair of the mask is computed, into a picture file.
+        """Draw the owner of each token, and the stage that computes each query-key pair, into a picture file.
 
         Args:
-            path: of the file; its ending says the format, as in matplotlib.
-            points: positions that are drawn at most along each side, evenly spaced.
+            path: path of the file; its suffix sets the format, as in matplotlib.
+            points: at most this many positions are drawn along each side, evenly spaced.
 
         Raises:
-            ArgumentError: if matplotlib writes no pictures of this ending.
+            ArgumentError: if matplotlib cannot write files with this suffix.
             UnsupportedError: if matplotlib is not installed.
         """
         from cp_mesh.tools.explain.picture import draw  # matplotlib is not needed for the text
@@ -104,37 +104,38 @@ def explain(
     captured_shards: int | None = None,
     columns: int = 64,
 ) -> Explanation:
-    """What a call will run and why, in a short text and a picture.
+    """Show what a call will run and why, as a short text and a picture.
 
     Args:
         seq_len: tokens in the whole sequence.
-        cp_size: number of ranks. Above 36 some are looked at: the first ones, those that compute and fetch most, the
-            last.
+        cp_size: number of ranks. Above 36, figures are those of a sample: the first ranks, those that compute or fetch
+            most, one in the middle, the last.
         layout, mask: as in `cp_mesh.attention`.
-        scores: names of the options of the scores that the call uses, as in `cp_mesh.attention`.
+        scores: names of the score options that the call uses, as in `cp_mesh.attention`.
         device: device type, "cpu" or "cuda".
-        compute_capability: that of the CUDA device; None: that of ``machine``.
+        compute_capability: of the CUDA device; None: that of ``machine``.
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
-        batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` bytes and the extra memory
-            (`predict/memory.py`) are told. None kv heads: as many as query heads.
-        kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
-        head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
-        ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; of the double ring None is ``gpus_per_host``.
-        machine: what its GPUs and links can do, a `time.Machine`, a name of `time.MACHINES` or the file
-            of a table that examples/benchmarks/calibrate.py wrote; it says the ``device``. None: "h200" for "cuda".
-            With ``num_heads``, and a dtype, kernel and compute capability of which it has rates, times are predicted.
-        gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
-        captured_shards: elements of the DTensors sharded over cp that a score_mod reads (`cp_mesh.flex_attention`), of
-            all of them when they are whole. Counted as of ``dtype`` and with gradients; with ``num_heads`` alone.
-        columns: width of the ownership strip.
+        batch, num_heads, num_kv_heads: sizes of q, k and v on one rank. ``num_heads`` adds bytes and extra memory
+            (`predict/memory.py`) to the text. ``num_kv_heads=None``: as many as query heads.
+        kernel: as in `cp_mesh.attention`. A kernel given by name need not be installed; "auto" takes an installed one.
+        head_chunks, method, transport: as in `cp_mesh.attention`. Transport "auto" is symmetric memory for "cuda" on
+            one host.
+        ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; ``inner_ring_size=None`` is ``gpus_per_host``.
+        machine: measured rates of GPUs and links: a `time.Machine`, a name of `time.MACHINES`, or a file written by
+            examples/benchmarks/calibrate.py. It sets ``device``. None: "h200" for "cuda". Times are predicted if
+            ``num_heads`` is given and the machine has rates for the dtype, kernel and compute capability.
+        gpus_per_host: ranks per host, in order of rank; None: that of the machine.
+        captured_shards: elements, over all ranks, of the cp-sharded DTensors that a score_mod reads
+            (`cp_mesh.flex_attention`). Counted in ``dtype``, with gradients. Needs ``num_heads``.
+        columns: width of the owner line.
 
     Returns:
-        An object to print, or to ``.plot("file.png")``. Its text has the kernel, and those that "auto" passed over; the
-        owner of every token, one sampled a column; a table of ranks: rows, share of the work (1.00 is the mean), kernel
-        calls of a forward, key rows received in each stage, bytes of keys received in a forward, and the peak of what
-        both passes hold beyond inputs and results; predicted times (`predict/time.py`), "in a row" those of calls that
-        follow one another, where the longer of device and host counts; other layouts and methods; advice.
+        An object to print, or to ``.plot("file.png")``. Its text has: the kernel, and those that "auto" rejected; the
+        owner of sampled tokens; a table of ranks: rows, work (1.00 is the mean), kernel calls of a forward, key rows
+        received in each stage, bytes of keys received in a forward, and the peak memory of both passes beyond inputs
+        and results; predicted times (`predict/time.py`), where "in a row" is the time per call of many calls in
+        sequence: the longer of device and host time; other layouts and methods; advice.
 
     Raises:
         ArgumentError: for sizes that do not fit together, and unknown names.
@@ -148,39 +149,39 @@ def explain(
     rank  rows  work  calls   stage 1
     0        8  1.00      2  8 from 1
     1        8  1.00      2  4 from 0
-    layout and method      worst work  key rows moved
-    zigzag ring (this)           1.00               6
-    zigzag all_gather            1.00               6
-    contiguous ring              1.47               4
-    contiguous all_gather        1.47               4
-    striped ring                 1.06               8
-    striped all_gather           1.06               8
+    layout and method      max work  key rows moved
+    zigzag ring (this)         1.00               6
+    zigzag all_gather          1.00               6
+    contiguous ring            1.47               4
+    contiguous all_gather      1.47               4
+    striped ring               1.06               8
+    striped all_gather         1.06               8
     contiguous ring would move 0.67 of the bytes, but its slowest rank has 1.47 times the mean work.
     """
     if cp_size < 1 or seq_len < 1:
-        refuse("explain", "1 token and 1 rank at least", f"{seq_len} and {cp_size}", "explain(16, 2) works")
+        refuse("explain", "at least 1 token and 1 rank", f"{seq_len} and {cp_size}", "explain(16, 2) works")
     sizes = {
         "batch": (batch, "batch=1 is the default"),
         "head_dim": (head_dim, "head_dim=128 is the default"),
         "num_heads": (num_heads, "num_heads=32 works"),
-        "num_kv_heads": (num_kv_heads, "None is as many as query heads"),
+        "num_kv_heads": (num_kv_heads, "None means as many as query heads"),
         "head_chunks": (head_chunks, "None is automatic"),
         "ulysses_degree": (ulysses_degree, "None is automatic"),
         "inner_ring_size": (inner_ring_size, "None is automatic"),
-        "gpus_per_host": (gpus_per_host, "gpus_per_host=8 is that of an H200 host"),
-        "captured_shards": (captured_shards, "None is without"),
+        "gpus_per_host": (gpus_per_host, "gpus_per_host=8 fits an H200 host"),
+        "captured_shards": (captured_shards, "None means no captured shards"),
         "columns": (columns, "columns=64 is the default"),
     }
     for name, (size, hint) in sizes.items():
         if size is not None and size < 1:
-            refuse(f"explain: {name}", "1 at least", size, hint)
+            refuse(f"explain: {name}", "at least 1", size, hint)
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding), ("blocks", mask.blocks)):
         if tensor is not None and tensor.shape[-1] != seq_len:
-            refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len")
+            refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], f"seq_len={tensor.shape[-1]} works")
     for name in scores:
         if name not in SCORE_OPTIONS:
             known = ", ".join(SCORE_OPTIONS)
-            refuse("explain: scores", f"names of {known}", repr(name), "see attention")
+            refuse("explain: scores", f"names of {known}", repr(name), "see the docs of cp_mesh.attention")
     if isinstance(machine, str):
         machine = find_machine(machine)
     if machine is not None:
@@ -198,9 +199,9 @@ def explain(
     for name, size in (("ulysses_degree", ulysses_degree), ("inner_ring_size", inner_ring_size)):
         if size is not None and METHODS.get(method, METHODS[DEFAULT]).degree_option != name:
             of = next(other.name for other in METHODS.values() if other.degree_option == name)
-            refuse(f"explain: {name}", f"None, but with method={of!r}", size, f"method={of!r} takes it")
+            refuse(f"explain: {name}", f"None, except with method={of!r}", size, f"method={of!r} takes it")
     if captured_shards and num_heads is None:
-        refuse("explain: captured_shards", "num_heads, without which no bytes are told", None, "num_heads=32 works")
+        refuse("explain: captured_shards", "num_heads, to count bytes", None, "num_heads=32 works")
     num_kv_heads = num_kv_heads or num_heads or 1
     if (num_heads or num_kv_heads) % num_kv_heads:
         refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
@@ -255,7 +256,7 @@ def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
 
 
 def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
-    """Other layouts and methods, where they can be and do not take long to plan."""
+    """Figures of other layouts and methods that the call supports and that are fast to plan."""
     known = ZigZag(), Contiguous(), Striped()
     layouts: list[Layout] = [found.layout, *(layout for layout in known if layout != found.layout)]
     documents, cp_size = setting.mask.documents, setting.cp_size
@@ -275,7 +276,7 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
     for layout, name, degree in variants:
         if (layout, name, degree or found.degree) == (found.layout, found.method, found.degree):
             continue
-        # heads that ranks or chunks do not divide; a kernel that was asked for may not serve another layout
+        # heads may not divide by ranks or chunks; a kernel given by name may not support the layout
         with suppress(UnsupportedError, ArgumentError):
             other = setting.look_at(layout, name, degree)
             if not degree:

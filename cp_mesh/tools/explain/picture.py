@@ -1,4 +1,4 @@
-"""Picture: who owns which tokens, and in which stage each pair of a mask is computed. Drawn by matplotlib."""
+"""Draw the owner of each token, and the stage that computes each query-key pair, with matplotlib."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cp_mesh.tools.explain.variants import Variant, owners, sampled
 
 MASKED = -1
 COLORS = {"blue": "#56B4E9", "orange": "#E69F00", "green": "#009E73", "pink": "#CC79A7"}
-"""Of up to 4 ranks, in the pictures of docs/ too; told apart by colour-blind readers."""
+"""Colors of up to 4 ranks, here and in the pictures of docs/; distinct for colour-blind readers."""
 HIDDEN = "#EEEEEE"
-"""Of pairs that the mask hides."""
+"""Color of pairs that the mask hides."""
 
 
 def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: int, points: int) -> None:
@@ -51,27 +51,28 @@ def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: 
         shown, cmap=colors, vmin=-0.5, vmax=num - 0.5, interpolation="nearest", extent=(*edges, *edges[::-1])
     )
     names = "first batch row, " if mask.elementwise else ""
-    title = f"stage in which a pair is computed, {names}{variant.method}: 0 is local"
+    title = f"stage that computes each pair, {names}{variant.method}: 0 is local"
     square.set(xlabel="key position", ylabel="query position", title=title)
     figure.colorbar(image, ax=square, label="stage", ticks=MaxNLocator(integer=True))
     figure.savefig(path)
 
 
 def check_picture(path: str | Path) -> None:
-    """Refuse what `draw` could not write."""
+    """Refuse a path that `draw` cannot write, and a missing matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        refuse("plot", "matplotlib", str(error), "pip install matplotlib; the text needs none", UnsupportedError)
-    endings = [f".{name}" for name in Figure().canvas.get_supported_filetypes() if name != "pgf"]  # which takes LaTeX
+        hint = "pip install matplotlib; the text works without it"
+        refuse("plot", "matplotlib", str(error), hint, UnsupportedError)
+    endings = [f".{name}" for name in Figure().canvas.get_supported_filetypes() if name != "pgf"]  # pgf needs LaTeX
     if Path(path).suffix.lower() not in endings:
         refuse("plot", f"a file whose name ends in one of {', '.join(endings)}", path, ".png works")
 
 
 def stages_of_pairs(variant: Variant, mask: Mask, owner: Array, position: Array) -> Array:
-    """The stage in which each pair of these positions is computed, 0 the local tiles: int64 [query, key].
+    """The stage that computes each pair of these positions, 0 for local tiles: int64 [query, key].
 
-    ``owner`` is the rank of each. Where the mask allows no pair, of its first batch row, it is `MASKED`.
+    ``owner`` is the rank of each position. Pairs that the mask hides in its first batch row are `MASKED`.
     """
     size, owner = len(variant.work) // variant.inner, owner // variant.inner
     stage_of_step = np.zeros(size, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The text of an explanation, from the figures of its variants; see `cp_mesh.explain`."""
+"""Format the text of `cp_mesh.explain` from the figures of its variants."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners, sampled
 
-WIDTH = 100  # of the text
-MOST_LINES = 10  # of the table of ranks
-FASTER = 0.97  # times that are nearer count as alike
+WIDTH = 100  # columns of the text
+MOST_LINES = 10  # lines of the table of ranks
+FASTER = 0.97  # time ratios between this and its inverse count as equal
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def text_of(
     setting: Setting, found: Variant, others: Sequence[Variant], choice: Choice | None, assumed: str, columns: int
 ) -> str:
-    """All of it; ``assumed``: the name of a machine that nobody gave, or ""."""
+    """The whole text; ``assumed``: the name of the default machine if the caller gave none, else ""."""
     lines = [
         *_head(setting, found, choice, assumed),
         *_owners(found.layout, setting.seq_len, setting.cp_size, columns),
@@ -34,26 +34,26 @@ def text_of(
 
 
 def _head(setting: Setting, found: Variant, choice: Choice | None, assumed: str) -> list[str]:
-    """What runs."""
+    """Lines about layout, method, kernel and machine."""
     kernel = f"kernel {setting.kernel}{f' = {found.kernel.name}' * (setting.kernel == 'auto')}"
     by_reason: dict[str, list[str]] = {}
     for name, lacks in found.passed_over.items():
         by_reason.setdefault(lacks, []).append(name)
     reasons = [f"  {', '.join(names)}: {lacks}" for lacks, names in by_reason.items()]
-    kernel += "; passed over:" * bool(reasons)
+    kernel += "; kernels rejected for what they lack:" * bool(reasons)
     hosts = -(-setting.cp_size // setting.gpus_per_host)
     over = f"{setting.transport} over {hosts} hosts" if hosts > 1 else setting.transport
     chunks = f", {found.chunks} head chunks" if found.chunks > 1 else ""
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
     first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
     method = f"method auto = {choice.method}: {choice.why}" if choice else ""
-    machine = f"machine {assumed}, as none is given: machine= takes a file of examples/benchmarks/calibrate.py"
+    machine = f"machine {assumed} by default: machine= takes a file written by examples/benchmarks/calibrate.py"
     lines = [first, kernel, *reasons, method, machine if assumed else ""]
     return [line for text in lines for line in _wrapped(text)]
 
 
 def _owners(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[str]:
-    """The owner of tokens at even distances: a digit each, or of many ranks a number."""
+    """The owners of evenly spaced tokens: one digit each, or numbers if there are too many ranks for digits."""
     wide = 1 if cp_size <= len(_DIGITS) else len(str(cp_size - 1)) + 1
     ranks = owners(layout, seq_len, cp_size, sampled(seq_len, columns // wide)).tolist()
     strip = "".join(_DIGITS[rank] for rank in ranks) if wide == 1 else " ".join(map(str, ranks))
@@ -61,7 +61,7 @@ def _owners(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[st
 
 
 def _ranks(setting: Setting, found: Variant) -> list[str]:
-    """The table of ranks: as many of its stages as fit, and the others together."""
+    """The table of ranks, with as many stages as fit; one column sums the other stages."""
     ranks, size = found.ranks, setting.cp_size
     slowest = max(
         ranks, key=lambda x: (sum(cost.queued for cost in x.costs) if x.costs else 0.0, x.work, x.near + x.far)
@@ -76,10 +76,10 @@ def _ranks(setting: Setting, found: Variant) -> list[str]:
         table.append("each rank computes its share of the heads for all rows: all ranks are alike")
         return table
     if found.inner > 1:
-        table.append(f"each {found.inner} neighbours exchange heads for rows, and are alike: the first one is shown")
+        table.append(f"groups of {found.inner} ranks exchange heads for rows; the first rank of a group is shown")
         left -= len(shown) * (found.inner - 1)
     if left and len(ranks) * found.inner < size:
-        table.append(f"{left} ranks are left out; times and memory are those of the {len(ranks)} that were looked at")
+        table.append(f"{left} ranks are left out; times and memory are the largest of the {len(ranks)} computed ranks")
     elif left:
         table.append(f"{left} ranks are left out")
     return table
@@ -113,8 +113,8 @@ def _captured(setting: Setting) -> list[str]:
         return []
     held = ExtraMemory(0, 0, 0).with_captured(setting.captured, setting.q.dtype.itemsize).peak
     text = f"captured shards: a GPU receives {as_bytes(setting.captured_moved)} in both passes"
-    text += f", and holds up to {as_bytes(held)}; both are in what is moved and in memory"
-    return _wrapped(f"{text}, but neither in rows and what ranks receive, nor in times")
+    text += f", and holds up to {as_bytes(held)}; moved bytes and memory include them"
+    return _wrapped(f"{text}, the table of ranks (except its memory) and times do not")
 
 
 def _predicted(setting: Setting, found: Variant) -> list[str]:
@@ -123,7 +123,7 @@ def _predicted(setting: Setting, found: Variant) -> list[str]:
         return []
     if costs is None:
         known = " and ".join(machine.kernels)
-        return [f"no times: on {machine.name} only {known} were measured, not {found.kernel.name}"]
+        return [f"no predicted times: on {machine.name} only {known} were measured, not {found.kernel.name}"]
     batch, num_heads, _, head_dim = setting.q.shape
     flops = 4 * int(setting.seen.sum()) / setting.seen_rows * batch * num_heads * head_dim / setting.cp_size
     lines = []
@@ -133,16 +133,16 @@ def _predicted(setting: Setting, found: Variant) -> list[str]:
         )
         waits = f"{_ms(exposed)} ({100 * exposed / device if device else 0:.0f} %)"
         lines.append([name, _ms(device), waits, _ms(host), _ms(queued), f"{times * flops / queued / 1e12:.0f}"])
-    head = [f"predicted, {machine.name}", "device, ms", "exposed", "host, ms", "in a row, ms", "TFLOP/s a GPU"]
+    head = [f"predicted, {machine.name}", "device, ms", "exposed", "host, ms", "in a row, ms", "TFLOP/s per GPU"]
     table = _table(head, lines)
     if setting.features:
-        table.append("rates are those of plain scores: " + ", ".join(sorted(setting.features)) + " take longer")
+        table.append("predicted times leave out " + ", ".join(sorted(setting.features)))
     return table
 
 
 def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:
     with_bytes, timed = any(x.memory for x in (found, *others)), any(x.seconds for x in (found, *others))
-    head = ["layout and method", "worst work", "moved a GPU" if with_bytes else "key rows moved"]
+    head = ["layout and method", "max work", "moved per GPU" if with_bytes else "key rows moved"]
     head += ["in a row, ms"] * timed + ["memory"] * with_bytes
     lines = []
     for x in (found, *others):
@@ -154,7 +154,7 @@ def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:
 
 
 def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
-    """What would be faster, move less, or show more; a sentence each."""
+    """One sentence for each change that would be faster, move fewer bytes, or allow a prediction."""
     words = []
     alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or x.inner == 1)]
     alike.sort(key=lambda x: (round(_slower(x, found), 2), x.method != found.method))
@@ -175,20 +175,20 @@ def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list
             words.append(f"The host takes longer than the GPU: in a CUDA graph a call takes {_ms(device)} ms.")
     if missing := [name for name, lacks in found.passed_over.items() if lacks.startswith("package")]:
         words.append(f"{missing[0]} is not installed here: kernel={missing[0]!r} explains the call with it.")
-    return [line for text in words or ["Nothing of this would be faster."] for line in _wrapped(text)]
+    return [line for text in words or ["None of these would be faster."] for line in _wrapped(text)]
 
 
 def _slower(x: Variant, found: Variant) -> float:
-    """How much longer it takes; where times are not known, how much more its slowest rank computes."""
+    """The time of ``x`` over that of ``found``; if a time is unknown, the ratio of the work of their slowest ranks."""
     if x.seconds and found.seconds:
         return x.seconds / found.seconds
-    return float(x.work.max() / found.work.max()) if found.work.any() else 1.0  # a mask that lets nobody see
+    return float(x.work.max() / found.work.max()) if found.work.any() else 1.0  # a mask that allows no pair
 
 
 def _compared(x: Variant, found: Variant) -> str:
     work = f"its slowest rank has {x.work.max():.2f} times the mean work"
     if x.work.max() <= 1.01 * found.work.max() and found.work.max() <= 1.01 * x.work.max():
-        work = "its slowest rank has as much work"
+        work = "its slowest rank has the same work"
     return f"{work}: {_slower(x, found):.2f} times the time" if x.seconds else work
 
 
@@ -218,7 +218,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns, the first to the left."""
+    """Lines of aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     return [
         "  ".join(x.rjust(n) if i else x.ljust(n) for i, (x, n) in enumerate(zip(line, widths, strict=True))).rstrip()

@@ -1,7 +1,7 @@
-"""Variants: what a layout and a method have the ranks of a call compute, move, hold, and how long that takes.
+"""Variants: work, traffic, memory and time of each rank, for one layout and method.
 
-No ranks and no device. Figures come from the schedules that a call runs; `predict` makes times and memory of them. Of
-many ranks only some are looked at: those that have most to compute and to fetch among them.
+Needs no process group and no GPU. Figures come from the schedules that a call runs; `predict` computes times and memory
+from them. If there are many ranks, only a sample is computed, with the ranks that compute or fetch most.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, host_size_o
 from cp_mesh.tools.explain.predict.methods import Setup, costs, memory, sizes_of
 from cp_mesh.tools.explain.predict.time import Machine, PassCost, legs_of
 
-ALL_RANKS = 36  # up to here every rank is looked at
+ALL_RANKS = 36  # up to this number, figures of every rank are computed
 
 
 class RankFigures(NamedTuple):
-    """What one rank does in a call.
+    """Figures of one rank in a call.
 
     Attributes:
-        rank, rows: which, the first of an inner group whose ranks are alike; and how many tokens it holds.
-        work: its pairs over the mean of all ranks.
-        calls: of the kernel, in a forward.
-        received: key rows of each stage.
-        sources: ranks that they come from, of each stage.
-        near, far: rows that links of its host and the network bring; of the double ring those that cross to it are far.
-        memory: beyond inputs and results; None without ``num_heads``.
-        costs: of forward and backward; None without rates.
+        rank: its number; ranks of an inner group are alike, and the first stands for all.
+        rows: tokens that the rank holds.
+        work: query-key pairs that it computes, over the mean of all ranks.
+        calls: kernel calls in a forward.
+        received: key rows received in each stage.
+        sources: ranks that send these rows, for each stage.
+        near, far: rows received over links of the host, and over the network (by the double ring: crossing hosts).
+        memory: extra memory beyond inputs and results; None without ``num_heads``.
+        costs: of forward and backward; None if the machine has no rates for the kernel.
     """
 
     rank: int
@@ -65,19 +66,19 @@ class RankFigures(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A layout and a method.
+    """Figures of one layout and method.
 
     Attributes:
-        layout, method, kernel: what it is, and the kernel that "auto" chooses.
-        degree: ranks that exchange heads for rows, or share a host; 1 if neither matters.
-        work: pairs of each rank over their mean, of all ranks.
-        ranks: figures of those that were looked at.
-        row_bytes: of a row of keys and values that is fetched.
-        moved: bytes that a GPU receives in both passes, on average; key rows of a forward without ``num_heads``.
-        chunks: head chunks.
-        passed_over: kernels that "auto" would have preferred, and what each lacks.
-        steps: of each stage.
-        host_size: ranks that are visited one after the other, see `host_size_of`.
+        layout, method, kernel: the configuration, and its kernel.
+        degree: ranks that exchange heads for rows, or (double ring) ranks of a host; 1 for other methods.
+        work: query-key pairs of each rank over their mean, for all ranks.
+        ranks: figures of the computed ranks.
+        row_bytes: bytes of a fetched row of keys and values.
+        moved: bytes that a GPU receives in both passes, on average; without ``num_heads`` key rows in a forward.
+        chunks: number of head chunks.
+        passed_over: kernels that "auto" prefers but rejected, and what each lacks.
+        steps: the ring steps of each stage.
+        host_size: see `host_size_of`.
     """
 
     layout: Layout
@@ -95,12 +96,12 @@ class Variant:
 
     @property
     def inner(self) -> int:
-        """Ranks of an inner group, of methods that exchange heads for rows."""
+        """Number of ranks that exchange heads for rows (an inner group)."""
         return METHODS[self.method].inner_size(self.degree)
 
     @property
     def costs(self) -> tuple[PassCost, PassCost] | None:
-        """Of the rank that is slowest in each pass."""
+        """Forward and backward cost, each of the slowest rank."""
         known = [figures.costs for figures in self.ranks if figures.costs is not None]
         if not known:
             return None
@@ -109,32 +110,32 @@ class Variant:
 
     @property
     def seconds(self) -> float | None:
-        """Of forward and backward, of calls that follow one another."""
+        """Seconds of forward and backward, per call of many calls in sequence."""
         return None if self.costs is None else sum(cost.queued for cost in self.costs)
 
     @property
     def memory(self) -> int | None:
-        """The peak of the worst rank, in bytes."""
+        """The largest peak of a rank, in bytes."""
         return max((figures.memory.peak for figures in self.ranks if figures.memory is not None), default=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A call without layout and method.
+    """The arguments of a call, except its layout and method.
 
     Attributes:
         seq_len, cp_size, mask: of the whole sequence.
-        features: of the scores.
-        q, k: of one row; v is as k.
-        knows_heads: whether their sizes were given.
-        kernel: as asked for.
-        head_chunks, ulysses_degree, inner_ring_size: as asked for, 0 is automatic.
-        compute_capability: that of the device.
-        transport, within: "symmetric_memory" or "functional", among all ranks and among those of a host.
+        features: score features that the kernel has to support.
+        q, k: operands with one row; v is like k.
+        knows_heads: whether the caller gave the numbers of heads.
+        kernel: as requested.
+        head_chunks, ulysses_degree, inner_ring_size: as requested; 0 is automatic.
+        compute_capability: of the device.
+        transport, within: "symmetric_memory" or "functional", between all ranks and between ranks of a host.
         gpus_per_host: ranks that share a host.
         machine: for predicted times, or None.
-        seen: keys that each position sees.
-        captured: elements of captured shards, when they are whole.
+        seen: number of keys that each position sees, summed over `seen_rows` batch rows.
+        captured: elements of the captured shards of all ranks.
     """
 
     seq_len: int
@@ -158,22 +159,22 @@ class Setting:
 
     @cached_property
     def before(self) -> Array:
-        """Keys that all positions before one see: int64 [seq_len + 1]."""
+        """Prefix sums of `seen`: int64 [seq_len + 1]."""
         return np.r_[0, self.seen.cumsum()]
 
     @property
     def seen_rows(self) -> int:
-        """Batch rows that `seen` is the sum of."""
+        """Number of batch rows that `seen` sums."""
         return len(self.mask.runs()) if self.mask.documents is not None else 1
 
     @property
     def captured_moved(self) -> float:
-        """Bytes that a GPU receives in both passes: shards twice, as they are, and sums of their gradients."""
+        """Bytes of captured shards that a GPU receives: the shards in each pass, and sums of their gradients."""
         itemsize = self.q.dtype.itemsize
         return self.captured * (self.cp_size - 1) / self.cp_size * (2 * itemsize + max(4, itemsize))
 
     def work(self, layout: Layout) -> NDArray[np.float64]:
-        """Pairs of each rank over their mean; keys that are padding count."""
+        """Query-key pairs of each rank over their mean; padding keys count."""
         pairs = np.zeros(self.cp_size)
         for rank in range(self.cp_size):
             for piece in layout.runs(self.seq_len, self.cp_size, rank):
@@ -186,19 +187,19 @@ class Setting:
         return pairs / max(1.0, pairs.mean())
 
     def choose(self, layout: Layout, scored: bool) -> Choice:
-        """The method that "auto" takes; ``scored``: whether there are scores, sinks too."""
+        """The method that "auto" chooses; ``scored``: whether the call has any score option, sinks included."""
         mask, hosts = self.mask, -(-self.cp_size // self.gpus_per_host)
         tensors = Tensors.of(mask, layout)
         options = self._call(layout)[0]._replace(transport=self.transport)
         given = tensors, scored, self.seq_len, self.cp_size, hosts, options
         found = choose(self.q, self.k, *given)
-        heads = self.q._replace(shape=type(self.q.shape)((1, self.cp_size, 1, 1)))  # as many for keys
+        heads = self.q._replace(shape=type(self.q.shape)((1, self.cp_size, 1, 1)))  # for q and for k
         if self.knows_heads or choose(heads, heads, *given).method == found.method:
             return found
-        return found._replace(why=f"{found.why}; with num_heads= it may be another")
+        return found._replace(why=f"{found.why}; num_heads= may change it")
 
     def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
-        """Its figures, of all ranks or of some; ``degree`` 0: as asked for, or as `cp_mesh.attention` takes it."""
+        """Compute the figures of a layout and method; ``degree`` 0: as requested, or as `cp_mesh.attention` chooses."""
         chosen = METHODS[method]
         options, request = self._call(layout)
         options = (chosen.with_degree(options, degree) if degree else options)._replace(method=method)
@@ -206,13 +207,13 @@ class Setting:
             options = options._replace(inner_ring_size=min(self.gpus_per_host, self.cp_size))
         if method == "hybrid" and not self.knows_heads:
             refuse("explain: method='hybrid'", "num_heads, which ranks exchange", None, "num_heads=32, num_kv_heads=8")
-        no_heads = method == "ulysses" and not self.knows_heads  # as many as there must be
+        no_heads = method == "ulysses" and not self.knows_heads  # assume that heads divide by cp_size
         degree = self.cp_size if no_heads else chosen.choose_degree(options, self.q, self.k, self.cp_size)
         whole = self.seq_len, self.cp_size
         make_of = partial(chosen.make_schedule, layout, self.mask, *whole, degree=degree)
         make, inner = partial(make_of, 0), chosen.inner_size(degree)
         of_kernel = make, request, self.features
-        is_auto = self.kernel == "auto"  # a kernel that is asked for by name counts as installed
+        is_auto = self.kernel == "auto"  # a kernel given by name counts as installed
         first, kernel = choose_schedule("auto", *of_kernel) if is_auto else named_kernel(self.kernel, *of_kernel)
         passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
         batch, num_heads, _, dim = self.q.shape
@@ -242,7 +243,7 @@ class Setting:
         return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, host_size_of(first))
 
     def _call(self, layout: Layout) -> tuple[AttentionSpec, Callable[[Schedule], Request]]:
-        """Its options, and what a schedule needs of a kernel."""
+        """The spec of the call, and a function from a schedule to what it requires of a kernel."""
         options = AttentionSpec(
             layout.spec(), self.mask.spec(), 1.0, ulysses_degree=self.ulysses_degree,
             inner_ring_size=self.inner_ring_size, head_chunks=self.head_chunks,
@@ -251,7 +252,7 @@ class Setting:
         return options, partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
 
     def _passed_over(self, kernel: Kernel, requests: Sequence[Request]) -> dict[str, str]:
-        """What those that "auto" prefers lack, the first of it; for the tiles, of two kinds, for which it is least."""
+        """Kernels that "auto" prefers to ``kernel``, and the first thing each lacks, for the request it lacks least."""
         found = {}
         for name, other in KERNELS.items():
             if name == kernel.name or self.kernel != "auto":
@@ -262,7 +263,7 @@ class Setting:
         return found
 
     def _sample(self, work: NDArray[np.float64], needed: Array, inner: int) -> Sequence[int]:
-        """Ranks or inner groups to look at: all, or the first, those with most work and most to fetch, the last."""
+        """Ranks or inner groups to compute: all, or a sample with those that compute or fetch most."""
         size = len(needed)
         if size * inner <= ALL_RANKS:
             return range(size)
@@ -291,10 +292,10 @@ class Setting:
         )  # fmt: skip
 
     def _bytes_moved(self, sizes: Sizes, near: float, far: float, inner: int, kernel: Kernel) -> float:
-        """In both passes, a GPU: keys twice and their gradients, of key rows that are fetched, and that cross; and in
-        exchanges of heads q, k, v, out, dout, dq, dk, dv.
+        """Bytes that a GPU receives in both passes.
 
-        Of kv heads that are sent several times q, k, v and out (or delta) travel again, as they are not kept.
+        Fetched and crossing key rows count twice, plus their gradients. Exchanges of heads move q, k, v, out, dout, dq,
+        dk and dv. If kv heads go to several ranks, q, k, v and out (or delta) are not kept and travel twice.
         """
         width, kv_heads = sizes.batch * sizes.head_dim, kv_heads_of_rank(sizes, inner)
         gradients = near * sizes.gradient_itemsize + far * max(4, sizes.gradient_itemsize)
@@ -310,7 +311,7 @@ class Setting:
 def named_kernel(
     name: str, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request], features: Collection[str]
 ) -> tuple[Schedule, Kernel]:
-    """As `choose_schedule`, of a kernel that is asked for by name; its package counts as installed."""
+    """Like `choose_schedule`, for a kernel given by name; its package counts as installed."""
     kernel, missing = KERNELS[name], [""]
     for by_documents in (POSITIONAL.isdisjoint(features), False):
         schedule = make(by_documents)
@@ -321,7 +322,7 @@ def named_kernel(
 
 
 def owners(layout: Layout, seq_len: int, cp_size: int, position: Array) -> Array:
-    """The rank that holds each of these positions, which rise: int64 [positions]."""
+    """The rank that holds each of these ascending positions: int64 [positions]."""
     owner = np.empty(len(position), dtype=np.int64)
     for rank in range(cp_size):
         for piece in layout.runs(seq_len, cp_size, rank):
@@ -334,6 +335,6 @@ def owners(layout: Layout, seq_len: int, cp_size: int, position: Array) -> Array
 
 
 def sampled(seq_len: int, num: int) -> Array:
-    """Positions at even distances, at most ``num``: int64."""
+    """At most ``num`` evenly spaced positions: int64."""
     num = max(1, min(seq_len, num))
     return np.arange(num) * seq_len // num

@@ -1,5 +1,5 @@
-"""Proofs: attention, or a whole model with its plan and trainer, against one device.
+"""Verify attention, or a whole model with its plan and trainer, against one device.
 
-`verify` proves attention against `dense`. `verify_model` proves a model: `step` is a step of a trainer, `reference` the
-model on one rank, `traces` what goes through modules, `compare` and `probes` find what is wrong, `report` says it.
+`verify` compares attention with `dense`. `verify_model` tests a model: `step` runs a step of a trainer, `reference` the
+model on one rank, `traces` records module inputs and outputs, `compare` and `probes` find errors, `report` prints them.
 """

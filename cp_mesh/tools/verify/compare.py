@@ -1,6 +1,6 @@
-"""The comparison: batches, weights, rows of all modules, losses, gradients; in words where one differs.
+"""Compare batches, weights, rows of all modules, losses and gradients with the reference, and explain differences.
 
-The words name a layer that the plan leaves out, positions, a number of ranks, or a sum that is missing.
+An explanation names a layer that the plan leaves out, wrong positions, a number of ranks, or a missing sum.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from cp_mesh.training.context_parallel import ContextParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import style_of
 
-FACTOR = 16.0  # of what other rounding of the weights does to the reference
-EXACT = 1e-9  # of the signal, in float64
-ALIKE = 1e-3  # of a gradient: ranks that have the same one differ by less, and multiples of another one
-OF_SMALL = 1e-3  # a small gradient is compared with this share of those of all parameters
+FACTOR = 16.0  # allowed error, over the change of the reference when its weights are rounded differently
+EXACT = 1e-9  # allowed error in float64, relative to the signal
+ALIKE = 1e-3  # gradients that differ by less, relative to their norm, are equal or multiples of each other
+OF_SMALL = 1e-3  # errors of small gradients are relative to this share of the RMS over all parameters
 OF_POSITIONS = re.compile(r"position|rope|rotary|freqs|cos\b|sin\b")
 POSITIONS = "other positions, as if each rank counts from 0: ShardedModel(positions=), or sequence.positions(seq_len)"
 
 
 def compare_batches(ranks: Ranks, batch: Batch) -> Finding:
-    """The ranks that share sequences have the same batch."""
+    """Check that ranks that share sequences have the same batch."""
     axes = (*ranks.of_cp, *ranks.same)
     mine = {name: fingerprint(x) if isinstance(x, Tensor) else "" for name, x in batch.items()}
     answers = ranks.gather(mine, axes)
@@ -47,7 +47,7 @@ def compare_batches(ranks: Ranks, batch: Batch) -> Finding:
 
 
 def compare_weights(ranks: Ranks, twin: nn.Module) -> Finding:
-    """All ranks began with the same weights, which are those of the spread model."""
+    """Check that all ranks start with the same weights, which ``twin`` copies from the parallelized model."""
     mine = {name: float(parameter.detach().double().sum()) for name, parameter in twin.named_parameters()}
     answers = ranks.gather(mine)
     unlike = [name for name in mine if len({answer[name] for answer in answers}) > 1]
@@ -56,7 +56,7 @@ def compare_weights(ranks: Ranks, twin: nn.Module) -> Finding:
 
 
 class _Gap(NamedTuple):
-    """How far a tensor is off: the worst row, what is allowed, and the first position that is worse, or S."""
+    """Error of a tensor: of its worst row, the allowed one, and the first position above it (S if none)."""
 
     worst: float
     allowed: float
@@ -71,15 +71,15 @@ def compare_rows(
     fit: bool = False,
     logits_agree: bool = True,
 ) -> Finding:
-    """The rows of the step against those of the reference, and against what other rounding does to these.
+    """Compare the rows of the step with the reference; the limit comes from the reference with other rounding.
 
     Args:
         step: the trainer's step.
-        check: its name.
-        three: what the step, the reference, and the reference once more gave.
-        base: what is always allowed.
-        fit: up to a factor, as the losses of a trainer may be scaled.
-        logits_agree: whether the loss was given the same.
+        check: name of the check.
+        three: rows of the step, of the reference, and of the reference with other rounding.
+        base: error that is always allowed.
+        fit: compare up to a factor, since a trainer may scale its loss.
+        logits_agree: whether the logits of the step are right.
     """
     got, want, other = three
     seq_len = step.seq_len
@@ -100,7 +100,7 @@ def compare_rows(
     all_of = {place: [answer[place] for answer in answers if place in answer] for place in want}
     places = [place for place in want if all_of[place]]
     if not places:
-        return Finding(check, fit, note="nothing to compare: everything is compiled, or no shapes fit")
+        return Finding(check, fit, note="nothing to compare: all modules are compiled, or no shapes match")
     wrong = [place for place in places if any(gap.first < seq_len for gap in all_of[place])]
     if not wrong:
         gap = max((gap for place in places for gap in all_of[place]), key=lambda gap: gap.worst / gap.allowed)
@@ -109,11 +109,11 @@ def compare_rows(
     gap = max((gap for gap in all_of[first] if gap.first < seq_len), key=lambda gap: gap.worst)
     where, note = f"{first}, position {min(gap.first for gap in all_of[first])}", ""
     if check == "backward" and not logits_agree:
-        note = "its gradient differs, as the logits do"
+        note = "its gradient differs, and so do the logits"
     elif check == "backward" and first == places[0]:
-        note = "its gradient differs, the first after the loss: another label, or weight of the label, is read there"
+        note = "its gradient differs, right after the loss: the loss uses another label, or another weight of the label"
     elif check == "backward":
-        note = "its gradient differs, though those nearer to the loss agree"
+        note = "its gradient differs, though gradients nearer to the loss agree"
     elif check == "forward":
         beside = [x for x in places if x[::2] == first[::2] and x not in wrong and x.what.startswith("argument")]
         ndim = len(want[first].shape)
@@ -122,9 +122,9 @@ def compare_rows(
 
 
 def _with_sums(step: Step, pairs: Mapping[Place, Pair]) -> dict[Place, Pair]:
-    """Gradients of tensors that are whole on every cp rank summed over these, where each rank has a part of them.
+    """Sum gradients of tensors that are whole on every cp rank over these ranks, if each rank has a partial gradient.
 
-    So they come before a `ShardInput`. Behind `ShardedSequence.gather` all ranks have the same.
+    Tensors before a `ShardInput` have partial gradients. After `ShardedSequence.gather` all ranks have the same one.
     """
     ranks, cp_size, summed = step.ranks, step.ranks.cp_size, dict(pairs)
     for place in ranks.gather(list(pairs))[0] if cp_size > 1 else ():
@@ -141,9 +141,9 @@ def _with_sums(step: Step, pairs: Mapping[Place, Pair]) -> dict[Place, Pair]:
 
 
 def _fit(step: Step, pairs: Mapping[Place, Pair], allowed: Mapping[Place, float]) -> dict[Place, float]:
-    """How many times too large gradients of outputs are: by what most rows agree on, of those nearest to the loss.
+    """Scale of the gradients of each output: the factor on which most rows of the output nearest to the loss agree.
 
-    Others may differ from these by the ranks of cp alone, as before and after `ShardedSequence.unshard`.
+    Other outputs have this scale, or it times or over the number of cp ranks, as around `ShardedSequence.unshard`.
     """
     scales: dict[Place, float] = {}
     cp_size = float(step.ranks.cp_size)
@@ -175,7 +175,7 @@ def compare_losses(step: Step, got: float, want: float, other: float, base: floa
 def compare_gradients(
     step: Step, want: Mapping[str, Tensor], other: Mapping[str, Tensor], base: float, norm: float | None
 ) -> Iterator[Finding]:
-    """Every parameter's gradient, after the trainer's reduction, and their ``norm``, as the trainer has it."""
+    """Compare all parameter gradients after the trainer's reduction, and the trainer's gradient ``norm``."""
     everyone = sum(float(grad.double().square().sum()) for grad in want.values())
     elements = sum(grad.numel() for grad in want.values())
     typical = (everyone / elements) ** 0.5
@@ -209,16 +209,16 @@ def _rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-# What a difference means.
+# Explanations of differences.
 
 
 def _of_forward(step: Step, place: Place, beside: Collection[str]) -> str:
-    """What it means that an argument or output differs, where what came before agrees.
+    """Explain why an argument or output may differ if all earlier ones agree.
 
     Args:
         step: the trainer's step.
-        place: where that is.
-        beside: tensors of as many dims that agree, among the arguments of the same call.
+        place: the argument or output.
+        beside: arguments of the same call that agree and have as many dims.
     """
     planned, left_out = _plan_of(step)
     if place.what.startswith("argument"):
@@ -226,26 +226,26 @@ def _of_forward(step: Step, place: Place, beside: Collection[str]) -> str:
             return f"it differs: {POSITIONS}"
         if beside:
             return f"it differs, and {', '.join(beside)} beside it agrees: {POSITIONS}"
-        what = "it differs, though what modules before it return agrees: "
+        what = "it differs, though outputs of earlier modules agree: "
         if left_out:
             return f"{what}the plan leaves out {', '.join(left_out)}"
-        also = "; no module is in the plan, where attention sees its own rank's rows alone" if planned == () else ""
-        return f"{what}another mask in between, or other rows{also}"
+        also = "; no module is in the plan, so attention sees only its own rank's rows" if planned == () else ""
+        return f"{what}code in between applies another mask, or reads other rows{also}"
     what = "it differs, though the arguments agree: "
     if planned and place.module in left_out:
-        return f"{what}it is not in the plan, as {planned[0]} is, so it sees its own rank's rows alone"
+        return f"{what}it is not in the plan, as {planned[0]} is, so it sees only its own rank's rows"
     if planned is not None and place.module and not any(_is_near(place.module, x) for x in planned):
-        return f"{what}it is not in the plan, so if it mixes tokens it sees its own rank's rows alone"
+        return f"{what}it is not in the plan, so if it mixes tokens it sees only its own rank's rows"
     return (
-        f"{what}if this module attends, it sees other tokens, by another mask, window or scores"
+        f"{what}if this module attends, its queries see other tokens, by another mask, window or scores"
         f"{of_styles(step, place.module)}"
     )
 
 
 def _plan_of(step: Step) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """Modules that a plan names, and those of the same classes that it does not.
+    """Return the modules in the plan, and modules of the same classes that are not in it.
 
-    None and no modules where the root brings attention itself: of such a model nothing is known.
+    Return None and no modules if nothing is known: with one cp rank, or if the root's style handles attention itself.
     """
     modules = {unwrapped(name): module for name, module in inner(step.model).named_modules()}
     styles = {name: style for name, module in modules.items() if (style := style_of(module)) is not None}
@@ -261,25 +261,25 @@ def _plan_of(step: Step) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
 
 
 def _is_near(module: str, other: str) -> bool:
-    """Whether one of two modules is, or holds, the other one."""
+    """Whether two module names are equal, or one module contains the other."""
     return not (module and other) or any(f"{x}.".startswith(f"{y}.") for x, y in ((module, other), (other, module)))
 
 
 def of_styles(step: Step, module: str = "") -> str:
-    """Of a mask or scores of a style, at a module or within it, which the reference may not have."""
+    """Describe the mask or scores of a style at or near ``module``, which the reference may lack; "" if none."""
     for name, part in inner(step.model).named_modules():
         style = style_of(part)
         if isinstance(style, ContextParallel) and _is_near(module, unwrapped(name)):
             if not style.scores and _is_plain(style.mask):
                 continue
             said = f"mask={written(style.mask)}" + " and scores" * bool(style.scores)
-            hint = "if the model's own code does not, make_reference= makes one that does"
-            return f"; its style in the plan says {said}: {hint}"
+            hint = "if the model's own code does not apply it, pass a make_reference= that does"
+            return f"; its style in the plan has {said}: {hint}"
     return ""
 
 
 def _is_plain(mask: Any) -> bool:
-    """Whether a plain causal or full call of SDPA says as much."""
+    """Whether this is plain causal or full attention."""
     return isinstance(mask, Mask) and not (mask.window or mask.prefix or mask.elementwise)
 
 
@@ -292,7 +292,7 @@ def factor_finding(
     got_want: tuple[float, float],
     tolerance: float = 1e-3,
 ) -> Finding:
-    """Of a number; where it is wrong the note says how many times too large it is."""
+    """Return the finding about a number; if it is wrong, the note names the factor by which it is off."""
     (got, want), passed, named = got_want, error <= allowed, False
     if not passed and want:
         text, named = _factor(step, got / want, tolerance)
@@ -301,20 +301,20 @@ def factor_finding(
 
 
 def _factor(step: Step, ratio: float, tolerance: float = 1e-3) -> tuple[str, bool]:
-    """How many times too large something is, in words, and whether these name a cause."""
+    """Describe a factor in words; True if it is a number of ranks, which names the cause."""
     ranks = step.ranks
-    sizes = {f"the ranks of {axis}": ranks.size(axis) for axis in ranks.axes}
-    sizes |= {f"the ranks of {a} and {b}": ranks.size(a, b) for a, b in pairwise(ranks.data)}
-    sizes["all ranks"] = ranks.size(*ranks.axes)
-    for power, text in ((1, "times too large, as many as"), (-1, "of what it is to be, one over")):
+    sizes = {f"ranks of {axis}": ranks.size(axis) for axis in ranks.axes}
+    sizes |= {f"ranks of {a} and {b}": ranks.size(a, b) for a, b in pairwise(ranks.data)}
+    sizes["ranks"] = ranks.size(*ranks.axes)
+    for power, text in ((1, "times too large, the number of"), (-1, "of the right value, one over the number of")):
         for name, size in sizes.items():
             if size > 1 and abs(ratio / size**power - 1) <= tolerance:
                 return f"{ratio:.4g} {text} {name}", True
-    return f"{ratio:.6g} times what it is to be", False
+    return f"{ratio:.6g} times the right value", False
 
 
 def _explain_gradients(step: Step, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, bool]:
-    """What wrong gradients are: a multiple of the right ones, shares that nobody summed, or neither."""
+    """Explain wrong gradients: a multiple of the right ones, partial gradients that nothing summed, or neither."""
     ranks = step.ranks
     options: list[tuple[str, ...]] = [(), *((axis,) for axis in ranks.data), ranks.data]
     for axes in dict.fromkeys(options):
@@ -331,6 +331,6 @@ def _explain_gradients(step: Step, want: Mapping[str, Tensor], got: Mapping[str,
             text, named = _factor(step, ratio)
             if not axes:
                 return f"all of them are {text}", named
-            scale = "" if abs(ratio - 1) <= ALIKE else f", and that is {text}"
-            return f"each rank has a share: nothing sums them over {' and '.join(axes)}{scale}", True
-    return "the last of them in the model is named, from which errors spread to those before it", False
+            scale = "" if abs(ratio - 1) <= ALIKE else f", and their sum is {text}"
+            return f"each rank has a partial gradient: nothing sums them over {' and '.join(axes)}{scale}", True
+    return "this is the last wrong one in the model; from it errors spread to earlier parameters", False

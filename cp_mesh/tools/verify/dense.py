@@ -1,9 +1,9 @@
-"""Attention of a whole sequence by plain matrix products and autograd: what sharded attention is compared with.
+"""Reference attention of a whole sequence, by plain matrix products and autograd.
 
-It reads `Mask.allowed`, the specification, and nothing else of the library: no layout, schedule, kernel or transport.
-In float64 it is the truth. In a lower precision each product is one `torch.matmul` of that dtype, and all between two
-products is float32: its error is what the plain formula costs, and bounds what a kernel may cost. FlashAttention's own
-tests have the same rule: at most twice the error of the plain formula (github.com/Dao-AILab/flash-attention, tests).
+The mask comes from `Mask.allowed`, the specification. No layout, schedule, kernel or transport takes part. The float64
+result is the ground truth. In lower precision each product is one `torch.matmul` of that dtype and the steps between
+products are float32: its error is that of the plain formula, and a kernel may have at most a multiple of it.
+FlashAttention's tests have the same rule: at most twice this error (github.com/Dao-AILab/flash-attention, tests).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.scores.dropout import kept_weights
 from cp_mesh.training.widening import without_tf32
 
-MAX_SCORES = 1 << 25  # scores that are held at a time
+MAX_SCORES = 1 << 25  # most scores in memory at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Results and gradients of one device. ``of_scores``: gradients of tensors of the scores, by name."""
+    """Results and gradients of attention on one device. ``of_scores``: gradients of score tensors, by name."""
 
     out: Tensor
     lse: Tensor
@@ -38,20 +38,20 @@ class Dense:
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scores: Scores, wanted: Collection[str] = ()
 ) -> Dense:
-    """Attention of all queries over all keys in original order, and its gradients.
+    """Compute attention of all queries over all keys in original order, and its gradients.
 
     Args:
-        q: [B, H, S, D]; k: [B, K, S, D]; v: [B, K, S, Dv]; dout: [B, H, S, Dv], of one dtype.
-        mask: its tensors on the device of q.
-        scores: of whole tensors, a bias with all rows.
-        wanted: names of tensors of the scores whose gradients are returned.
+        q: [B, H, S, D]; k: [B, K, S, D]; v: [B, K, S, Dv]; dout: [B, H, S, Dv], all of one dtype.
+        mask: the mask, with tensors on the device of q.
+        scores: score options with whole tensors; a bias has all rows.
+        wanted: names of score tensors whose gradients are returned.
 
     Returns:
         out, dq, dk, dv in the dtype of q; lse and ``of_scores`` in float32 (float64 for float64).
     """
     dtype, wide = q.dtype, accumulation_dtype(q.dtype)
     S = q.shape[2]
-    # Leaves are wide, so that what the row blocks and the heads of a group add to a gradient is summed in float32.
+    # Leaves are float32 or wider, so that gradients of row blocks and of the heads of a group are summed in float32.
     k, v = (x.detach().to(wide).requires_grad_() for x in (k, v))
     of_scores = {name: getattr(scores, name).detach().to(wide).requires_grad_() for name in sorted(wanted)}
     tensors = vars(scores) | of_scores
@@ -84,7 +84,7 @@ def dense_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, rows: slice, mask: Mask, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the query rows at positions ``rows``; products are of ``dtype``."""
+    """Compute (out, lse) of the query rows at positions ``rows``; matrix products use ``dtype``."""
     S, group = k.shape[2], q.shape[1] // k.shape[1]
     kv_head = torch.arange(q.shape[1], device=q.device) // group
     q, k, v = q.to(dtype), k[:, kv_head].to(dtype), v[:, kv_head].to(dtype)
@@ -104,7 +104,7 @@ def _attend(
         x = x + (bias[:, :, rows] if bias.shape[2] > 1 else bias)
     allowed = mask.allowed(q_pos, k_pos)[:, None]
     blind = ~allowed.any(-1)
-    # The softmax of a row without keys has NaN gradients: it is taken of zeros, and its weights are dropped after it.
+    # The softmax of a row without keys has NaN gradients: it gets zeros as scores, and its weights are zeroed below.
     x = x.masked_fill(~allowed, -torch.inf).masked_fill(blind[..., None], 0.0)
     lse = torch.logsumexp(x, -1)
     denominator = lse if scores.sinks is None else torch.logaddexp(lse, scores.sinks[:, None])

@@ -1,8 +1,8 @@
-"""Probes: change one thing and see what moves. They need no reference, and no cp_mesh in the model.
+"""Probes: change one input and see which logits change. They need no reference, and no cp_mesh in the model.
 
-A token, or a sink, is changed: a tolerance would hide a leak, so what must not depend on it is compared bit by bit (up
-to what two equal runs differ by), and what must depend on it has to move. And probes of scale: the loss is the mean
-over the valid tokens of the logits, and gradients are those of the loss.
+A probe changes a token or a sink. Logits that depend on it must change. All other logits must stay equal, up to the
+difference of two equal runs: a larger tolerance would hide a leak. Other probes test scales: the loss must be the mean
+over the valid tokens of the logits, and the gradients must be those of the loss.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cp_mesh.tools.verify.report import Finding
 from cp_mesh.tools.verify.step import Run, Step, inner, local
 from cp_mesh.tools.verify.traces import PART
 
-# By dtype: in steps of the largest logit, what may move as kernels take other tiles: experts that get other tokens.
+# By dtype, in eps of the largest logit: change that passes as rounding, as when experts get other tokens.
 STEPS, STEPS_COARSE = {torch.float64: 64, torch.float32: 64}, 2
-KEYS = 1024  # whose queries are asked of a mask at once
-# By dtype: shares of the loss by which it is moved along the gradient, and how far the slope may then be off.
+KEYS = 1024  # keys per call of Mask.allowed
+# By dtype: relative changes of the loss along the gradient, and the allowed relative error of the slope.
 SLOPES = {torch.float64: ((1e-6, 1e-8), 1e-3), torch.float32: ((1e-3, 1e-4, 2e-5), 3e-2)}
 SLOPES_COARSE = ((3e-2, 1e-2), 0.25)
-SAME_GRADIENT = 2.5e-3  # of the sum of a gradient's sizes, by which ranks that hold it may differ
+SAME_GRADIENT = 2.5e-3  # allowed difference of a gradient's sum between ranks, relative to its absolute sum
 LOSS, LOSS_COARSE = {torch.float64: 1e-9, torch.float32: 1e-5}, 2e-2
 
 
 def tokens_to_change(step: Step, mask: Mask) -> dict[str, int]:
-    """Positions to change, by what they probe."""
+    """Positions to change, by the name of the probe."""
     length = step.seq_len
     owner = torch.full((length,), -1, device=step.device)
     positions = step.positions()
@@ -55,11 +55,11 @@ def tokens_to_change(step: Step, mask: Mask) -> dict[str, int]:
     if window is not None and window + 1 < length:
         found["window edge"] = (length - window - 1) // 2
     everywhere = sorted({name for names in step.ranks.gather(list(found)) for name in names})
-    return {name: found.get(name, 0) for name in everywhere}  # as many runs on all ranks, whatever their batches
+    return {name: found.get(name, 0) for name in everywhere}  # all ranks need the same number of runs
 
 
 def who_moves(masks: Sequence[Mask], token: int, batch: int, length: int) -> Tensor:
-    """bool [B, S]: the positions that a token reaches, layer by layer."""
+    """bool [B, S]: the positions that a token influences through all layers."""
     everyone = torch.arange(length)
     reached = torch.zeros(batch, length, dtype=torch.bool)
     reached[:, token] = True
@@ -72,19 +72,19 @@ def who_moves(masks: Sequence[Mask], token: int, batch: int, length: int) -> Ten
 
 
 def probe_tokens(step: Step, masks: Sequence[Mask], exact: bool, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Who sees whom, by changing single tokens.
+    """Test which positions see which tokens, by changing single tokens.
 
     Args:
         step: the trainer's step.
         masks: of the layers.
-        exact: whether every position that sees a token has to move; else some on each rank, as low precision may round
-            a small change away.
-        say: told what is being done.
+        exact: whether all logits that depend on a token must change. If False, some on each rank must: low precision
+            may round a small change away.
+        say: called with a progress message.
     """
     tokens = step.batch[step.tokens]
     values = tokens.unique()
     if len(values) < 2:
-        refuse("verify_model: tokens", "at least two different ones", values.tolist(), "give a batch of real tokens")
+        refuse("verify_model: tokens", "at least two different tokens", values.tolist(), "pass a batch of real tokens")
     step.positions()
     with torch.no_grad(), step.agreed():
         before = step.run()
@@ -104,7 +104,7 @@ def probe_tokens(step: Step, masks: Sequence[Mask], exact: bool, say: Callable[[
 
 
 def _moves(step: Step, a: Run, b: Run) -> Tensor:
-    """float64 [B, S]: by how much the logits of each position differ, equal on all ranks of the same sequences."""
+    """float64 [B, S]: difference of the logits at each position; equal on all ranks that share sequences."""
     found = torch.zeros(len(a.logits), step.seq_len, dtype=torch.float64, device=step.device)
     real = a.positions < step.seq_len
     off = (a.logits - b.logits)[:, real].abs().amax(2).double().nan_to_num(float("inf"))
@@ -116,7 +116,7 @@ def _judge(
     step: Step, what: str, token: int, moved: Tensor, expected: Tensor, masks: Sequence[Mask], exact: bool
 ) -> Finding:
     leaks, lost = moved & ~expected, expected & ~moved
-    if not exact:  # a change may be rounded away, but not on a whole rank
+    if not exact:  # rounding may hide a change at some positions, but not at all positions of a rank
         mine = torch.zeros_like(expected)
         positions = step.positions()
         mine[:, positions[positions < step.seq_len]] = True
@@ -128,22 +128,22 @@ def _judge(
             first[i] = wrong.any(0).nonzero()[0, 0]
     leak, deaf_from = step.ranks.reduce(first, dist.ReduceOp.MIN).tolist()
     if leak == deaf_from == step.seq_len:
-        return Finding(what, True, note=f"token {token} moves what sees it, and nothing else")
+        return Finding(what, True, note=f"token {token} changes the logits of all positions that see it, and no others")
     if leak < step.seq_len:
-        where = f"position {leak} moves with token {token}"
+        where = f"logits at position {leak} change with token {token}"
         if any(mask.causal for mask in masks) and leak < token:
-            return Finding(what, False, where=where, note="which comes after it: attention is not causal")
+            return Finding(what, False, where=where, note="the token is later: attention is not causal")
         documents = masks[0].documents
         if documents is not None and (documents[..., leak] != documents[..., token]).any():
-            return Finding(what, False, where=where, note="which is of another document: packed documents leak")
-        return Finding(what, False, where=where, note="which is outside of its window")
-    where = f"position {deaf_from} does not move with token {token}, which it is to see"
-    note = f"if attention has windows, say mask=, one for each layer{of_styles(step)}"
+            return Finding(what, False, where=where, note="the token is in another document: packed documents leak")
+        return Finding(what, False, where=where, note="the token is outside of the window of that position")
+    where = f"logits at position {deaf_from} do not change with token {token}, which that position should see"
+    note = f"if attention has windows, pass mask=, one for each layer{of_styles(step)}"
     return Finding(what, False, where=where, note=note)
 
 
 def probe_rows(step: Step, run: Run) -> Finding:
-    """Every position has logits on one rank of the cp axis, or on each of them."""
+    """Check that each position has logits on exactly one rank of the cp axis, or on all of them."""
     count = torch.zeros(step.seq_len, dtype=torch.int64, device=step.device)
     real = run.positions[run.positions < step.seq_len]
     count.index_add_(0, real, torch.ones_like(real))
@@ -158,7 +158,7 @@ def probe_rows(step: Step, run: Run) -> Finding:
 
 
 def probe_sinks(step: Step) -> Iterator[Finding]:
-    """Parameters named as sinks take part."""
+    """Check that logits depend on the first parameter named as a sink."""
     for name, parameter in inner(step.model).named_parameters():
         if "sink" not in name:
             continue
@@ -168,14 +168,14 @@ def probe_sinks(step: Step) -> Iterator[Finding]:
             parameter.add_(1.0)
             moved = _moves(step, before, step.run()).amax()
             parameter.copy_(kept)
-        note = "logits move with it" if moved > 0 else "logits do not move with it: sinks are dropped"
+        note = "logits change with it" if moved > 0 else "logits do not change with it: sinks are dropped"
         moves = bool(step.ranks.reduce(moved, dist.ReduceOp.MIN) > 0)
         yield Finding("sinks", moves, where=unwrapped(name), note=note)
         return
 
 
 def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
-    """The loss is the mean over valid tokens of the logits that the model gave, with the labels at their positions."""
+    """Check that the loss is the mean over valid tokens, for the model's logits and the labels at their positions."""
     if step.labels not in step.batch:
         return
     labels = step.batch[step.labels]
@@ -197,7 +197,7 @@ def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
 
 
 def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Finding]:
-    """Gradients after the trainer's reduction: equal on ranks, and the slope of the ``loss``."""
+    """Check that gradients after the trainer's reduction are equal on all ranks, and are those of the ``loss``."""
     everything = {unwrapped(name): p for name, p in inner(step.model).named_parameters()}
     parameters = {name: p for name, p in everything.items() if p.grad is not None}
     worst, first = torch.zeros((), dtype=torch.float64, device=step.device), ""
@@ -212,7 +212,7 @@ def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Fi
         if not first and not float(spread) <= SAME_GRADIENT:
             first = name
     same = float(worst) <= SAME_GRADIENT
-    note = f"of {len(parameters)} of {len(everything)} parameters, equal on all ranks"
+    note = f"{len(parameters)} of {len(everything)} parameters have one, equal on all ranks"
     if not same:
         note = "differs between ranks: nothing sums gradients over them"
     yield Finding("gradients of ranks", same, float(worst), SAME_GRADIENT, first, note, not same)
@@ -225,21 +225,21 @@ def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Fi
         return
     best, found = float("inf"), (0.0, 0.0)
     here = step.total_loss(loss)
-    for share in shares:  # smaller steps, and either side, where the model jumps, as one does that chooses experts
+    for share in shares:  # smaller steps and each side alone help where the model is discontinuous, as with experts
         for told, moved in _slopes(step, parameters, here, share * abs(here) / (2 * squares)):
             if moved and abs(told / moved - 1) < best:
                 best, found = abs(told / moved - 1), (told, moved)
         if all(step.ranks.gather(best <= allowed)):
             break
     told, moved = found
-    note = f"by them the loss was to change by {told:.4g}, and it changed by {moved:.4g}"
+    note = f"along the gradients the loss should change by {told:.4g}, and it changed by {moved:.4g}"
     yield factor_finding(step, "scale of gradients", best, allowed, note, found, allowed)
 
 
 def _slopes(step: Step, parameters: Mapping[str, Tensor], here: float, h: float) -> Iterator[tuple[float, float]]:
-    """What the loss, which is ``here``, is to change by along ``h`` times the gradient, and what it changes by.
+    """Yield the expected and the measured change of the loss along ``h`` times the gradient; ``here`` is the loss.
 
-    From side to side, and on each side. Weights move as far as their dtype lets them.
+    First from side to side, then on each side. The expected change uses the weights as rounded to their dtype.
     """
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     sides = []

@@ -1,4 +1,4 @@
-"""The reference: the plain model on one rank, with the weights of the spread one and the whole batch."""
+"""The reference: the plain model on one rank, with the weights of the parallelized model and the whole batch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cp_mesh.tools.verify.traces import Rows, Trace, rows_of
 from cp_mesh.training.probe import mesh_of_one
 from cp_mesh.training.style_helpers import styles_of
 
-JITTER = 2.0**-40  # how weights are changed in float64: enough to round float32 inside of the model otherwise
+JITTER = 2.0**-40  # relative change of float64 weights: large enough to change the rounding of float32 in the model
 
 
 class Reference(NamedTuple):
-    """A run of the whole batch on this rank; ``loss`` and ``grads`` are those of all data-parallel ranks."""
+    """Results of the reference on this rank's batch; ``loss`` and ``grads`` include all data-parallel ranks."""
 
     trace: Trace
     logits: Rows
@@ -35,28 +35,29 @@ class Reference(NamedTuple):
 def make_twin(
     make: Callable[[], nn.Module], model: nn.Module, dtype: torch.dtype | None, device: torch.device
 ) -> nn.Module:
-    """The model for one rank, with the weights of the spread one."""
+    """Make the model for one rank, and copy the weights of the parallelized ``model`` into it."""
     twin = make().to(device, dtype)
     if any(styles_of(twin)) or any(isinstance(parameter, DTensor) for parameter in twin.parameters()):
-        hint = "make_reference= makes the plain model where make_model spreads it"
-        refuse("verify_model: reference", "a model that is not spread", "styles or DTensors in it", hint)
+        hint = "if make_model parallelizes the model, pass a make_reference= that makes the plain one"
+        refuse("verify_model: reference", "a plain model on one rank", "a model with styles or DTensors", hint)
     spread_out = {unwrapped(name): parameter for name, parameter in inner(model).named_parameters()}
     names = [name for name, _ in twin.named_parameters()]
     if unlike := set(names) ^ set(spread_out):
-        hint = "make_reference= makes a model whose parameters have the same names"
-        refuse("verify_model: parameters", "the same names on one rank and in the spread model", sorted(unlike), hint)
+        hint = "pass a make_reference= whose parameters have the same names"
+        expected = "the same names on one rank and in the parallelized model"
+        refuse("verify_model: parameters", expected, f"names in one of them only: {sorted(unlike)}", hint)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             whole = local(spread_out[name].detach())
             if whole.shape != parameter.shape:
-                hint = "shard parameters as DTensors, so that the whole can be compared"
+                hint = "shard parameters as DTensors, so that whole parameters can be compared"
                 refuse(f"verify_model: {name}", tuple(parameter.shape), tuple(whole.shape), hint)
             parameter.copy_(whole)
     return twin
 
 
 def loss_of_one_rank(step: Step) -> Loss:
-    """The mean over valid tokens; the model is given positions if it needs those that the root supplies."""
+    """Return the mean over valid tokens as a loss; it passes positions if the model needs those of the root's style."""
     root = root_of(step.model)
     positions = root.positions if root is not None else None
 
@@ -71,7 +72,7 @@ def loss_of_one_rank(step: Step) -> Loss:
 
 
 def run_reference(step: Step, twin: nn.Module, loss: Loss | None = None) -> Reference:
-    """One run of ``twin`` on the batch of ``step``; data-parallel ranks weigh by their valid tokens.
+    """Run ``twin`` on the batch of ``step``; losses of data-parallel ranks are weighted by their valid tokens.
 
     ``loss``: None is the mean over valid tokens.
     """
@@ -84,7 +85,7 @@ def run_reference(step: Step, twin: nn.Module, loss: Loss | None = None) -> Refe
     trace = Trace(step.seq_len, alone.positions)
     with _flex_without_plan(ranks):
         run = alone.run(trace=trace)
-        share = run.loss.nan_to_num() * weight  # the mean over no token at all
+        share = run.loss.nan_to_num() * weight  # the loss is NaN if no token is valid
         share.backward()
     grads = {
         unwrapped(name): ranks.reduce(torch.zeros_like(p) if p.grad is None else p.grad, axes=ranks.dp)
@@ -96,7 +97,7 @@ def run_reference(step: Step, twin: nn.Module, loss: Loss | None = None) -> Refe
 
 @contextmanager
 def _flex_without_plan(ranks: Ranks) -> Iterator[None]:
-    """Inside, cores that call `cp_mesh.flex_attention` have a mesh of this rank, where no plan says theirs."""
+    """Give modules that call `cp_mesh.flex_attention` a mesh of this rank alone, since no plan sets their mesh."""
     if ranks.mesh is None:
         yield
         return
@@ -110,7 +111,7 @@ def _flex_without_plan(ranks: Ranks) -> Iterator[None]:
 
 @torch.no_grad()
 def jitter(model: nn.Module) -> None:
-    """Change the last bits of all weights, by as much in either direction."""
+    """Change the last bits of all weights, with random signs."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if not parameter.is_floating_point():

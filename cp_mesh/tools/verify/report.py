@@ -1,4 +1,4 @@
-"""What `cp_mesh.verify_model` found: a row for each check, a table, JSON, and one line that says it all."""
+"""The report of `cp_mesh.verify_model`: a row for each check, as a table or JSON, and a verdict of one line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ STYLES = {True: "green", False: "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One check.
+    """The result of one check.
 
     Attributes:
-        check: what was compared or tried.
-        passed: whether it is right.
-        error: relative to the reference's size, or None where there is no figure.
+        check: name of the check.
+        passed: whether the result is right.
+        error: relative to the reference; None if the check has no figure.
         allowed: the largest error that passes.
         where: the first module, argument, parameter or position that is wrong.
-        note: what it means, or what was compared.
-        named: whether the note names the cause of a factor: a number of ranks, or a sum that is missing.
+        note: explanation of the error, or what was compared.
+        named: whether the note names the cause of a wrong factor: a number of ranks, or a missing sum.
     """
 
     check: str
@@ -40,12 +40,12 @@ class Finding:
 
 @dataclass
 class ModelReport:
-    """What `cp_mesh.verify_model` found, equal on all ranks.
+    """The result of `cp_mesh.verify_model`, equal on all ranks.
 
     Attributes:
-        findings: the checks, in order; what comes first is nearest to the cause.
-        seconds: how long it took.
-        cp_size: the ranks that shared the sequences.
+        findings: the checks, in order; the first wrong one is nearest to the cause.
+        seconds: run time.
+        cp_size: number of ranks that sequences are sharded over.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -58,7 +58,7 @@ class ModelReport:
 
     @property
     def verdict(self) -> str:
-        """One line: whether all is right, or the first check that is not, and the first factor that has a name."""
+        """One line: RIGHT, or WRONG with the first failed check and the first one whose note names a cause."""
         took = f"({len(self.findings)} checks, {self.seconds:.1f} s)"
         if self.passed:
             return f"RIGHT {took}{'' if self.cp_size > 1 else ', on one cp rank: no sequence was sharded'}"
@@ -69,7 +69,7 @@ class ModelReport:
         return f"WRONG: {text} {took}" if wrong else "WRONG: nothing was checked"
 
     def to_json(self) -> str:
-        """All of it, as JSON; figures that are not finite are strings."""
+        """The report as JSON; non-finite numbers are strings."""
         rows = [{key: _plain(value) for key, value in asdict(finding).items()} for finding in self.findings]
         said = {"passed": self.passed, "verdict": self.verdict, "seconds": self.seconds}
         return json.dumps({**said, "findings": rows}, indent=1)
@@ -84,7 +84,7 @@ class ModelReport:
         return "\n".join([*lines, "", *textwrap.wrap(self.verdict, WIDTH)])
 
     def print(self) -> None:
-        """The table, in colors on a terminal where the package rich is installed; the verdict is the last line."""
+        """Print the table, then the verdict; in colors if stdout is a terminal and the package rich is installed."""
         screen = console()
         if screen is None:
             print(self, flush=True)
@@ -97,7 +97,7 @@ class ModelReport:
 
 
 def console(**options: Any) -> Any:
-    """That of the package rich, on a terminal where it is installed; else None."""
+    """The console of the package rich if it is installed and stdout is a terminal, else None."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         return None
     return importlib.import_module("rich.console").Console(highlight=False, markup=False, **options)

@@ -1,4 +1,4 @@
-"""One step of a trainer, as `cp_mesh.verify_model` runs it: the ranks, the model, the batch, the loss, whose rows."""
+"""One step of a trainer, as `cp_mesh.verify_model` runs it: ranks, model, batch, loss, and positions of local rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Positions = Tensor | Callable[[Batch], Tensor]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a mesh, by what they hold.
+    """The axes of a mesh, by the tokens that their ranks hold.
 
     Attributes:
-        mesh: None for one process without groups.
-        cp: the axis whose ranks hold other tokens of the same sequences, if there is one.
-        same: axes whose ranks hold the same tokens, as tensor parallelism does.
+        mesh: None for one process without process groups.
+        cp: the axis whose ranks hold different tokens of the same sequences; None if there is none.
+        same: axes whose ranks hold the same tokens, such as tensor parallelism.
     """
 
     mesh: DeviceMesh | None = None
@@ -63,12 +63,12 @@ class Ranks:
 
     @property
     def dp(self) -> tuple[str, ...]:
-        """Axes whose ranks hold other sequences."""
+        """Axes whose ranks hold different sequences."""
         return tuple(name for name in self.data if name != self.cp)
 
     @property
     def data(self) -> tuple[str, ...]:
-        """Axes whose ranks hold other tokens."""
+        """Axes whose ranks hold different tokens: cp and dp."""
         return tuple(name for name in self.axes if name not in self.same)
 
     @property
@@ -91,13 +91,13 @@ class Ranks:
         return math.prod(self.group(axis).size() for axis in axes)
 
     def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, axes: Sequence[str] | None = None) -> Tensor:
-        """``x`` summed, or as ``op`` says, over the ranks of some axes, all if left out; in place."""
+        """All-reduce ``x`` in place over the given axes (default: all); return it."""
         for axis in self.axes if axes is None else axes:
             dist.all_reduce(x, op, group=self.group(axis))
         return x
 
     def gather(self, x: Any, axes: Sequence[str] | None = None) -> list[Any]:
-        """What every rank of some axes, all if left out, holds in ``x``."""
+        """All-gather the object ``x`` over the given axes (default: all)."""
         found = [x]
         for axis in self.axes if axes is None else axes:
             answers: list[list[Any]] = [[] for _ in range(self.size(axis))]
@@ -107,7 +107,7 @@ class Ranks:
 
 
 class Run(NamedTuple):
-    """What one forward gave on this rank: its loss, its logits [B, n, V], and their positions, int64 [n]."""
+    """Results of one forward on this rank: loss, logits [B, n, V], and positions of the logits, int64 [n]."""
 
     loss: Tensor
     logits: Tensor
@@ -119,12 +119,13 @@ class Step:
     """The trainer's step.
 
     Attributes:
-        model: after the plan.
+        model: the model after the plan is applied.
         loss: returns this rank's loss, on which the trainer calls backward.
-        batch: this rank's, whole sequences.
-        tokens, labels: their names in the batch.
-        copies: of the ranks that hold other tokens, how many count each part of the loss.
-        rows: the user's own word on which positions this rank has.
+        batch: this rank's batch, with whole sequences.
+        tokens, labels: names of tokens and labels in the batch.
+        copies: the sum of losses over data ranks, divided by this number, is the loss of all ranks.
+        rows: positions of this rank's rows, if the user passed them.
+        seen: positions that the model's root used in the current run.
     """
 
     model: nn.Module
@@ -148,11 +149,11 @@ class Step:
 
     @functools.cached_property
     def sequence(self) -> ShardedSequence | None:
-        """That of the plan."""
+        """The sharded sequence of the plan, or None."""
         return sequence_of(self.model)
 
     def positions(self) -> Tensor:
-        """Of this rank's rows, int64 [n]; while the model runs, of its batch."""
+        """Positions of this rank's rows, int64 [n]; during or after a run those of its batch."""
         root = ROOT.get()
         if self.rows is not None:
             return (self.rows(self.batch) if callable(self.rows) else self.rows).to(self.device)
@@ -166,30 +167,30 @@ class Step:
         return torch.arange(self.seq_len, device=self.device)
 
     def run(self, batch: Batch | None = None, trace: Trace | None = None) -> Run:
-        """One forward, with the trainer's loss."""
+        """Run one forward with the trainer's loss."""
         self.seen = None
         outputs: list[Any] = []
         model = inner(self.model)
         with _outputs_of(model, outputs), self._watched(model) if trace is None else trace.of(model):
             loss = self.loss(self.model, dict(batch or self.batch))
         if not outputs:
-            refuse("verify_model: loss", "a call of the model", "none", "loss(model, batch) runs the model it is given")
+            refuse("verify_model: loss", "a call of the model", "none", "loss(model, batch) has to call model")
         logits = logits_of(outputs[-1])
         if not torch.is_grad_enabled():
             for module in self.model.modules():
-                if isinstance(module, FSDPModule):  # whose parameters are whole until a backward
+                if isinstance(module, FSDPModule):  # the root's parameters stay unsharded until a backward
                     module.reshard()
         positions = self.positions()
         if logits.shape[1] == self.seq_len != len(positions):  # gathered
             positions = torch.arange(self.seq_len, device=self.device)
         if logits.shape[1] != len(positions):
-            hint = "rows= says the positions of this rank's rows, int64 [n]"
+            hint = "pass the positions of this rank's rows as rows=, int64 [n]"
             refuse("verify_model: rows of the logits", len(positions), logits.shape[1], hint)
         return Run(loss, logits, positions)
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Iterator[None]:
-        """Read the positions of this batch, which the root tells while it runs."""
+        """Read the positions of this batch from the root while it runs; they are not available later."""
 
         def read(*_: Any) -> None:
             self.positions()
@@ -202,16 +203,16 @@ class Step:
                 handle.remove()
 
     def total_loss(self, loss: Tensor) -> float:
-        """The loss of all ranks."""
+        """The loss of all ranks, from this rank's ``loss``."""
         whole = self.ranks.reduce(local(loss.detach()).double().clone(), axes=self.ranks.data)
         return float(whole) / self.copies
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """If a rank raises in here, all cp ranks do.
+        """If one cp rank raises inside, raise on all cp ranks.
 
-        Attention compares its arguments over the ranks in check mode, and so does the end of this; whoever raises
-        takes part once more, to say so.
+        In check mode attention compares its arguments over the ranks, and the end of this context compares once more. A
+        rank that raises joins the next comparison to announce its error.
         """
         if self.ranks.cp is None:
             yield
@@ -221,7 +222,7 @@ class Step:
             try:
                 yield
             except RankMismatchError:
-                raise  # all have heard of it
+                raise  # every rank raises it
             except Exception as error:
                 announce_refusal(group, error)
                 raise
@@ -229,7 +230,7 @@ class Step:
 
 
 def run_step(step: Step, reduce_gradients: Callable[[nn.Module], Any] | None, trace: Trace | None = None) -> Run:
-    """Forward, backward, and what the trainer does to gradients then."""
+    """Run forward and backward, then the trainer's reduction of gradients."""
     with step.agreed():
         run = step.run(trace=trace)
         run.loss.backward()
@@ -239,7 +240,7 @@ def run_step(step: Step, reduce_gradients: Callable[[nn.Module], Any] | None, tr
 
 
 def loss_of_plan(ranks: Ranks, labels: str) -> Loss:
-    """What README says: the model takes the whole batch, labels are sharded as its rows are."""
+    """Return the loss of the README: the model gets the whole batch, labels are sharded like the model's rows."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         given = dict(batch)
@@ -256,19 +257,19 @@ def loss_of_plan(ranks: Ranks, labels: str) -> Loss:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over valid tokens, at least in float32."""
+    """Cross entropy as a mean over valid tokens, in float32 or float64."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """The model without DistributedDataParallel."""
+    """The model without its DistributedDataParallel wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextmanager
 def _outputs_of(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
-    """Add what the model returns inside to a list; of compiled models, too."""
+    """Append the outputs of the model to a list; also works for compiled models."""
     compiled = model.__dict__.get(COMPILED_CALL)
     if compiled is None:
         undo = model.register_forward_hook(lambda module, args, output: outputs.append(output)).remove
@@ -287,9 +288,9 @@ def _outputs_of(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits [B, n, V] in what a model returns: the tensor, its "logits", or the first tensor of three dims.
+    """The logits [B, n, V] in a model's output: the tensor itself, its "logits", or its first tensor of three dims.
 
-    Those that a loss computes in chunks are computed whole.
+    Deferred logits, which the loss computes in chunks, are computed whole.
     """
     if isinstance(output, DeferredLogits):
         return output.whole()
@@ -300,32 +301,32 @@ def logits_of(output: Any) -> Tensor:
         found = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 3), None)
     if not isinstance(found, Tensor) or found.ndim != 3:
         got = tuple(found.shape) if isinstance(found, Tensor) else type(output).__name__
-        refuse("verify_model: output of the model", "logits [B, S, V]", got, "return them, alone or as .logits")
+        refuse("verify_model: output of the model", "logits [B, S, V]", got, "return logits, alone or as .logits")
     return local(found)
 
 
 def local(x: Tensor) -> Tensor:
-    """The whole tensor, of a DTensor too: then a collective."""
+    """The whole tensor; for a DTensor this is a collective."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:
-    """The gradient as the optimizer would see it, of all shards; a collective for DTensors."""
+    """The gradient that the optimizer uses, with all shards; zeros if there is none. A collective for DTensors."""
     return torch.zeros_like(local(parameter.detach())) if parameter.grad is None else local(parameter.grad)
 
 
 def coarsest(model: nn.Module) -> torch.dtype:
-    """The dtype of the parameters that have the fewest digits."""
+    """The parameter dtype with the lowest precision."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def root_of(model: nn.Module) -> ShardedModel | None:
-    """The `ShardedModel` that was applied to a model or a part of it."""
+    """The `ShardedModel` style applied to a model or a part of it, or None."""
     return next((style for style in styles_of(model) if isinstance(style, ShardedModel)), None)
 
 
 def sequence_of(model: nn.Module) -> ShardedSequence | None:
-    """The sequence of the styles that were applied to a model; the root's, if it has one."""
+    """The sharded sequence of the styles applied to a model: that of the root if there is one."""
     style = root_of(model) or next(styles_of(model), None)
     return None if style is None else style.sequence

@@ -1,8 +1,8 @@
-"""Traces: what goes into and comes out of every module in one forward and backward, row by row, in little memory.
+"""Record the inputs, outputs and output gradients of every module in one forward and backward, row by row.
 
-A row is all that a tensor holds of one position. Kept of it are its products with a few random vectors, the same on all
-ranks: two rows have the same products if they are the same, and the distance of products is that of rows, within a
-factor of about two. So the reference's trace of a whole sequence is small, and any rank compares its own rows with it.
+A row is the part of a tensor at one position. A trace keeps only products of rows with a few random vectors, which are
+the same on all ranks. Equal rows have equal products, and distances of products equal those of rows within a factor of
+about two. So a trace of the whole sequence is small, and each rank can compare its local rows with the reference.
 
 Shapes: S positions, n rows of this rank, P random vectors.
 """
@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from cp_mesh._torch import COMPILED_CALL, WRAPPED, loaded_dynamo, tree_leaves, unwrapped
 
 NUM_VECTORS = 8
-PART = 1 << 24  # elements of a large tensor that are looked at together
+PART = 1 << 24  # elements of a large tensor that are processed at a time
 
 
 class Place(NamedTuple):
-    """Where a tensor was seen: the ``call``-th call of a module, and which of its arguments or outputs it was."""
+    """Where a tensor was recorded: the module, the argument or output, and the number of the module's call, from 0."""
 
     module: str
     what: str
@@ -38,12 +38,12 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is kept of a tensor.
+    """Products of the rows of a tensor.
 
     Attributes:
-        shape: the tensor's.
-        by_dim: products [its length, P] of each dim that may be that of the sequence.
-        positions: of this rank's rows, int64 [n].
+        shape: shape of the tensor.
+        by_dim: for each dim that may be the sequence dim, products [length of the dim, P].
+        positions: positions of this rank's rows, int64 [n].
     """
 
     shape: tuple[int, ...]
@@ -52,15 +52,15 @@ class Rows(NamedTuple):
 
 
 class Trace:
-    """The rows of one run.
+    """The rows of all modules in one run.
 
     Args:
         seq_len: S.
-        positions: says, while the model runs, which positions this rank's rows have, int64 [n].
+        positions: returns the positions of this rank's rows, int64 [n], while the model runs.
 
     Attributes:
-        forward: arguments and outputs of modules, in the order in which these were entered and left.
-        backward: gradients of outputs, in the order in which they came.
+        forward: arguments and outputs of modules, in order of execution.
+        backward: gradients of outputs, in order of arrival.
     """
 
     def __init__(self, seq_len: int, positions: Callable[[], Tensor]) -> None:
@@ -71,9 +71,9 @@ class Trace:
 
     @contextmanager
     def of(self, model: nn.Module, gradients: bool = True) -> Iterator[None]:
-        """Record the forward of ``model`` that runs inside, and its backward whenever it runs.
+        """Record forwards of ``model`` inside this context, and their backward whenever it runs.
 
-        Modules that are compiled, and those inside of them, are left alone.
+        Compiled modules, and modules inside them, are skipped.
         """
         handles = []
         for name, module in traced_modules(model):
@@ -115,7 +115,7 @@ class Trace:
 
 @torch.no_grad()
 def rows_of(x: Tensor, seq_len: int, positions: Tensor) -> Rows:
-    """What is kept of a tensor that holds the rows of these positions, or all."""
+    """The `Rows` of a tensor that has the rows at these positions, or all rows of the sequence."""
     x = x.detach()
     if isinstance(x, DTensor):
         x = x.full_tensor()
@@ -126,7 +126,7 @@ def rows_of(x: Tensor, seq_len: int, positions: Tensor) -> Rows:
 
 
 def products(x: Tensor, dim: int) -> Tensor:
-    """[length of dim, P] of a tensor: what is kept of its rows."""
+    """Products [length of dim, P] of the rows of a tensor with the random vectors."""
     rows = x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]
     generator = torch.Generator().manual_seed(rows.shape[1])
     vectors = torch.randn(rows.shape[1], NUM_VECTORS, generator=generator, dtype=torch.float64).to(x.device)
@@ -134,7 +134,7 @@ def products(x: Tensor, dim: int) -> Tensor:
 
 
 def traced_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules that run in eager mode, with their names; what wraps a module is left out."""
+    """All modules that run in eager mode, with their names; wrappers of modules are skipped."""
     dynamo = loaded_dynamo()
     compiled: list[str] = []
     for name, module in model.named_modules():
@@ -149,7 +149,7 @@ def traced_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names, as far as the signature has them."""
+    """The arguments of a call by name; positional arguments without a name in the signature get their index."""
     try:
         names = list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):
@@ -159,7 +159,7 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """Products of this rank's rows [n, P], those of the reference, their positions, and the reference's RMS."""
+    """Products of this rank's rows and of the reference, [n, P] each, positions, and the RMS of the whole reference."""
 
     got: Tensor
     want: Tensor
@@ -168,7 +168,7 @@ class Pair(NamedTuple):
 
 
 def pair(got: Rows | None, want: Rows, seq_len: int) -> Pair | None:
-    """The rows of this rank and of the reference at the same positions; None where shapes cannot be compared."""
+    """Pair rows of this rank and of the reference at equal positions; None if shapes cannot be compared."""
     if got is None or len(got.shape) != len(want.shape):
         return None
     for dim, theirs in want.by_dim.items():
@@ -176,21 +176,21 @@ def pair(got: Rows | None, want: Rows, seq_len: int) -> Pair | None:
         if want.shape[dim] != seq_len or others[0] != others[1] or (mine := got.by_dim.get(dim)) is None:
             continue
         positions = got.positions
-        if got.shape[dim] == seq_len != len(positions):  # whole on this rank
+        if got.shape[dim] == seq_len != len(positions):  # this rank has the whole sequence
             positions = torch.arange(seq_len, device=positions.device)
         if len(mine) != len(positions):
             continue
-        real = positions < seq_len  # the others are padding
+        real = positions < seq_len  # larger positions are padding
         size = theirs.nan_to_num(0, 0, 0).square().sum(1).mean().sqrt().clamp(min=1e-300)
         return Pair(mine[real], theirs[positions[real]], positions[real], size)
     return None
 
 
 def gaps(found: Pair, seq_len: int, scale: float = 1.0) -> Tensor:
-    """How far rows of this rank are from ``scale`` times those of the reference.
+    """Distances of this rank's rows from ``scale`` times the rows of the reference.
 
     Returns:
-        float64 [S], relative to the RMS of the reference's rows; 0 where this rank has none.
+        float64 [S], relative to the RMS of the reference's rows; 0 at positions that this rank does not have.
     """
     off = found.got - scale * found.want
     off = off.masked_fill(found.got.isnan() & found.want.isnan(), 0)

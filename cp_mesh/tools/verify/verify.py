@@ -1,8 +1,9 @@
-"""Prove a configuration on the ranks that will train with it; ``torchrun --nproc-per-node 8 -m cp_mesh`` is a tour.
+"""Verify an attention configuration on the ranks that will train with it.
 
-Every rank draws the same random sequence, runs its part through `cp_mesh.attention`, forward and backward, and compares
-with attention over the whole sequence in fp64, made of plain matrix products from the mask's boolean specification
-(`cp_mesh.tools.verify.dense`): no layout, schedule, kernel or transport takes part in it.
+Every rank draws the same random sequence, runs its shard through `cp_mesh.attention`, forward and backward, and
+compares with fp64 attention over the whole sequence (`cp_mesh.tools.verify.dense`). That reference uses plain matrix
+products and the mask's boolean specification, but no layout, schedule, kernel or transport. ``torchrun --nproc-per-node
+8 -m cp_mesh`` runs this for several layouts and masks.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from cp_mesh.kernels.scores import TERMS, Scores
 from cp_mesh.tools.verify.dense import Dense, dense_attention
 from cp_mesh.tools.verify.report import ModelReport
 
-BLOCK = 128  # rows of a head over which an RMS error is taken
+BLOCK = 128  # rows of a head per RMS error
 NAMES = ("out", "lse", "dq", "dk", "dv")
-EXACT = 1e-10  # RMS error that float64 may have
-OWN_FACTOR = 1.5  # of the error of the same kernel on one device
-PLAIN_FACTOR = 2.0  # of the error of plain products of the same dtype
-SUM_ROUNDING = 1e-6  # of the signal, for sums in float32
+EXACT = 1e-10  # allowed RMS error in float64
+OWN_FACTOR = 1.5  # allowed error, over the error of the same kernel on one device
+PLAIN_FACTOR = 2.0  # allowed error, over the error of plain matrix products of the same dtype
+SUM_ROUNDING = 1e-6  # allowed beside both, relative to the signal, for sums in float32
 
 
 class VerificationError(AssertionError):
-    """What is sharded is not what one device computes; ``report`` holds the figures, of `verify` or `verify_model`."""
+    """Sharded results differ from one device; ``report`` is the report of `verify` or `verify_model`."""
 
     def __init__(self, report: Report | ModelReport) -> None:
         super().__init__(str(report))
@@ -51,14 +52,14 @@ class VerificationError(AssertionError):
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` measured, equal on all ranks.
+    """The errors that `verify` measured, equal on all ranks.
 
     Attributes:
         kernel: the kernel that ran.
-        errors: worst RMS error over blocks of 128 rows and head, by tensor, against fp64.
-        ratios: worst ratio of that error to the allowed one, by tensor; at most 1 passes.
-        of_one_device: worst ratio of the error of the same kernel on one device to what plain products of the dtype
-            allow, by tensor; above 1 the kernel is wrong before anything is sharded. Empty for float64.
+        errors: largest RMS error of a block (128 rows of a head) against fp64, by tensor.
+        ratios: largest ratio of a block's error to the allowed error, by tensor; up to 1 passes.
+        of_one_device: the same ratio for the kernel on one device, with the limit of plain matrix products. Above 1 the
+            kernel is wrong without sharding. Empty for float64.
     """
 
     kernel: str
@@ -98,31 +99,29 @@ def verify(
     deterministic: bool | None = None,
     seed: int = 0,
 ) -> Report:
-    """Compare sharded attention with that of one device, on these ranks, in check mode.
+    """Compare sharded attention with attention on one device, in check mode; call it on all ranks.
 
-    RMS errors against fp64, over blocks of 128 rows of a head, are compared. In float64 they must be at most 1e-10. In
-    lower precision two rules hold, each plus 1e-6 of the signal for the rounding of float32 sums: at most 1.5 times the
-    error of the same kernel on one device, which bounds what sharding adds; and at most 2 times the error of plain
-    matrix products of the same dtype, which bounds the kernel, on one device and sharded. The other error is the
-    block's own or, where the block was rounded by luck, the head's relative error times the block's signal: kernels
-    round every partial result, so that single blocks scatter around the mean.
+    It compares RMS errors against fp64, over blocks of 128 rows of a head. In float64 an error may be 1e-10. In lower
+    precision it has two limits, each plus 1e-6 of the signal for rounding of float32 sums: 1.5 times the error of the
+    same kernel on one device, which bounds what sharding adds; and 2 times the error of plain matrix products of the
+    same dtype, which bounds the kernel. The error in a limit is that of the same block, or the head's relative error
+    times the block's signal if that is larger: kernels round partial results, so errors of blocks scatter.
 
     Args:
-        mesh: as in `cp_mesh.attention`; call on all of its ranks.
+        mesh: as in `cp_mesh.attention`.
         layout, mask, kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
-            `cp_mesh.attention`; prove the settings that will train. A mask with tensors needs ``seq_len``, their
+            `cp_mesh.attention`; pass the settings of your training. A mask with tensors needs ``seq_len``, their
             length.
-        scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
-            relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
-            ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
-            compared too.
-        seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
+        scores: score options by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes, relative_bias, bias,
+            dropout_p, dropout_seed (default 0), and scale. Tensors must be equal on all ranks. A bias is that of the
+            whole sequence, [.., S or 1, S] in original order. Gradients of these tensors are compared too.
+        seq_len: tokens in the whole sequence; None: 256 per rank. Every rank does O(seq_len²) work.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.
         seed: of the random data.
 
     Returns:
-        The figures, equal on all ranks.
+        The errors, equal on all ranks.
 
     Raises:
         VerificationError: on every rank, if any rank's error is larger than allowed.
@@ -135,8 +134,8 @@ def verify(
     if not is_cp_axis(axes):
         refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", axes, 'pass mesh["cp"]')
     if layout.replicated:
-        hint = "verify it with a length in place of Replicated"
-        refuse("verify: layout", "one in which each token has one owner", layout, hint, UnsupportedError)
+        hint = "a length in place of Replicated works"
+        refuse("verify: layout", "a layout in which each token has one owner", layout, hint, UnsupportedError)
     mesh = flat(axes)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
@@ -144,7 +143,7 @@ def verify(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
-        # standard normal: heavier tails let a few rows decide a block's RMS, and then the ratio of two is mostly luck
+        # Standard normal: with heavier tails a few rows decide a block's RMS, and the ratio of two RMS is mostly noise.
         shape = (batch, heads, seq_len, head_dim)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
@@ -157,13 +156,13 @@ def verify(
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
-        hint = "see cp_mesh.attention; functions are compared with cp_mesh.flex_attention on a mesh of one rank"
+        hint = "see cp_mesh.attention; to test a score_mod, compare with cp_mesh.flex_attention on a mesh of one rank"
         refuse("verify: scores", names, sorted(unknown), hint)
     given = as_numbers(given)
     if given.get("dropout_p"):
         given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
-    if dtype == torch.float64:  # else their gradients were rounded to less
+    if dtype == torch.float64:  # tensors of lower precision would have rounded gradients
         whole_tensors |= {name: x.double() for name, x in whole_tensors.items() if x.is_floating_point()}
     held = {name: x[_own(name, x, rows)] for name, x in whole_tensors.items()}
     leaves = {name: x.clone().requires_grad_() for name, x in held.items() if x.is_floating_point()}
@@ -201,13 +200,13 @@ def verify(
 
 
 def _own(name: str, x: Tensor, rows: Tensor) -> tuple[Any, ...]:
-    """The part of a tensor of the scores that this rank holds, as an index: its rows of a term by row, or all."""
+    """Index of the part of a score tensor that this rank holds: its rows if the tensor has rows, else all."""
     dim = TERMS[name].dim_of("rows", x.shape) if name in TERMS else None
     return (...,) if dim is None else (*[slice(None)] * dim, rows)
 
 
 def _dense_scores(scale: float, given: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Scores:
-    """The scores of dense attention, from what the user gave: not by way of the options that a call carries."""
+    """Scores for dense attention, made from the user's arguments directly, not from the parsed options of the call."""
     wide: dict[str, Any] = {name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()}
     seed = tensors.get("dropout_seed")
     if seed is not None:
@@ -224,14 +223,14 @@ def _compare(
     rows: Tensor,
     group: dist.ProcessGroup,
 ) -> Report:
-    """The figures of all ranks.
+    """Compute the report, with the largest errors over all ranks.
 
     Args:
         kernel: its name.
-        got: this rank's rows, and its shares of the gradients of the scores' tensors.
-        exact: in float64, of the whole sequence.
-        plain, alone: of the whole sequence, by plain products of the dtype and by the same kernel on one device; None
-            for float64.
+        got: this rank's rows, and its partial gradients of score tensors.
+        exact: float64 results of the whole sequence.
+        plain, alone: results of the whole sequence, by plain matrix products of the dtype and by the same kernel on one
+            device; None for float64.
         rows: positions of this rank's rows.
         group: the cp group.
     """
@@ -267,7 +266,7 @@ def _compare(
         error, signal = _mean_rms(total - want), _mean_rms(want)
         allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
         if plain is not None and alone is not None:
-            # They are few numbers, which scatter around the error of one device: that of rounding them comes on top.
+            # These gradients have few elements, whose errors scatter: allow the rounding of the result on top.
             rounding = max(torch.finfo(x).eps for x in (got.out.dtype, grad.dtype)) * signal
             of_plain, of_alone = (_mean_rms(x.of_scores[name][mine].double() - want) for x in (plain, alone))
             bound = PLAIN_FACTOR * of_plain + rounding
@@ -277,7 +276,7 @@ def _compare(
 
 
 def _allowed(off: Tensor, want: Tensor, rows: Tensor, factor: float) -> Tensor:
-    """The error that blocks of these rows may have where another computation is ``off`` by this."""
+    """Allowed errors of the blocks of these rows, from the error ``off`` of another computation."""
     relative, signal = _rms(off) / _rms(want).clamp(min=1e-30), _block_rms(want[:, :, rows])
     return factor * torch.maximum(_block_rms(off[:, :, rows]), relative * signal) + SUM_ROUNDING * signal + 1e-30
 
@@ -285,7 +284,7 @@ def _allowed(off: Tensor, want: Tensor, rows: Tensor, factor: float) -> Tensor:
 def _one_device(
     kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, wanted: Any
 ) -> Dense:
-    """A whole sequence by one kernel alone."""
+    """Run the kernel on the whole sequence on one device."""
     forward = kernel.begin_forward(q, v.shape[3], scores)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
@@ -299,7 +298,7 @@ def _one_device(
 
 
 def _rms(x: Tensor) -> Tensor:
-    """RMS of every head: [B, H, 1]."""
+    """RMS per head: [B, H, 1]."""
     return x.flatten(2).square().mean(dim=2, keepdim=True).sqrt()
 
 
@@ -308,9 +307,9 @@ def _mean_rms(x: Tensor) -> Tensor:
 
 
 def _block_rms(x: Tensor) -> Tensor:
-    """RMS over blocks of rows, for every head: [B, H, blocks]."""
+    """RMS per block of rows and head: [B, H, blocks]."""
     squares = x.square() if x.ndim == 3 else x.square().mean(dim=3)
-    num_blocks = squares.shape[2] // BLOCK  # rows after the last whole block count to it: a few alone are all luck
+    num_blocks = squares.shape[2] // BLOCK  # the last block also has the remaining rows: few rows give a noisy RMS
     if num_blocks == 0:
         return squares.sum(dim=2, keepdim=True).div(max(1, squares.shape[2])).sqrt()
     sizes = [BLOCK] * (num_blocks - 1) + [squares.shape[2] - BLOCK * (num_blocks - 1)]

@@ -1,12 +1,12 @@
-"""Prove a training set-up: the user's own model, plan, mesh and batch against the same model on one rank.
+"""Verify a training set-up: the user's model, plan, mesh and batch against the same model on one rank.
 
-Every rank runs the plain model on the whole batch of its data-parallel rank, without any collective (`reference.py`),
-and then the trainer's step (`step.py`): the spread model, the trainer's loss, backward, and whatever reduces gradients.
-What goes in and out of every module (`traces.py`), the logits, the loss, every parameter's gradient, and their norm are
-compared (`compare.py`). Probes need no reference (`probes.py`): who sees whom, and whether loss and gradients have the
-right scale.
+Every rank runs the plain model on the whole batch of its data-parallel rank, without parallelism (`reference.py`), and
+then the trainer's step (`step.py`): the parallelized model, the trainer's loss, backward, and the gradient reduction.
+`compare.py` compares inputs and outputs of every module (`traces.py`), logits, loss, all parameter gradients, and the
+gradient norm. Probes (`probes.py`) need no reference: they test which tokens see each other, and the scale of the loss
+and of gradients.
 
-How far both may be apart is measured, not guessed: the reference runs once more with its weights rounded otherwise.
+The allowed difference is measured: the reference runs a second time with differently rounded weights.
 """
 
 from __future__ import annotations
@@ -84,56 +84,55 @@ def verify_model(
     dtype: torch.dtype | None = torch.float64,
     progress: bool = False,
 ) -> ModelReport:
-    """Compare one training step of a model over a mesh with that of the same model on one rank.
+    """Compare one training step of a model over a mesh with the same step on one rank.
 
-    The step is run as the trainer runs it, up to the optimizer, in check mode. The report names the first module,
-    argument and position at which both part, and parameters whose gradients are wrong. Probes then change single tokens
-    and see which logits move; they need no reference, and find what the model itself does wrong on one rank.
+    The step runs as in the trainer, up to the optimizer, in check mode. The report names the first module, argument and
+    position that differ, and parameters with wrong gradients. Probes then change single tokens and test which logits
+    change. They need no reference, and also find errors that the model has on one rank.
 
-    The weights are those of the spread model, which the reference is given. Dropout is to be off. In float64, the
-    default, a difference is a mistake, not rounding; with the dtype of training it is allowed 16 times what other last
-    bits of the weights do to the reference.
+    The reference gets the weights of the parallelized model. Switch dropout off. In float64, the default, a difference
+    is an error, not rounding. In the dtype of training, a difference may be 16 times the change of the reference when
+    the last bits of its weights change.
 
     Args:
-        make_model: makes the plain model, on any device, as the trainer does before it is parallelized.
-        plan: a plan of `cp_mesh.parallelize` for the cp axis; or a function of the model that does all that the trainer
-            does to it (tensor parallelism, plan, checkpoints, compile, FSDP2 or DistributedDataParallel), in place or
-            returning it; or None for a model that is not spread.
-        batch: of this data-parallel rank, on its device, the same on all cp ranks: whole tensors by the names of
-            the model's arguments, among them int64 tokens [B, S], and labels [B, S] that are shifted (-100: ignored).
-        mesh: all ranks. The axis ``cp`` (or the only one) splits sequences, those of ``same`` hold the same tokens, all
-            others are data parallel. A ProcessGroup is the axis ``cp``. None for one process.
-        loss: called with the spread model and the batch, returns the loss that the trainer calls backward on, [].
-            None: the model is called with the batch but its labels, and `cp_mesh.cross_entropy` with the labels sharded
-            as the plan's `ShardedModel` shards tokens.
-        reduce_gradients: called with the spread model after backward, as a trainer without FSDP2 sums gradients. None:
-            nothing, or where ``plan`` is a mapping a sum over the ranks that hold other tokens.
-        gradient_norm: called with the spread model then, returns the norm that the trainer clips by. None: that of the
-            gradients is compared.
-        total: what makes the loss of all ranks of each rank's: "sum", or "mean" as under DistributedDataParallel;
-            None: whichever of them fits the wrapper; of ``gather_output=True`` the mean over cp.
-        make_reference: makes the model for one rank where it is another, as with an attention that builds its own dense
-            mask; its parameters have the same names. None: ``make_model``.
-        reference_loss: as ``loss``, for the whole batch on one rank: the mean over valid tokens. None: cross entropy of
-            the model called with the batch but its labels.
-        reference: False: probes alone, in seconds, and for models that one rank cannot hold.
-        probes: False: the comparison alone.
-        mask: what attention is to see, for probes; a sequence of masks, one for each layer, where there are windows.
+        make_model: makes the plain model, on any device, as the trainer does before parallelizing it.
+        plan: a plan of `cp_mesh.parallelize` for the cp axis; or a function that applies all of the trainer's
+            parallelism to a model (tensor parallelism, plan, checkpoints, compile, FSDP2 or DistributedDataParallel),
+            in place or returning it; or None for a model without parallelism.
+        batch: the batch of this data-parallel rank, on its device, equal on all cp ranks: whole tensors by the names of
+            the model's arguments, with int64 tokens [B, S] and shifted labels [B, S] (-100: ignored).
+        mesh: all ranks. The axis ``cp`` (or the only axis) shards sequences; ranks of the axes ``same`` hold the same
+            tokens; all other axes are data parallel. A ProcessGroup is the axis ``cp``. None: one process.
+        loss: function of the parallelized model and the batch; returns the loss [] that the trainer calls backward on.
+            None: calls the model with the batch without labels, and `cp_mesh.cross_entropy` with labels sharded like
+            the tokens of the plan's `ShardedModel`.
+        reduce_gradients: called with the parallelized model after backward, for trainers that sum gradients without
+            FSDP2. None: a sum over the ranks that hold different tokens if ``plan`` is a mapping, else nothing.
+        gradient_norm: called with the parallelized model after that; returns the norm that the trainer clips by. None:
+            the norm of the gradients is compared.
+        total: how losses of ranks combine: "sum", or "mean" as under DistributedDataParallel. None: "mean" for
+            DistributedDataParallel, the mean over cp for ``gather_output=True``, else "sum".
+        make_reference: makes the model for one rank if it differs from ``make_model``, for example with attention that
+            builds its own dense mask. Its parameters must have the same names. None: ``make_model``.
+        reference_loss: like ``loss``, for the whole batch on one rank; a mean over valid tokens. None: cross entropy of
+            the model called with the batch without labels.
+        reference: False runs only the probes: it takes seconds, and suits models that do not fit on one rank.
+        probes: False runs only the comparison.
+        mask: the mask that attention should have, for probes; with windows a sequence of masks, one for each layer.
             None: causal, within documents if the batch has "documents" or positions that restart.
-        rows: positions of this rank's rows, int64 [n], or a function of the batch that returns them; needed of models
-            that cp_mesh did not shard.
-        tokens, labels: their names in the batch; None: tokens or input_ids.
+        rows: positions of this rank's rows, int64 [n], or a function of the batch that returns them; required for
+            models that cp_mesh did not shard.
+        tokens, labels: names in the batch; ``tokens=None`` means "tokens" or "input_ids".
         cp, same: names of axes.
-        dtype: of the model's parameters and floating-point inputs, on both sides; None: as ``make_model`` makes them.
-        progress: print what is being done to stderr, on the first rank.
+        dtype: dtype of parameters and floating-point inputs, with and without parallelism; None: as made.
+        progress: print progress to stderr on rank 0.
 
     Returns:
         The report, equal on all ranks.
 
     Raises:
-        VerificationError: on every rank, if anything is wrong, or was refused or raised on the way, or cannot be
-            compared; it has the ``report``.
-        ArgumentError: if the batch has no tokens, or no labels where ``loss`` is left out.
+        VerificationError: on every rank, if anything is wrong, raises, or cannot be compared; it has the ``report``.
+        ArgumentError: if the batch has no tokens, or if it has no labels and ``loss`` is None.
 
     Example:
         >>> report = verify_model(make_model, plan, batch, mesh)  # doctest: +SKIP
@@ -148,23 +147,23 @@ def verify_model(
             print(f"[{time.perf_counter() - started:6.1f} s] {what}", file=sys.stderr, flush=True)
 
     if total not in (None, "sum", "mean"):
-        refuse("verify_model: total", '"sum" or "mean"', total, "how the losses of ranks make the loss")
+        refuse("verify_model: total", '"sum" or "mean"', total, "total=None chooses by the wrapper of the model")
     if reference not in (True, False):
-        hint = "reference=False, probes alone, is for models that one rank cannot hold"
+        hint = "reference=False runs only probes, for models that do not fit on one rank"
         refuse("verify_model: reference", "True or False", reference, hint)
     given = {name: _cast(x, dtype) for name, x in batch.items()}
     tokens = tokens or next((name for name in TOKENS if name in given), None)
     if tokens not in given or given[tokens].ndim != 2:
-        refuse("verify_model: batch", f"int64 [B, S] under one of {', '.join(TOKENS)}", [*given], "or say tokens=")
+        refuse("verify_model: batch", f"int64 [B, S] under one of {', '.join(TOKENS)}", [*given], "or pass tokens=")
     if labels not in given and loss is None:
-        refuse("verify_model: batch", f"labels [B, S] under {labels!r}", [*given], "or say loss= and labels=")
+        refuse("verify_model: batch", f"labels [B, S] under {labels!r}", [*given], "or pass loss= and labels=")
     masks = _masks(mask, given)
     report.findings.append(compare_batches(ranks, given))
     if report.passed:
         say("building the model")
         try:
             model = spread(make_model, plan, ranks, dtype)
-            without_probe(model)  # whose runs would be traced
+            without_probe(model)  # the probe's forwards would be traced
             copies = 1
             if total == "mean" or (total is None and isinstance(model, DistributedDataParallel)):
                 copies = ranks.size(*ranks.data)
@@ -201,19 +200,19 @@ def verify_model(
 
 
 def spread(make_model: Callable[[], nn.Module], plan: Plan, ranks: Ranks, dtype: torch.dtype | None) -> nn.Module:
-    """The model after the plan."""
+    """Make the model and apply the plan."""
     model = make_model().to(dtype)
     if plan is None:
         return model
     if callable(plan):
         return plan(model) or model
     if ranks.mesh is None or ranks.cp is None:
-        refuse("verify_model: plan", "a mesh with an axis for it", ranks.axes, "pass mesh=, and cp= its name")
+        refuse("verify_model: plan", "a mesh with a cp axis", ranks.axes, "pass mesh=, and the name of the axis as cp=")
     return parallelize(model, ranks.mesh[ranks.cp], plan)
 
 
 def sum_over(ranks: Ranks, model: nn.Module) -> None:
-    """Sum the gradients of parameters over the ranks that hold other tokens."""
+    """Sum the gradients of parameters over the ranks that hold different tokens."""
     for parameter in model.parameters():
         if (grad := parameter.grad) is not None:
             ranks.reduce(grad.to_local() if isinstance(grad, DTensor) else grad, axes=ranks.data)
@@ -228,7 +227,7 @@ def _compare(
     gradient_norm: Callable[[nn.Module], Any] | None,
     say: Callable[[str], None],
 ) -> Run:
-    """One step; add to ``findings`` what it gives against the reference ``twin``."""
+    """Run one step, and append its comparison with the reference ``twin`` to ``findings``."""
     dtype = coarsest(twin)
     say("reference: forward and backward")
     want = run_reference(step, twin, loss)
@@ -239,7 +238,7 @@ def _compare(
     before, after = (x.logits.by_dim[1] for x in (want, other))
     noise = float((after - before).norm() / before.norm())
     if not all(step.ranks.gather(noise <= TOO_RANDOM)):
-        note = "share of their size by which the reference's logits move from run to run; switch dropout off"
+        note = "the reference's logits change from run to run by this share of their size; switch dropout off"
         findings.append(Finding("repeats", False, noise, TOO_RANDOM, note=note))
     say("the step: forward and backward")
     trace = Trace(step.seq_len, step.positions)
@@ -255,7 +254,7 @@ def _compare(
     agree = findings[-1].passed
     findings.append(compare_rows(step, "backward", [x.backward for x in three], base, fit=True, logits_agree=agree))
     findings += probe_loss(step, run, dtype)
-    # shares of ranks, their sum and the loss of one rank are float32 at most: four roundings of half a step
+    # losses of ranks, their sum and the loss of one rank may be float32: four roundings of half an eps
     of_loss = base if dtype == torch.float64 else base + torch.finfo(torch.float32).eps
     findings.append(compare_losses(step, step.total_loss(run.loss), want.loss, other.loss, of_loss))
     norm = None if gradient_norm is None else float(local(gradient_norm(step.model)))
@@ -268,10 +267,10 @@ def _cast(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _masks(mask: Mask | Sequence[Mask] | None, batch: Batch) -> list[Mask]:
-    """What each layer is to see. One mask stands for any number of layers that have no window."""
+    """The masks of the layers. One mask stands for any number of layers without windows."""
     if isinstance(mask, Mask):
         if mask.window is not None:
-            refuse("verify_model: mask", "one for each layer where there are windows", mask, "mask=[mask] * layers")
+            refuse("verify_model: mask", "one for each layer if there are windows", mask, "mask=[mask] * layers works")
         return [mask]
     if mask is not None:
         return list(mask)

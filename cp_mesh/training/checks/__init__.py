@@ -1,5 +1,5 @@
-"""What is looked at in a training set-up besides attention itself; `docs/guard.md` lists what is found.
+"""Checks of a training set-up; `docs/guard.md` lists what they find.
 
-Attention outside of the plan (`coverage`), what modules state and styles do not (`config`), inputs without a root
-(`inputs`), and gradients that ranks did not sum (`gradients`).
+Attention outside of the plan (`coverage`), attention settings that styles lack (`config`), inputs of models without a
+`ShardedModel` (`inputs`), labels of the first loss (`labels`), and gradients that ranks did not sum (`gradients`).
 """

@@ -1,7 +1,7 @@
-"""What a module says of its own attention, and whether a style says the same.
+"""Attention settings of a module (window, chunks, softcap, sinks), compared with its style.
 
-`F.scaled_dot_product_attention` is told of no window, softcap or sinks: models hold them in attributes or in a config,
-and make a mask tensor or call another kernel. In a core only what the style says counts.
+`F.scaled_dot_product_attention` has no arguments for them: models hold them in attributes or in a config, and build a
+mask tensor or call another kernel. In a core only the settings of the style have an effect.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "logits_soft_cap", "softc
 
 
 class Reach(NamedTuple):
-    """How many keys a module says that its queries see. 0: all."""
+    """The number of keys that queries see, by the settings of a module. 0: all."""
 
     window: float
     chunk: float
 
 
 def stated_reach(module: nn.Module) -> Reach:
-    """By the module's attributes or by its config, as models of Hugging Face have them."""
+    """Read window and chunk size from the module's attributes or its config, under the names of Transformers."""
     window, chunk = _own_number(module, _WINDOWS), _own_number(module, _CHUNKS)
     config = getattr(module, "config", None)
     if config is None:
@@ -42,7 +42,7 @@ def stated_reach(module: nn.Module) -> Reach:
 
 
 def _own_number(owner: Any, names: tuple[str, ...]) -> Any:
-    """The first attribute of these names, 0 if it is no positive number; None if there is none."""
+    """Return the first attribute with one of these names, 0 if it is no positive number; None if there is none."""
     for name in names:
         if hasattr(owner, name):
             found = getattr(owner, name)
@@ -51,7 +51,7 @@ def _own_number(owner: Any, names: tuple[str, ...]) -> Any:
 
 
 def check_reach(name: str, reach: Reach, mask: Mask, seq_len: int) -> None:
-    """Refuse a mask that does not say the window or chunks of its module, where the sequence is longer."""
+    """Refuse a mask without the window or chunks of its module, if the sequence is longer than these."""
     if 0 < reach.window < seq_len and (mask.window is None or mask.window[0] not in (reach.window - 1, reach.window)):
         hint = f"ContextParallel(sequence, mask=Mask(window=({reach.window - 1}, 0)))"
         got = "a mask without a window" if mask.window is None else f"window={mask.window}"
@@ -62,7 +62,7 @@ def check_reach(name: str, reach: Reach, mask: Mask, seq_len: int) -> None:
 
 
 def check_scores_stated(module: nn.Module, scores: Mapping[str, Any]) -> None:
-    """Refuse scores that leave out a softcap, sinks or slopes that the module holds."""
+    """Refuse score options without the softcap, sinks or slopes that the module holds."""
     name, config = f"ContextParallel({type(module).__name__})", getattr(module, "config", None)
     softcap = _own_number(module, _SOFTCAPS)
     if softcap is None and config is not None:
@@ -77,8 +77,8 @@ def check_scores_stated(module: nn.Module, scores: Mapping[str, Any]) -> None:
 
 
 def check_mask_read(module: nn.Module, mask: Mask, given: tuple[Any, ...]) -> None:
-    """Refuse a `Mask` among a core's arguments that its style, which has a mask of its own, does not read."""
+    """Refuse a `Mask` among a core's arguments if its style has another, fixed mask."""
     for x in given:
         if isinstance(x, Mask) and x is not mask and x != mask:
             what, hint = f"ContextParallel({type(module).__name__})", "mask=lambda q, k, v, mask: mask reads it"
-            refuse(what, "a style that reads the Mask that the core is called with", "mask=Mask(...)", hint)
+            refuse(what, "a style that reads the Mask in the core's arguments", "mask=Mask(...)", hint)

@@ -1,13 +1,12 @@
-"""Attention outside of the plan: refused in the first eager forward, and whenever torch.compile traces.
+"""Refuse attention outside of the plan, in the first eager forward and whenever torch.compile traces.
 
-The same look finds what each rank counts from 0, and warns of it.
+The same mode warns if the model counts positions from 0 on each rank.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
@@ -20,20 +19,20 @@ from torch.overrides import TorchFunctionMode
 from cp_mesh._torch import COMPILED, COMPILED_CALL, function_mode, loaded_dynamo
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, warn
 from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, ROWS, call_function, keep_uncompiled
 from cp_mesh.wrap import STYLE, WATCH, check_class, replace_forward, replaced
 
 
 class Watch(TorchFunctionMode):
-    """Refuses self-attention outside of cores: it would see one shard.
+    """Refuses self-attention outside of cores, where it would see one shard only.
 
     Args:
-        group_name, seq_len: while a root is traced, its cp group and the tokens of its whole sequence, which are then
-            compared with those of its cores. Roots in eager mode have `ROOT` for that.
-        local_rows: of this rank, in an eager forward. A `ShardInput` tells them of the rows that it shards.
-        counts: whether positions that the model counts are its own mistake; nobody gives it any.
-        root: in an eager forward the module that runs, by whose names attention outside of the plan is told.
+        group_name, seq_len: while a root is traced, its cp group and the length of its whole sequence, to compare with
+            its cores. Eager roots use `ROOT` for that.
+        local_rows: the local length in an eager forward. A `ShardInput` sets it when it shards.
+        counts: whether to warn of torch.arange too: False if positions are passed to the model.
+        root: the module that runs, in an eager forward; errors name the calling submodule.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Watch(TorchFunctionMode):
             dim = ROWS[name]
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
                 _refuse(name, self.root)
-        elif name in CHECKPOINTS:  # traced: Dynamo does not show its body to a mode outside of it
+        elif name in CHECKPOINTS:  # only in traces: Dynamo hides the body from modes outside of it
             body = functools.partial(_run_watched, self.group_name, self.seq_len, args[0])
             return func(body, *args[1:], **kwargs)
         elif func is attention_op and self.seq_len is not None:
@@ -67,7 +66,7 @@ class Watch(TorchFunctionMode):
         return call_function(func, args, kwargs)
 
     def look(self, name: str, args: Any, kwargs: Any) -> None:
-        """Warn of what is counted from 0, once: as many as this rank holds rows."""
+        """Warn, once, if the model counts positions from 0 up to the local length, or slices a table so."""
         rows = self.local_rows
         if rows is None or name not in self.tells:
             return
@@ -78,24 +77,23 @@ class Watch(TorchFunctionMode):
             found = "cuts a table to" if is_table and _is_cut(name, rows, *args, **kwargs) else ""
         if found:
             self.local_rows = None
-            warnings.warn(
-                f"cp_mesh: the model {found} {rows} positions from 0, as many as this rank holds rows: on most ranks "
-                "they are others'. Give its forward an argument for positions, and name it in ShardedModel(sequence, "
+            warn(
+                f"the model {found} {rows} positions from 0, as many as this rank holds rows: they are wrong on most "
+                "ranks. Give its forward an argument for positions, and name it in ShardedModel(sequence, "
                 "positions=...), or among the inputs of ShardInput; without these, pass sequence.positions(seq_len). "
-                "cp_mesh.probe(model, batch) tells whether the model is right",
-                stacklevel=3,
+                "cp_mesh.probe(model, batch) finds out whether the model is right"
             )
 
 
 def _end_of_range(*given: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any) -> Any:
-    """How far torch.arange counts from 0, one by one; None for other ranges."""
+    """Return the end of a torch.arange from 0 with step 1; None for other ranges."""
     bounds = given if end is None else (*given, end)
     first, last, by = (*(bounds if len(bounds) > 1 else (start, *bounds)), step)[:3]
     return last if first == 0 and by == 1 else None
 
 
 def _is_cut(name: str, rows: int, table: Tensor, *given: Any, **named: Any) -> bool:
-    """Whether a table of numbers is cut to its first rows, along some dim."""
+    """Whether a table of floating-point numbers is sliced to its first ``rows`` entries along some dim."""
     if not (table.is_floating_point() or table.is_complex()):
         return False
     if name == "narrow":
@@ -107,7 +105,7 @@ def _is_cut(name: str, rows: int, table: Tensor, *given: Any, **named: Any) -> b
 
 
 def _rows(name: str, place: int, dim: int, args: Any, kwargs: Any) -> int | None:
-    """Rows of the query or key of a call; None where it has another name, so that the call counts as self-attention."""
+    """Return the length of a call's query or key; None if it has another name, so the call counts as self-attention."""
     given = args[place] if len(args) > place else kwargs.get(name)
     return None if given is None else given.shape[dim]
 
@@ -119,13 +117,13 @@ def _refuse(name: str, root: nn.Module | None = None) -> NoReturn:
         "plan",
         "every self-attention in a ContextParallel module",
         f"{name} outside of one{f', in {caller!r}' if caller else ''}, where each rank attends to its shard alone",
-        f"{hint}; watch=False (of ShardedModel, or of parallelize without one) if this attends to another sequence, "
-        "which is whole",
+        f"{hint}; watch=False (of ShardedModel, or of parallelize without one) if this attends to another sequence "
+        "that is not sharded",
     )
 
 
 def _calling(root: nn.Module) -> str:
-    """The name in ``root`` of the innermost of its modules whose method is running."""
+    """Return the name, in ``root``, of the innermost module on the call stack."""
     names = {id(module): name for name, module in root.named_modules()}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -138,7 +136,7 @@ def _calling(root: nn.Module) -> str:
 def watch_encoders(root: nn.Module) -> None:
     """Refuse calls of `nn.TransformerEncoderLayer` in evaluation that torch.compile traces.
 
-    They may take PyTorch's fast path, an operator that Dynamo does not show to function modes.
+    They may take PyTorch's fast path, an operator that Dynamo hides from function modes.
     """
     for module in root.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and replaced(module, WATCH) is None:
@@ -155,9 +153,9 @@ def _encode(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
 def watching(root: nn.Module, local_rows: int | None = None, counts: bool = True) -> Iterator[None]:
     """Refuse attention outside of the plan in one eager forward of ``root``.
 
-    Parts that are compiled are traced inside of a watch of their own, now and whenever they are traced again, and
-    called without this one: torch.compile would compile them for this forward, and anew for the next one. Once traced,
-    a watch costs nothing.
+    Compiled submodules are traced inside of a watch of their own, in this forward and in later traces. They are called
+    without this watch, since torch.compile would compile them for this forward and again for the next one. A traced
+    watch costs nothing at run time.
     """
     keep_uncompiled(Watch.__torch_function__, Watch.look)
     watch = Watch(local_rows=local_rows, counts=counts, root=root)
@@ -176,13 +174,13 @@ def watching(root: nn.Module, local_rows: int | None = None, counts: bool = True
 
 
 def watched() -> Watch | None:
-    """The watch of an eager root, if it is the innermost mode."""
+    """Return the watch of an eager root if it is the innermost mode, else None."""
     mode = None if torch.compiler.is_compiling() else function_mode()
     return mode if isinstance(mode, Watch) else None
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """Without the watch of an eager root, if it is the innermost mode: in a core, which sees its own attention."""
+    """Suspend the watch of an eager root if it is the innermost mode: in a core, which intercepts its attention."""
     return nullcontext() if (watch := watched()) is None else _without(watch)
 
 
@@ -212,7 +210,7 @@ def _run_unwatched(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Compiled modules below ``module`` that lie in no other one and in no core, and the attribute that calls them."""
+    """Yield the outermost compiled modules below ``module`` that are in no core, and the attribute that calls them."""
     dynamo = loaded_dynamo()
     for part in module.children():
         if part.__dict__.get(COMPILED_CALL) is not None:

@@ -1,15 +1,14 @@
-"""How gradients are reduced, looked at once for each model, before the first optimizer step that takes them.
+"""Check how gradients are reduced, once for each model, before the first optimizer step that uses them.
 
 The loss of a rank is a share of a sum, so gradients must be summed over the ranks of the loss. FSDP2 and
-DistributedDataParallel say over which ranks they reduce, and whether they average. Where neither does, or neither over
-cp, replicated parameters must have equal gradients and be equal themselves: ranks compare norms. So must those that tp
-does not shard, where rows are sharded over tp. The hook is PyTorch's, for all optimizers.
+DistributedDataParallel show over which ranks they reduce, and whether they average. If neither is used, or neither
+reduces over cp, replicated parameters and their gradients must be equal on all ranks, so ranks compare norms; over tp
+too, for parameters that tp does not shard, if rows are. The check is PyTorch's global pre-hook of optimizer steps.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from cp_mesh._torch import backward_number, comm_hooks, ranks_of_fsdp
 from cp_mesh.comm.agreement import capturing, compare_step, turned_off
 from cp_mesh.comm.first_calls import look_again
 from cp_mesh.comm.group_state import state_of
-from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.losses import LOSSES, WAITING, Planned, forget_losses
@@ -32,9 +31,9 @@ from cp_mesh.training.loss import groups_of, ranks_of
 from cp_mesh.training.style_helpers import SUMS, gathers
 
 _APART = 1e-3
-"""Relative: norms of gradients that were reduced are equal but for rounding."""
+"""Relative tolerance for norms of reduced gradients, which are equal except for rounding."""
 _OTHER_WEIGHTS = 1e-5
-"""Relative: norms of one weight are equal, and of as many other random numbers they are near."""
+"""Relative tolerance for norms of weights. It is small, since norms of two random initializations are close."""
 _SAMPLE = 1024
 _hooked: list[Any] = []
 
@@ -42,19 +41,19 @@ _hooked: list[Any] = []
 def watch_first_step(
     module: nn.Module, cp: dist.ProcessGroup | None = None, tp: dist.ProcessGroup | None = None, rows: bool = True
 ) -> None:
-    """Look at the gradients of ``module`` before the first step that takes them.
+    """Check the gradients of ``module`` before the first optimizer step that uses them.
 
     Args:
         module: the model, or the part of it that has a plan.
-        cp, tp: the groups that the plan has styles over.
-        rows: whether those over tp shard rows.
+        cp, tp: the process groups of the plan's styles.
+        rows: whether the styles over tp shard rows.
     """
     forget_losses()
     planned = WAITING.get(module, Planned())
     for group in (cp, tp):
         if group is not None:
             planned.number = look_again(group)
-            if planned.number:  # what was cut before the first plan may be for it
+            if planned.number:  # a batch that was sharded before the first plan may belong to that model
                 vars(state_of(group, Cuts)).update(vars(Cuts()))
     planned.cp = cp if cp is not None and cp.size() > 1 else planned.cp
     planned.tp = tp if tp is not None and rows and tp.size() > 1 else planned.tp
@@ -67,7 +66,7 @@ def watch_first_step(
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or not WAITING or capturing():
         return
-    # of a checkpoint that is loaded PyTorch makes the optimizer's state by a step on zeros, which changes nothing
+    # to load a checkpoint, PyTorch creates the optimizer's state by a step with lr 0, which changes nothing
     inside = backward_number() != -1
     if all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups):
         if not inside:
@@ -82,20 +81,20 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             continue
         del WAITING[module]
         if WAITING and planned.cp is not None:
-            state_of(planned.cp, Cuts).done = False  # the next loss may be of one that waits
-        # in a backward, gradients of parameters that other optimizers hold may still be on their way
+            state_of(planned.cp, Cuts).done = False  # the next loss may belong to another waiting model
+        # in a backward, gradients of other optimizers' parameters may not be complete yet
         _check(module, planned, taken if inside or not taken else graded, inside)
     if not inside:
         forget_losses()
 
 
 def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], inside: bool) -> None:
-    """Refuse gradients that are no sums over the ranks of the loss, or are of other weights; warn if nobody can know.
+    """Refuse gradients that are not summed over the ranks of the loss, or weights that differ; warn if unsure.
 
     Args:
         module: the model.
-        planned: its groups.
-        graded: its parameters with a gradient, by name.
+        planned: the groups of the model.
+        graded: parameters with a gradient, by name.
         inside: whether the optimizer steps in the backward, before DistributedDataParallel reduces.
 
     Raises:
@@ -107,14 +106,13 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
     if cp is None or not graded or turned_off(cp):
         return
     if not LOSSES.ran and not gathers(module) and not planned.staged:
-        warnings.warn(
-            "cp_mesh: an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
+        warn(
+            "an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
             "be its share of a sum over all ranks, not the mean of its own rows: cross_entropy(logits, labels, data), "
-            "or its sum / the valid tokens of all ranks",
-            stacklevel=4,
+            "or the sum of its losses / the valid tokens of all ranks"
         )
     meshes = {tuple(ranks_of(mesh)): mesh for mesh in LOSSES.meshes}
-    # of gathered logits the ranks of cp compute one loss, which compiled code does not note
+    # with gathered logits all cp ranks compute the same loss; compiled code does not note its mesh
     of_loss, mesh = next(iter(meshes.items())) if len(meshes) == 1 and not gathers(module) else ((), None)
     wrapper = None if planned.wrapper is None else planned.wrapper()
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
@@ -134,31 +132,30 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
 
 
 def _warn_of_averages(by: str, num_ranks: int, call: str) -> None:
-    warnings.warn(
-        f"cp_mesh: {by} averages gradients over its ranks, while losses of cp_mesh.cross_entropy are shares of a sum: "
-        f"call cp_mesh.sum_gradients({call}, or multiply the loss by {num_ranks}",
-        stacklevel=5,
+    warn(
+        f"{by} averages gradients over its ranks, while losses of cp_mesh.cross_entropy are shares of a sum: "
+        f"call cp_mesh.sum_gradients({call}, or multiply the loss by {num_ranks}"
     )
 
 
 def _is_averaged(num_ranks: int) -> bool:
-    """Whether a mean of gradients over so many ranks leaves too little of them.
+    """Whether the mean of gradients over this number of ranks is too small, since no loss was scaled up.
 
-    What makes up for it multiplies the loss by the number of ranks, of accumulated gradients all losses together.
+    Trainers compensate for the mean by a factor on the loss, the number of ranks: on each accumulated loss or in total.
     """
     factors = [x.item() for x in LOSSES.factors]
     total = sum(factors)
     plain = all(x == 1 for x in factors)
-    # of compiled losses nobody knows
+    # without factors, as in compiled code, nothing is known
     return bool(factors) and (total < 1 + _APART or (plain and abs(total - num_ranks) > _APART))
 
 
 def _check_ranks(
     planned: Planned, ranks: list[int], of_loss: Iterable[int], graded: Mapping[str, Tensor], by: str, option: str
 ) -> None:
-    """Refuse gradients that are reduced over other ranks than those of the loss.
+    """Refuse gradients that are reduced over other ranks than the ranks of the loss.
 
-    Over cp the trainer's own code may have summed them: then they are equal.
+    The trainer's own code may have summed them over cp; then they are equal, which ranks compare.
     """
     assert planned.cp is not None
     ranks_of_cp = dist.get_process_group_ranks(planned.cp)
@@ -169,18 +166,18 @@ def _check_ranks(
         if found.isdisjoint({*ranks_of_cp} - {dist.get_rank()}):
             _compare_norms(planned.cp, planned, graded)
             return
-        got, hint = f"{by} over ranks {ranks}", f"give {by} {option} all of them, as mesh['dp', 'cp']._flatten()"
+        got, hint = f"{by} over ranks {ranks}", f"give {by} {option} of all these ranks, mesh['dp', 'cp']._flatten()"
         refuse("gradients", f"a sum over the ranks of cross_entropy, {sorted(wanted)}", got, hint)
     expected, got = f"a mean over the ranks that {by} reduces over, {ranks}", f"one over ranks {sorted(wanted)}"
     hint = "give cross_entropy the mesh of all ranks with other tokens"
-    if any(x.item() != 1 for x in LOSSES.factors):  # which may make it right
-        warnings.warn(f"cp_mesh: {describe('cross_entropy', expected, got, hint)}", stacklevel=5)
+    if any(x.item() != 1 for x in LOSSES.factors):  # a factor on the loss may correct this
+        warn(describe("cross_entropy", expected, got, hint))
         return
     refuse("cross_entropy", expected, got, hint)
 
 
 def _over(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> bool:
-    """Whether any is a DTensor over these ranks; its mesh may be an equal one, made before."""
+    """Whether any is a DTensor over these ranks. Ranks are compared because its mesh may be another object."""
     ranks = dist.get_process_group_ranks(group)
     meshes = (x.device_mesh for x in tensors if isinstance(x, DTensor))
     return any(
@@ -189,14 +186,14 @@ def _over(group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> bool:
 
 
 def _norm(x: Tensor) -> float:
-    """Without a copy of the gradient, for which there may be no memory."""
+    """Return the norm of the local tensor without a copy of it, for which memory may not suffice."""
     x = x.to_local() if isinstance(x, DTensor) else x
     x = x.coalesce().values() if x.is_sparse else x
     return float(torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype)))
 
 
 def _some(x: Tensor) -> Tensor:
-    """Some numbers of a weight: norms of two large ones may be equal by chance."""
+    """Return a sample of a weight's entries, because norms of two large weights may be equal by chance."""
     x = x.to_local() if isinstance(x, DTensor) else x
     while x.ndim > 1 and x.numel():
         x = x[0]
@@ -206,9 +203,9 @@ def _some(x: Tensor) -> Tensor:
 def _compare_norms(
     group: dist.ProcessGroup, planned: Planned, graded: Mapping[str, Tensor], over_tp: bool = False
 ) -> None:
-    """Refuse gradients of replicated parameters that differ between ranks: nobody reduced them.
+    """Refuse gradients of replicated parameters that differ between ranks, since nothing reduced them.
 
-    Of the ranks that come: an optimizer may hold parameters of the model on some of them alone.
+    Only ranks that arrive in time are compared: an optimizer may hold parameters of the model on some ranks alone.
     """
     own = {
         "gradients": {name: _norm(x.grad) for name, x in graded.items() if x.grad is not None},
@@ -222,23 +219,23 @@ def _compare_norms(
 
 
 Norms = list[dict[str, dict[str, float]]]
-"""Of each rank, by field and parameter."""
+"""Norms of each rank, by field and parameter."""
 
 
 def _apart(field: str, names: list[str], answers: Norms, by: float) -> list[str]:
-    """The parameters whose norms differ."""
+    """Return the parameters whose norms differ between ranks."""
     table = torch.tensor([[x[field][name] for name in names] for x in answers], dtype=torch.float64)
     low, high = table.amin(0), table.amax(0)
     return [name for name, differs in zip(names, ((high - low) > by * high).tolist(), strict=True) if differs]
 
 
 def _other_weights(names: list[str], answers: Norms) -> set[str]:
-    """The parameters of which some ranks have other numbers."""
+    """Return the parameters whose weights differ between ranks."""
     return {name for field in ("weights", "samples") for name in _apart(field, names, answers, _OTHER_WEIGHTS)}
 
 
 def _nonzero(field: str, answers: Norms) -> set[str]:
-    """The parameters whose norm is not 0 on some rank."""
+    """Return the parameters whose norm is not 0 on some rank."""
     return {name for x in answers for name, norm in x[field].items() if norm != 0}
 
 
@@ -248,29 +245,29 @@ def _decide(own: list[str], answers: Norms) -> None:
     if differ:
         what = f"gradients of {len(differ)} of {len(names)} parameters, such as {differ[0]}"
         hint = "fully_shard and cp_mesh.sum_gradients, or all_reduce every gradient over the ranks of the loss with SUM"
-        text = describe(what, "equal on all ranks before the optimizer steps", "another one on each rank", hint)
+        text = describe(what, "equal on all ranks before the optimizer steps", "different ones on the ranks", hint)
         if len(differ) == len(names):
             raise ArgumentError(text)
-        warnings.warn(f"cp_mesh: {text}", stacklevel=6)
-    graded = _nonzero("gradients", answers)  # those that are 0 yet, as before a weight that begins at 0, tell nothing
-    # parameters of experts differ in both
+        warn(text)
+    graded = _nonzero("gradients", answers)  # a gradient of 0, as before a weight that starts at 0, proves nothing
+    # expert parameters, whose gradients differ too, are not compared
     if other := [name for name in _other_weights(names, answers) if name in graded and name not in differ]:
         hint = "build the model with one seed on all ranks, or broadcast its parameters before the first step"
         what = f"weights of {len(other)} of {len(names)} parameters whose gradients are summed, such as {other[0]}"
-        raise ArgumentError(describe(what, "equal on all ranks", "others on some", hint))
+        raise ArgumentError(describe(what, "equal on all ranks", "different ones on some", hint))
 
 
 def _decide_over_tp(own: list[str], answers: Norms) -> None:
     names = [name for name in own if all(name in x["gradients"] for x in answers)]
-    cut = {name.rpartition(".")[0] for name in _other_weights(names, answers)}  # modules that have a part each
+    cut = {name.rpartition(".")[0] for name in _other_weights(names, answers)}  # modules with sharded weights
     differ = [name for name in _apart("gradients", names, answers, _APART) if name.rpartition(".")[0] not in cut]
     if differ:
         what = f"gradients of {len(differ)} of {len(names)} parameters that tp does not shard, such as {differ[0]}"
         hint = (
-            "give a norm on rows that are sharded over tp the style SequenceParallel(); all_reduce the gradient of "
-            "what sees this rank's heads over tp with SUM; what each rank has a part of is a DTensor over tp"
+            "give a norm on rows that are sharded over tp the style SequenceParallel(); for a parameter that acts on "
+            "this rank's heads, all_reduce the gradient over tp with SUM; make a sharded parameter a DTensor over tp"
         )
-        text = describe(what, "equal on the ranks of a tp group", "another one on each rank", hint)
-        if _nonzero("weights", answers).intersection(differ):  # zeros may be parts of their own
+        text = describe(what, "equal on the ranks of a tp group", "different ones on the ranks", hint)
+        if _nonzero("weights", answers).intersection(differ):  # weights of 0 may be shards, which look equal
             raise ArgumentError(text)
-        warnings.warn(f"cp_mesh: {text}", stacklevel=6)
+        warn(text)

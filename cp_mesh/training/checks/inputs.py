@@ -1,14 +1,13 @@
-"""A model whose cores have a style and whose root has none: what a `ShardedModel` would refuse is looked for once.
+"""Checks of a model without a `ShardedModel`, whose caller shards the inputs.
 
-The caller shards, so tensors are looked at as they come: in the first eager forward of the module that was given to
-`cp_mesh.parallelize`. Attention outside of the plan is looked for there, and whenever torch.compile traces the module.
+The inputs are checked once, in the first eager forward of the module that was passed to `cp_mesh.parallelize`.
+Attention outside of the plan is checked in that forward, and whenever torch.compile traces the module.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from cp_mesh.comm.agreement import compare_first
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, warn
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
@@ -30,14 +29,14 @@ from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 
 
 def watch_rootless(module: nn.Module) -> None:
-    """Look at the first forward of ``module``, which has cores below it."""
+    """Check the first forward of ``module``, which contains attention cores."""
     if replaced(module, STYLE) is None and replaced(module, WATCH) is None:
         replace_forward(module, WATCH, "Watch", functools.partial(_run, set()))
         watch_encoders(module)
 
 
 def _run(looked_at: set[Any], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if replaced(module, STYLE) is not None:  # a root, applied later
+    if replaced(module, STYLE) is not None:  # a ShardedModel was applied later
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         with Watch():
@@ -48,7 +47,7 @@ def _run(looked_at: set[Any], module: nn.Module, forward: Callable[..., Any], /,
     parameters = inspect.signature(forward).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
     with announcing(styles[0].sequence) if styles else nullcontext():
-        whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a part shards: tokens are whole
+        whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a ShardInput takes whole tokens
         rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
         with watching(module, rows):
             result = forward(*args, **kwargs)
@@ -57,32 +56,31 @@ def _run(looked_at: set[Any], module: nn.Module, forward: Callable[..., Any], /,
 
 
 def _check(styles: list[ContextParallel], names: list[str], given: dict[str, Any]) -> int | None:
-    """Refuse whole tokens and positions counted on each rank; the rows of this rank if no positions were given."""
+    """Refuse whole tokens, and positions counted on each rank; return the local length if the forward takes none."""
     sequence = styles[0].sequence
     tokens = next((x for name, x in given.items() if name not in (*POSITIONS, *WHOLE) and _is_ids(x)), None)
     if tokens is None or sequence.cp_size == 1:
         return None
     if sequence.length is None:
         group = sequence.mesh.get_group()
-        # what one rank alone knows decides nothing before all have told it
+        # ranks exchange what each knows before any of them raises
         said = {"tokens": fingerprint(tokens), "cut": str(is_cut(tokens, group))}
         answers = compare_first(group, said)
         alike = len(answers) > 1 and all(answer == said for answer in answers) and said["cut"] == "False"
         if alike and tokens.numel() > 1 and tokens.min() != tokens.max():
             hint = (
-                "shard them, sequence.shard({...}), or give the plan a root, ShardedModel(sequence); of a benchmark's "
-                "random tokens, parallelize(..., watch=False)"
+                "shard them, sequence.shard({...}), or give the plan a root, ShardedModel(sequence); for a benchmark "
+                "on random tokens, parallelize(..., watch=False)"
             )
             refuse("model", "this rank's rows of the tokens", f"the same {tuple(tokens.shape)} on every cp rank", hint)
     found = {name: given.get(name) for name in names if name in POSITIONS}
     if not found:
         return int(tokens.shape[1])
     if all(x is None for x in found.values()):
-        warnings.warn(
-            f"cp_mesh: the model's forward takes {' and '.join(found)}, and the call leaves them out: where each rank "
-            "counts from 0, they are others'. Pass sequence.positions(seq_len), or give the plan a root, "
-            "ShardedModel(sequence, positions=...)",
-            stacklevel=4,
+        warn(
+            f"the model's forward takes {' and '.join(found)}, and the call leaves them out: if every rank "
+            "counts from 0, they are wrong on most ranks. Pass sequence.positions(seq_len), or give the plan a root, "
+            "ShardedModel(sequence, positions=...)"
         )
     if not any(callable(style.mask) or style.mask.documents is not None or style.layout for style in styles):
         for name, x in found.items():
@@ -96,9 +94,9 @@ def _is_ids(x: Any) -> bool:
 
 
 def _check_counted(name: str, positions: Tensor, sequence: ShardedSequence) -> None:
-    """Refuse positions that are counted from 0 on a rank that does not hold the beginning."""
+    """Refuse positions 0, 1, 2, ... on a rank whose rows have other positions."""
     rows = positions.shape[-1]
     counted = torch.arange(rows, device=positions.device)
     own = sequence.positions(rows * sequence.cp_size if sequence.length is None else None, positions.device)
     if (positions == counted).all() and (len(own) != rows or not torch.equal(own, counted)):
-        refuse(name, f"those of this rank's {rows} rows", "0, 1, 2, ...", "pass sequence.positions(seq_len)")
+        refuse(name, f"the positions of this rank's {rows} rows", "0, 1, 2, ...", "pass sequence.positions(seq_len)")

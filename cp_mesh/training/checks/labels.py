@@ -1,39 +1,37 @@
-"""Labels of a first loss, compared with the tokens that were sharded: are they the next ones of this rank's rows?"""
+"""A check of the labels in the first loss: are they the next tokens of this rank's rows?"""
 
 from __future__ import annotations
-
-import warnings
 
 import torch
 from torch import Tensor
 
 from cp_mesh._torch import without_function_modes, world
 from cp_mesh.comm.group_state import groups_with
-from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.errors import ArgumentError, describe, warn
 from cp_mesh.geometry.layouts import Contiguous, Striped, ZigZag
 from cp_mesh.sequence.cuts import Cuts, Tokens
 
 LEAST_KNOWN = 4
-"""Labels that must be known to call them those of other rows: fewer may be equal by chance."""
+"""Labels that must match other rows before they are refused: fewer may be equal by chance."""
 _MOST = 0.9
-"""Of labels that count: fewer may be those of masked tokens, which are not shifted."""
+"""Share of valid labels above which unshifted labels are refused: with fewer, masked-token training is possible."""
 _SHIFT = "shift the whole labels and then shard them: the token after a shard's last row is another rank's"
 _CUT = 'cut them with sequence.shard({"labels": labels}), not by chunk or another layout'
-_WHOLE = 'of gathered logits take F.cross_entropy, or cross_entropy over mesh["dp"], without the cp ranks'
+_WHOLE = 'for gathered logits take F.cross_entropy, or cross_entropy over mesh["dp"], without the cp ranks'
 
 
 def check_labels(
     labels: Tensor, vocab: int, ignore_index: int, ranks: set[int], in_parts: bool, trained: bool
 ) -> ArgumentError | None:
-    """What is wrong with this rank's labels, as far as its first loss can tell.
+    """Return an error if this rank's labels are wrong, else None.
 
     Args:
-        labels: of this rank's rows, any shape.
-        vocab: how many labels there are.
-        ignore_index: the label of tokens that do not count.
-        ranks: of the loss.
-        in_parts: whether the loss was given a count; then it may be of some of the rows.
-        trained: whether it has a gradient. Then no later loss is looked at.
+        labels: labels of this rank's rows, any shape.
+        vocab: vocabulary size.
+        ignore_index: the label of tokens without a loss.
+        ranks: the ranks of the loss.
+        in_parts: whether the loss has ``count=``; it may then cover only some of the rows.
+        trained: whether the loss has a gradient; if so, later losses are not checked.
     """
     outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
     if len(outside):
@@ -42,17 +40,17 @@ def check_labels(
         return ArgumentError(describe("labels", expected, int(outside[0]), hint))
     found = None
     for group, own in groups_with(Cuts):
-        if group not in world().pg_map:  # it was destroyed
+        if group not in world().pg_map:  # the group was destroyed
             continue
         if own.tokens is not None and ranks.issuperset(own.tokens.ranks):
-            with without_function_modes():  # a watch over the model's forward may be on, and see what is counted here
+            with without_function_modes():  # a watch may be active, and would report torch.arange calls of this check
                 found = found or _wrong(labels, ignore_index, own, in_parts)
             own.tokens, own.done = None, trained
     return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 
 def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool) -> tuple[str, str] | None:
-    """What these labels seem to be, and what mends it; None if they may well be right."""
+    """Return what the labels are and a hint for the fix; None if they may be right."""
     tokens = own.tokens
     assert tokens is not None
     (batch, length), device = tokens.whole.shape, tokens.whole.device
@@ -71,7 +69,7 @@ def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool) -> tupl
 
 
 def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens) -> tuple[str, str] | None:
-    """By content: labels [B, rows] that are not the next tokens of this rank's rows, but of other ones."""
+    """`_wrong` by content: find labels [B, rows] that are tokens at other positions than next to this rank's rows."""
 
     def are(found: Tensor) -> bool:
         if found.shape != labels.shape:
@@ -91,10 +89,7 @@ def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens) -> tuple[str, 
         mends = "shift the whole labels by one, and then shard them"
         if (labels != ignore_index).double().mean() > _MOST:
             return "the tokens themselves, not the next ones", mends
-        warnings.warn(
-            f"cp_mesh: labels are the tokens of their rows, as of masked tokens; those of next tokens are not: {mends}",
-            stacklevel=5,
-        )
+        warn(f"labels equal the tokens of their rows, which suits masked tokens; for next tokens, {mends}")
         return None
     for rank in range(len(tokens.ranks)):
         if rank != tokens.rank and are(tokens.rows(1, rank=rank, fill=ignore_index)):

@@ -1,5 +1,5 @@
-"""How long a call takes and what memory it needs, from its schedule and a few measured numbers.
+"""Predict the time and memory of a call from its schedule and a few measured numbers.
 
-`time` and `memory` are the formulas, `methods` says which of them hold for a method, `machines` reads and writes
-numbers. They inform: nothing that a call does depends on them.
+`time` and `memory` have the formulas, `methods` selects them for a method, `machines` reads and writes measurements.
+Predictions are for information only: no call depends on them.
 """

@@ -1,68 +1,67 @@
-"""Memory: what a call needs beyond its inputs and results, from its schedule. A formula, held to measurements.
+"""Memory of a call beyond its inputs and results, by a formula over its schedule; tests compare it with allocations.
 
 Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and values, Q = B·(H/n)·D of queries.
 
     symmetric memory, kept from call to call
-        local rows · F                                 K and V where others can read them
-        rows that others fetch · F                     a slot for the gradients that each of them computes; every rank
-                                                       allocates what the rank that serves most needs. On two ranks it
-                                                       lies where the rows did, and the larger of the two counts
+        local rows · F                                 K and V where other ranks can read them
+        rows that other ranks fetch · F                a slot for the gradients that each of them computes. Every rank
+                                                       allocates as much as the rank that serves most rows. With two
+                                                       ranks both share one buffer, as large as the larger one
     forward, at its end
         rows of all tiles · B·(H/n)·(Dv elements + 4)  partial outputs and their lse, merged once
-        and, while the first tile is computed, all rows fetched · F; while stage s is, those fetched in it and later,
-        with the partial outputs so far, less, in one chunk, the results, which are made last
-    backward, while stage s is computed, the largest over s
-        rows fetched in stage s and later · F          keys that arrived or will
-        rows fetched in stages s - 2 to s · F          gradients on their way to the owners
+        During the first tile also all fetched rows · F. During stage s also rows fetched in stages s and later, with
+        the partial outputs so far; with one head chunk minus the results, which are allocated last
+    backward, during stage s; the largest over s
+        rows fetched in stage s and later · F          keys that have arrived or will arrive
+        rows fetched in stages s - 2 to s · F          gradients in transit to the owners
         rows of the tiles so far · Q                   partial dq, summed once
         rows of the tile · Q · 4 bytes                 the kernel's own fp32 dq, and with grouped queries
         keys of the tile · F · 4 bytes                 its fp32 dk and dv
-        less, in one chunk, the results                dq, dk and dv, made after the last tile; at that time all partial
-                                                       dq are held, and dk and dv of the local keys
+        minus, with one head chunk, the results        dq, dk and dv are allocated after the last tile; then all partial
+                                                       dq, and dk and dv of the local keys, are live
 
-A sum holds at most `MAX_PIECES` pieces, of out, dq or gradients that arrived: these then become one in fp32. Where
-gradients travel in fp32, or two tiles of a stage share keys, the kernel's own of that stage are held beside them.
+A sum holds at most `MAX_PIECES` pieces of out, dq or arrived gradients, and then folds them into one in fp32. If
+gradients travel in fp32, or two tiles of a stage share keys, the kernel's gradients of that stage are live as well.
 
-Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the
-rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived. In the forward the
-local tiles come first, beside the rows of the first stage and the copies that it serves.
+Functional collectives use no symmetric memory. They hold the keys of stage s and of the next stage, packed copies of
+the rows that the next stage serves, gradients of stages s - 1 and s in transit, and the arrived gradients. In the
+forward the local tiles come first, beside the rows of the first stage and the packed copies for it.
 
-All-gather has one stage. The double ring holds, of the host that is visited, what a ring of its ranks holds, with the
-rows that crossed as its own; and
+All-gather has one stage. The double ring holds, for each visited host, the memory of a ring within a host, whose local
+rows are the rows that crossed; and
 
-    keys                                               the rows that crossed; those of the next host, crossing, and the
-                                                       packed copies of those that leave meanwhile
+    keys                                               the rows that crossed; rows of the next host in transit, and
+                                                       packed copies of the rows that this rank sends meanwhile
     backward                                           gradients of this rank's buffer, from its host, until they are
-                                                       summed in fp32; the sums on their way, and those that came home
+                                                       summed in fp32; the sums in transit, and those that returned
     symmetric memory                                   that of the ring within the host
 
-Ulysses holds rows of the whole sequence S, of a
-part of a rank's heads, here H/(n·cp) and K as many as these read, R = B·(H·D + K·(D + Dv)) elements of q, k and v, O
-= B·H·(Dv elements + 4) of out and lse:
+Ulysses holds rows of the whole sequence S for a part of a rank's heads: here H means H/(n·cp) query heads, K the kv
+heads that they read, R = B·(H·D + K·(D + Dv)) elements of q, k and v, and O = B·H·(Dv elements + 4) of out and lse:
 
-    symmetric memory                                   the largest buffer that it sends: in the backward, mostly
-    kept       rows · (R + O)                          of all parts, from the forward to the backward; in training it is
-                                                       in the place of this rank's own q, k and v
-    forward    rows · 2·R                              what arrived, and the same in the order of positions
-               rows · (R + O)                          while tiles are computed: what arrived, and results; of several
-                                                       tiles as the kernel gives them, and merged
-               rows · (R + O + out)                    out on its way home: what was computed, what arrived
-    backward   rows · 2·B·H·Dv                         beside what is kept: dout, as above
-               rows · (B·H·Dv + R)                     while tiles are computed, with gradients as the kernel gives
-                                                       them, of several tiles also summed, its own fp32 sums as in the
-                                                       ring, and delta
-               rows · 2·R                              gradients on their way home
-Kv heads that are sent several times are not kept, as they would be more than a rank's own: they, as often as they are
-sent, are held in both passes, lse comes home with out, and the backward holds rows · 2·(R + B·H·Dv + O) when dout, q,
-k, v, out (or delta) and lse have arrived. Over functional collectives what is sent is held once more where what arrived
-is. Contiguous needs no other order. The hybrid has the rows of an inner group in place of S, and of these a ring's
-memory in place of the results of one device.
+    symmetric memory                                   the largest buffer that it sends, mostly in the backward
+    kept       rows · (R + O)                          all head chunks, from the forward to the backward; in training it
+                                                       replaces this rank's own q, k and v
+    forward    rows · 2·R                              arrived rows, and the same rows in order of positions
+               rows · (R + O)                          during tiles: arrived rows, and results; with several tiles both
+                                                       the kernel's results and the merged ones
+               rows · (R + O + out)                    all-to-all of out: sent and received
+    backward   rows · 2·B·H·Dv                         beside what is kept: dout, arrived and reordered
+               rows · (B·H·Dv + R)                     during tiles, with the kernel's gradients; with several tiles
+                                                       also their sums; the kernel's own fp32 sums as in the ring, and
+                                                       delta
+               rows · 2·R                              all-to-all of gradients: sent and received
+Kv heads that are sent to several ranks are not kept, since they would exceed a rank's own: both passes hold all their
+copies, lse returns with out, and the backward holds rows · 2·(R + B·H·Dv + O) when dout, q, k, v, out (or delta) and
+lse have arrived. Functional collectives hold the sent buffer once more beside the received one. Contiguous needs no
+reordering. The hybrid has the rows of an inner group in place of S, and a ring's memory over these rows in place of the
+results of one device.
 
-Captured shards of `cp_mesh.flex_attention` are held whole in both passes, in the dtype of sums, and in the backward two
-more of each: its gradient, summed, and that of a tile.
+Captured shards of `cp_mesh.flex_attention` are gathered whole in both passes, in the dtype of sums. The backward holds
+two more tensors of that size for each: the summed gradient, and the gradient of a tile.
 
-Not counted: gradients of the scores' other tensors while they are summed in fp32. That of a dense bias is 4 bytes an
-element of the bias, on top of the result. And with kernel="flex" copies of gradients of elements that many pairs read.
+Not counted: gradients of the scores' other tensors while they are summed in fp32. A dense bias needs 4 bytes per
+element beside its result. With kernel="flex" also copies of gradients of elements that many pairs read.
 """
 
 from __future__ import annotations
@@ -80,11 +79,11 @@ from cp_mesh.kernels.combine import MAX_PIECES
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the formula reads of q, k and v: of all heads of this rank, and bytes of an element.
+    """Sizes of q, k and v with all heads of this rank, and bytes per element.
 
-    ``gradient_itemsize`` is that of dk and dv as they travel: 2 for half precision where the kernel rounds them and no
-    two tiles of a message share rows (zigzag and striped causal, full; joined tiles), else 4; 8 for float64.
-    ``home_itemsize`` is that where they go home of heads that were exchanged; 0: the same.
+    ``gradient_itemsize``: of dk and dv in transit. It is 2 for half precision if the kernel rounds them and no two
+    tiles of a message share rows (zigzag and striped causal, full; joined tiles), else 4; 8 for float64.
+    ``home_itemsize``: of dk and dv in the all-to-all that returns exchanged heads; 0: the same.
     """
 
     batch: int
@@ -99,7 +98,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ExtraMemory:
-    """Bytes beyond inputs and results, on this rank: the peaks of the two passes, and what is kept between them."""
+    """Bytes beyond inputs and results on this rank: the peak of each pass, and the symmetric memory beside both."""
 
     forward: int
     backward: int
@@ -111,7 +110,7 @@ class ExtraMemory:
         return max(self.forward, self.backward) + self.symmetric
 
     def with_captured(self, num: int, itemsize: int) -> ExtraMemory:
-        """Also of captured shards: of ``num`` elements, when they are whole."""
+        """Add captured shards that have ``num`` elements over all ranks."""
         whole = num * max(4, itemsize)
         return replace(self, forward=self.forward + whole, backward=self.backward + 3 * whole)
 
@@ -126,17 +125,18 @@ def extra_memory(
     made_last: bool = True,
     result_itemsize: int = 0,
 ) -> ExtraMemory:
-    """The formula above for one rank.
+    """Evaluate the formula above for one rank of a method that fetches rows in stages.
 
     Args:
-        schedule: the rank's, as the method makes it (`cp_mesh.call.methods.Method.make_schedule`).
+        schedule: the rank's schedule (`cp_mesh.call.methods.Method.make_schedule`).
         sizes: of its tensors.
-        head_chunks: number of parts that the kv heads are computed in.
-        transport: "symmetric_memory" or "functional"; of several hosts that within one.
-        one_tile: whether the kernel is given the tiles of a step as one (`cp_mesh.call.method.as_one_tile`).
+        head_chunks: number of chunks in which heads are computed.
+        transport: "symmetric_memory" or "functional"; for several hosts the transport within a host.
+        one_tile: whether the kernel gets the tiles of a step as one tile (`cp_mesh.call.method.as_one_tile`).
         rounds: whether the kernel returns gradients in the inputs' dtype.
-        made_last: whether results are made after the last tile, in one chunk; of one tile they are the kernel's.
-        result_itemsize: of dk and dv; 0: as of the inputs.
+        made_last: whether results are allocated after the last tile if there is one head chunk. False if there is only
+            one tile, whose outputs are the results.
+        result_itemsize: bytes per element of dk and dv; 0: as for the inputs.
     """
     rows, route = _Rows.of(sizes, head_chunks, rounds, result_itemsize or sizes.itemsize), schedule.route
     own_rows, on_wires, visits = schedule.shard_lens[schedule.cp_rank], _on_wires(transport), visits_of(schedule)
@@ -146,14 +146,14 @@ def extra_memory(
     call = _Call(own_rows, visits, _held_keys(visits, on_wires), tiles, rows, on_wires, made_last)
     backward = _backward_over_hosts(call) if isinstance(route, RelayedRoute) else _backward(call)
     symmetric, moved = 0, [visit.route for visit in visits if visit.route.stages]
-    if on_wires and moved:  # by the group of this host, which serves every visit; its most
+    if on_wires and moved:  # the group of this host serves all visits: the largest counts
         of_group = max(schedule.shard_lens) * rows.key, max(x.most_served for x in moved) * rows.gradient
         symmetric = max(of_group) if host_size_of(schedule) == 2 else sum(of_group)
     return ExtraMemory(_forward(call), backward, symmetric)
 
 
 class _Call(NamedTuple):
-    """What both passes of a rank are: its rows, the hosts it visits, keys that it holds there, tiles of each stage."""
+    """Data of both passes of a rank: its rows, the hosts it visits, the keys held there, the tiles of each stage."""
 
     own_rows: int
     visits: Sequence[Visit]
@@ -165,25 +165,25 @@ class _Call(NamedTuple):
 
 
 def host_size_of(schedule: Schedule) -> int:
-    """Ranks that are visited one after the other before those of the next host; all of them if rows do not cross."""
+    """Number of ranks that are visited before those of the next host; all ranks unless the method is a double ring."""
     return schedule.route.host_size if isinstance(schedule.route, RelayedRoute) else schedule.cp_size
 
 
 def visits_of(schedule: Schedule) -> Sequence[Visit]:
-    """Of hosts, in order; of one, with all stages, where rows do not cross."""
+    """Visits to hosts, in order; one visit with all stages unless the method is a double ring."""
     route, rows = schedule.route, schedule.shard_lens[schedule.cp_rank]
     return route.visits if isinstance(route, RelayedRoute) else (Visit(None, route, None, (), rows),)
 
 
 class _Rows(NamedTuple):
-    """Bytes of a row, of the heads of one chunk.
+    """Bytes per row, for the heads of one chunk.
 
     Attributes:
-        key, gradient, piece, sum, result: of keys and values; of their gradients as they travel, as the kernel returns
-            them, summed, and as results.
-        out, out_sum: of partial results with their lse, as returned and summed.
+        key: keys and values.
+        gradient, piece, sum, result: dk and dv in transit, as the kernel returns them, summed, and as results.
+        out, out_sum: partial outputs with their lse, as returned and summed.
         dq, dq_sum: as returned and summed.
-        own_dq, own_dkv: the kernel's own sums.
+        own_dq, own_dkv: fp32 sums inside the kernel.
     """
 
     key: int
@@ -220,7 +220,7 @@ class _Rows(NamedTuple):
 
 
 def _tiles_of_backward(tiles: Sequence[Tile], rows: _Rows, dq: _Pieces, is_local: bool) -> int:
-    """The most that dq and the kernel hold; of gradients of keys, what is not written where it is sent from."""
+    """Peak of dq, the kernel's sums, and those gradients of keys that are not written to the send buffer directly."""
     apart, most = 0, dq.held
     overlapping = _overlap(tile.k for tile in tiles)
     for tile in tiles:
@@ -233,7 +233,7 @@ def _tiles_of_backward(tiles: Sequence[Tile], rows: _Rows, dq: _Pieces, is_local
 
 
 class _Pieces:
-    """Bytes that a sum holds: at most `MAX_PIECES` partial results, before they become ``folded`` bytes."""
+    """Bytes that a sum holds: at most `MAX_PIECES` partial results, which it then folds into ``folded`` bytes."""
 
     def __init__(self, folded: int) -> None:
         self._folded, self._pieces = folded, list[int]()
@@ -243,7 +243,7 @@ class _Pieces:
         return sum(self._pieces)
 
     def add(self, pieces: Iterable[int]) -> int:
-        """The most that is held meanwhile."""
+        """Add partial results; return the peak of held bytes meanwhile."""
         most = self.held
         for piece in pieces:
             if piece and len(self._pieces) == MAX_PIECES:
@@ -294,7 +294,7 @@ def _backward_over_hosts(call: _Call) -> int:
     of_stage = iter(tiles)
     dq, arrived = _Pieces(own_rows * rows.dq_sum), _Pieces(own_rows * rows.sum)
     results = own_rows * (rows.dq + rows.key) if made_last else 0
-    most, buffer, crossing, returning = 0, 0, 0, list[int]()  # of gradients: what crosses, and what comes of it
+    most, buffer, crossing, returning = 0, 0, 0, list[int]()  # the last two: gradients in transit, and their arrivals
     for visit, keys in zip(visits, held_keys, strict=True):
         held = dq.held + arrived.held + crossing
         most, buffer = max(most, (buffer + keys.begin) * rows.key + held - results), keys.buffer
@@ -308,7 +308,7 @@ def _backward_over_hosts(call: _Call) -> int:
             of_kernel = _tiles_of_backward(of_tiles, rows, dq, is_local=False)
             now = num * rows.key + sent + arrived.held + crossing + of_kernel
             most = max(most, now - results)
-        # All gradients of this host are here, and their sums are made.
+        # All gradients of this host have arrived; they are summed now.
         here = own + (0 if on_wires else sum(served) * rows.gradient) + keys.end * rows.key + dq.held
         if visit.crossing is None:
             most = max(most, here + arrived.held + visit.num_rows * rows.sum - results)
@@ -325,13 +325,13 @@ def _backward_over_hosts(call: _Call) -> int:
 
 
 class _HeldKeys(NamedTuple):
-    """Rows of keys that a rank holds beside its own while it visits a host.
+    """Rows of keys that a rank holds beside its local rows while it visits a host.
 
     Attributes:
-        begin: when it begins, beside the buffer of the host before.
-        buffer: of this host's.
+        begin: at the begin of the visit, without the buffer of the previous host.
+        buffer: rows of this host's buffer.
         stages: in each stage, the buffer included.
-        end: after the last one.
+        end: after the last stage.
     """
 
     begin: int
@@ -361,7 +361,7 @@ def _held_keys(visits: Sequence[Visit], on_wires: bool) -> list[_HeldKeys]:
 
 
 def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether two of these have rows in common."""
+    """Whether two of these ranges overlap."""
     return any(a[1] > b[0] for a, b in pairwise(sorted(ranges)))
 
 
@@ -374,7 +374,7 @@ def _served(stage: Stage) -> int:
 
 
 def _ranges(stage: Stage) -> list[int]:
-    """Rows of each range that a rank serves, or of which gradients come back."""
+    """Lengths of the row ranges that a rank serves in a stage; gradients of the same rows return to it."""
     return [end - begin for _, ranges in stage.serve for begin, end in ranges]
 
 
@@ -389,24 +389,24 @@ def ulysses_memory(
     rounds: bool = True,
     outer: str = "functional",
 ) -> ExtraMemory:
-    """The formula above of Ulysses and the hybrid, where ranks hold equally many rows.
+    """Evaluate the formula above for Ulysses and the hybrid; all ranks hold equally many rows.
 
     Args:
-        schedule: that of a ring of inner groups; of plain Ulysses one device that holds the whole sequence.
+        schedule: of a ring of inner groups; for plain Ulysses, of one device that holds the whole sequence.
         degree: ranks of an inner group.
         sizes, one_tile, rounds: as in `extra_memory`.
-        head_chunks: parts of a rank's heads that are computed one after the other.
-        transport, outer: of the inner group, and of the ring.
-        uses_delta: whether the kernel's backward is given delta instead of out.
+        head_chunks: number of chunks in which a rank's heads are computed.
+        transport, outer: transports of the inner group and of the ring.
+        uses_delta: whether the kernel's backward takes delta instead of out.
     """
     rows, of_kv = schedule.shard_lens[schedule.cp_rank], kv_heads_of_rank(sizes, degree)
     B, H, K = sizes.batch, sizes.num_heads // degree // head_chunks, of_kv // head_chunks
     q, out, kv = (B * n for n in (H * sizes.head_dim, H * sizes.v_head_dim, K * (sizes.head_dim + sizes.v_head_dim)))
     e, lse, home_itemsize = sizes.itemsize, B * H * 4, sizes.home_itemsize or sizes.gradient_itemsize
-    ways = 2 if _on_wires(transport) or degree == 1 else 3  # computed, arrived, and sent
+    ways = 2 if _on_wires(transport) or degree == 1 else 3  # computed, received, and (functional) sent
     is_kept = of_kv * degree == sizes.num_kv_heads and degree > 1
     tiles = [*schedule.local_tiles, *(tile for stage in schedule.route.stages for tile in stage.tiles)]
-    once = len(tiles) == 1 and (_rows(tiles[0]), _keys(tiles[0])) == (rows, rows)  # the kernel's results are the ring's
+    once = len(tiles) == 1 and (_rows(tiles[0]), _keys(tiles[0])) == (rows, rows)  # its outputs are the results
     of_heads = replace(sizes, num_heads=H, num_kv_heads=K)
     ring = extra_memory(schedule, of_heads, 1, outer, one_tile, rounds, not once, home_itemsize)
 
@@ -431,7 +431,7 @@ def ulysses_memory(
 
 
 def kv_heads_of_rank(sizes: Sizes, cp_size: int) -> int:
-    """Of Ulysses: those that a rank's query heads read, in groups that are equal on all ranks."""
+    """Number of kv heads that a rank's query heads read in Ulysses, equal on all ranks."""
     heads = sizes.num_heads // cp_size
     return heads // math.gcd(sizes.num_heads // sizes.num_kv_heads, heads)
 

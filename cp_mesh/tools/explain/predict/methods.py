@@ -1,4 +1,4 @@
-"""Which formulas of `time` and `memory` hold for a method: of Ulysses and the hybrid exchanges, of others stages."""
+"""Select the formulas of `time` and `memory`: exchanges for Ulysses and the hybrid, stages for other methods."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cp_mesh.tools.explain.predict.time import Machine, PassCost, staged_costs, 
 
 
 class Setup(NamedTuple):
-    """A call as the formulas read it, beside a rank's schedule.
+    """Inputs of the formulas besides a rank's schedule.
 
     Attributes:
-        method, cp_size, degree: of the call; the degree as `Method.choose_degree` says it.
+        method, cp_size, degree: of the call; the degree is that of `Method.choose_degree`.
         sizes, head_chunks: of its tensors on one rank.
-        kernel, features: that computes it, and of its scores.
-        transport, within: over which rows travel among all ranks, and among those of one host.
+        kernel, features: its kernel, and the score features that it uses.
+        transport, within: transports between all ranks, and between ranks of one host.
         gpus_per_host: ranks that share a host.
-        pieces: that `cp_mesh.call.joined_layout.pieces_of_rank` counts.
+        pieces: as `cp_mesh.call.joined_layout.pieces_of_rank` counts them.
     """
 
     method: Method
@@ -46,12 +46,12 @@ class Setup(NamedTuple):
 
     @property
     def inner_transport(self) -> str:
-        """Of an inner group, or the ranks of a host."""
+        """Transport of an inner group, or between the ranks of a host."""
         return self.transport if self.gpus_per_host % self.degree else self.within
 
 
 def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
-    """Of forward and backward on the schedule's rank."""
+    """Predicted costs of forward and backward on the schedule's rank."""
     if not setup.exchanges:
         return staged_costs(schedule, setup.sizes, machine, setup.kernel.name, setup.head_chunks)
     return ulysses_costs(
@@ -61,7 +61,7 @@ def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost,
 
 
 def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
-    """Beyond inputs and results on the schedule's rank."""
+    """Memory beyond inputs and results on the schedule's rank."""
     one_tile, kernel = as_one_tile(setup.kernel, schedule, setup.features), setup.kernel
     if not setup.exchanges:
         transport = setup.inner_transport if isinstance(schedule.route, RelayedRoute) else setup.transport
@@ -71,7 +71,7 @@ def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
 
 
 def degrees(method: str, cp_size: int, gpus_per_host: int) -> list[int]:
-    """Degrees to look at: inner groups of the hybrid within a host, and hosts of the double ring if they are full."""
+    """Degrees to compare: inner groups within a host for the hybrid; for the double ring the GPUs of full hosts."""
     if method == "hybrid":
         common = math.gcd(cp_size, gpus_per_host)
         return [degree for degree in range(2, min(common + 1, cp_size)) if common % degree == 0]
@@ -80,7 +80,7 @@ def degrees(method: str, cp_size: int, gpus_per_host: int) -> list[int]:
 
 
 def sizes_of(q: Operand, k: Operand, v: Operand, settings: Any) -> Sizes:
-    """Of the tensors of a call, with the settings of its method."""
-    home = getattr(settings, "home_dtype", settings.gradient_dtype)  # of those that exchange heads
+    """`Sizes` of the tensors of a call, with the settings of its method."""
+    home = getattr(settings, "home_dtype", settings.gradient_dtype)  # only methods that exchange heads have it
     itemsizes = q.dtype.itemsize, settings.gradient_dtype.itemsize, home.itemsize
     return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], *itemsizes)

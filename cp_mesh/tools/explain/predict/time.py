@@ -1,26 +1,28 @@
-"""Time: that of a forward and a backward on a rank, from its schedule and a few measured numbers of a machine.
+"""Time of a forward and a backward on one rank, from its schedule and a few measured numbers of a machine.
 
-A closed model; no ranks, no device. In one of n head chunks, F are the bytes of a row's keys and values, Q those of its
-queries, heads the batch times the query heads:
+A closed model: it needs no process group and no GPU. In one of n head chunks, F is the bytes of a row's keys and
+values, Q those of its queries, and heads is the batch times the query heads:
 
-    a kernel call       FLOPs / rate + query rows · heads · per_row + per_call; more a row where a tile is cut by the
-                        mask: blocks on its edge are computed whole
-    rows are published  2 · local rows · F / memory_rate in a launch, between two barriers, each per_barrier · log2(cp)
-    rows arrive         stage after stage while tiles are computed, from ranks of this host at link_rate, from others at
-                        network_rate, each range of rows with a launch
-    forward             publish; local tiles; each stage's tiles once its rows are there; the merge of partial outputs
-    backward            publish; each stage's tiles once its rows are there, whose gradients leave stage after stage;
+    a kernel call       FLOPs / rate + query rows · heads · per_row + per_call. Rows of tiles that the mask cuts cost
+                        more: blocks on the mask's edge are computed whole
+    publishing rows     2 · local rows · F / memory_rate in a launch, between two barriers, each per_barrier · log2(cp)
+    receiving rows      stage by stage while tiles are computed, from ranks of this host at link_rate, from others at
+                        network_rate; a launch for each range of rows
+    forward             publish; local tiles; each stage's tiles once its rows have arrived; merge of partial outputs
+    backward            publish; each stage's tiles once its rows have arrived, whose gradients are sent stage by stage;
                         local tiles; a barrier when the last gradients have arrived; sums of all partial gradients
-    the host            a pass, its kernel calls and stages. Calls that follow one another take the longer of the two
-    Ulysses             an exchange of heads for rows, with the copies before and after it; one device's kernel calls
-                        on the rank's heads; an exchange back. Each is two barriers and the launches that
-                        `exchange_launches` counts; of the benchmark's Ulysses (``plain``) two launches
-    the hybrid          these exchanges in an inner group, and between them its ring, on the rank's heads
-    the double ring     rows of the next host cross while one is computed, at the rate of the network, and are published
-                        when that host is visited. Gradients of a host are waited for, summed, and cross in fp32, the
-                        last of them behind the local tiles. A crossing takes the host as long as a stage
+    the host            time of a pass, its kernel calls and stages. Calls in sequence take the longer of device and
+                        host time
+    Ulysses             an all-to-all of heads for rows, with copies before and after it; one device's kernel calls on
+                        the rank's heads; an all-to-all back. Each has two barriers and the launches that
+                        `exchange_launches` counts; two launches in the benchmark's Ulysses (``plain``)
+    the hybrid          these exchanges in an inner group, and between them a ring on the rank's heads
+    the double ring     rows of the next host cross at network_rate while one host is computed, and are published when
+                        that host is visited. Gradients of a host are waited for, summed, and cross in fp32, the last
+                        ones behind the local tiles. A crossing costs the host the time of a stage
 
-What a rank waits for others is not in it, but for their rows: take the slowest rank. Errors are in docs/performance.md.
+The model includes waiting for rows, but no other waiting for ranks: take the slowest rank. docs/performance.md has the
+prediction errors.
 """
 
 from __future__ import annotations
@@ -37,41 +39,41 @@ from cp_mesh.tools.explain.predict.memory import Sizes, host_size_of, kv_heads_o
 
 @dataclass(frozen=True)
 class KernelRate:
-    """Of one pass of a kernel, in bf16: of long calls, and seconds beside that."""
+    """Speed of one pass of a kernel in bf16: the rate of long calls, and extra seconds."""
 
     rate: float  # FLOP/s
-    per_row: float  # for a query row of a head
-    per_cut_row: float  # more for one in a tile that is not full
-    per_band_row: float  # more for one in a window or of documents
+    per_row: float  # per query row and head
+    per_cut_row: float  # more in a tile that is not full
+    per_band_row: float  # more in a tile of a window or of documents
     per_call: float
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of the host for a pass."""
+    """Host seconds of a pass; the terms add up."""
 
     per_pass: float
-    per_call: float  # more, of the kernel
-    per_stage: float  # more
-    per_exchange: float  # more, of Ulysses
+    per_call: float  # for each kernel call
+    per_stage: float
+    per_exchange: float  # for each all-to-all of Ulysses
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model reads of a machine.
+    """Measured numbers of a machine.
 
     Attributes:
-        name: of its GPU, as `torch.cuda.get_device_name` says it.
-        compute_capability: of its GPU.
-        kernels: forward and backward of the kernels that were measured, by name.
+        name: name of its GPU, from `torch.cuda.get_device_name`.
+        compute_capability: of its GPU; (0, 0) for a CPU.
+        kernels: rates of forward and backward of the measured kernels, by name.
         memory_rate: bytes/s that copies and sums read and write.
-        link_rate: bytes/s that a GPU receives from others of its host while it computes.
+        link_rate: bytes/s that a GPU receives from GPUs of its host while it computes.
         network_rate: bytes/s that a GPU receives from other hosts.
-        exchange_rate: bytes/s, of all a rank's, of an exchange of heads in a host with the copies on both sides.
+        exchange_rate: bytes/s of an all-to-all of heads within a host, with its copies; a rank's own share counts.
         gpus_per_host: ranks that share a host; rank r is on host r // gpus_per_host.
-        per_launch, per_barrier: seconds of a launch on the device, or a copy, and of a barrier of two ranks.
-        host_forward, host_backward: of the host.
-        transport: over which rows travelled when this was measured.
+        per_launch, per_barrier: device seconds of a kernel launch or copy, and of a barrier of two ranks.
+        host_forward, host_backward: host time of the passes.
+        transport: the transport of the measurement.
     """
 
     name: str
@@ -110,8 +112,8 @@ H200 = Machine(
     host_forward=HostTime(500e-6, 100e-6, 200e-6, 400e-6),
     host_backward=HostTime(700e-6, 140e-6, 350e-6, 350e-6),
 )
-"""H200s, 8 on an NVLink host. Fitted to docs/results/attention_{2,4}xh200.csv, rows of 32 heads, and to windows and
-documents of masks_{2,4}xh200.csv; the host to 2 GPUs. The network was never measured: 400 Gb/s InfiniBand on paper."""
+"""H200s, 8 per NVLink host. Fitted to docs/results/attention_{2,4}xh200.csv, rows with 32 heads, and to windows and
+documents of masks_{2,4}xh200.csv; host times to 2 GPUs. network_rate is not measured: nominal 400 Gb/s InfiniBand."""
 
 MACHINES = {"h200": H200}
 
@@ -121,9 +123,9 @@ class PassCost:
     """Seconds of one pass on one rank.
 
     Attributes:
-        device: from its first kernel to its last.
-        exposed: of these, waiting for rows or gradients on their way.
-        host: until the call returns.
+        device: device time from the first kernel to the end of the last.
+        exposed: the part of ``device`` that waits for rows or gradients in transit.
+        host: host time until the call returns.
     """
 
     device: float
@@ -132,7 +134,7 @@ class PassCost:
 
     @property
     def queued(self) -> float:
-        """Of a pass among others that follow one another: the device or the host decides."""
+        """Time per pass of many calls in sequence: the longer of device and host time."""
         return max(self.device, self.host)
 
     def times(self, count: int) -> PassCost:
@@ -142,14 +144,15 @@ class PassCost:
 def staged_costs(
     schedule: Schedule, sizes: Sizes, machine: Machine, kernel: str, head_chunks: int = 1, degree: int = 1
 ) -> tuple[PassCost, PassCost]:
-    """Forward and backward, on the schedule's rank, of a method that fetches rows in stages, also by hosts.
+    """Predict forward and backward of one rank, for methods that fetch rows in stages (the double ring included).
 
     Args:
-        schedule: the rank's, as the method makes it.
+        schedule: the rank's schedule.
         sizes: of its tensors, in half precision.
-        machine, kernel: the kernel that computes all tiles, by name, and a machine with its rates.
-        head_chunks: parts of the heads that are computed one after the other.
-        degree: ranks of the cp group that are one of the schedule: those of an inner group of the hybrid.
+        machine: a machine with rates of the kernel.
+        kernel: name of the kernel that computes all tiles.
+        head_chunks: number of chunks in which heads are computed.
+        degree: cp ranks per rank of the schedule: the size of an inner group of the hybrid.
     """
     legs, num_rows_here = legs_of(schedule, degree), schedule.shard_lens[schedule.cp_rank]
     heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
@@ -166,7 +169,7 @@ def staged_costs(
     num_stages = len(schedule.route.stages) + num_crossings
 
     def arrivals(clock: _Clock) -> Iterator[tuple[Leg, list[float]]]:
-        """Host after host, once its rows are there, with the times at which the rows of each stage are here."""
+        """Yield each host once its rows are published, with the arrival times of the rows of each stage."""
         links, outer = _Links(rank, machine), _Links(rank, machine)
         crossings = [leg for leg in legs if leg.crossing is not None]
 
@@ -204,7 +207,7 @@ def staged_costs(
                 clock.wait(arrival)
                 clock.now += _seconds(tiles, sizes, backward_rate, 2.5)
                 sent = sent if move is None else links.move(clock.now, move, gradient_row)
-        if num_crossings:  # sums of this host's gradients, which cross once all of them are here
+        if num_crossings:  # sums of this host's gradients cross once all gradients have arrived
             clock.wait(sent)
             sum_row = row * max(sizes.gradient_itemsize, 4)
             clock.now += (leg.returning * gradient_row + leg.num_rows * sum_row) / machine.memory_rate
@@ -236,16 +239,16 @@ def ulysses_costs(
     pieces: int = 2,
     collective: bool = False,
 ) -> tuple[PassCost, PassCost]:
-    """Forward and backward of Ulysses and the hybrid: q, k, v are exchanged, a rank's heads computed, out comes home.
+    """Predict forward and backward of Ulysses and the hybrid: all-to-all of q, k, v, attention, all-to-all of out.
 
     Args:
-        schedule: that of a ring of inner groups; of plain Ulysses one device that holds the whole sequence.
-        degree: ranks of an inner group; divides ``sizes.num_heads``. Each kv head is sent to all that read it.
+        schedule: of a ring of inner groups; for plain Ulysses, of one device that holds the whole sequence.
+        degree: ranks of an inner group; divides ``sizes.num_heads``. Each kv head goes to all ranks that read it.
         cp_size: number of ranks.
         sizes, machine, kernel, head_chunks: as in `staged_costs`.
-        kept: whether what the forward received, and out, are held for the backward, which else exchanges them again,
-            as it does where kv heads are sent to several ranks.
-        plain: of the benchmark's, whose exchange is two launches.
+        kept: whether the forward keeps the received q, k, v, and out, for the backward. Otherwise, and always if kv
+            heads go to several ranks, the backward exchanges them again.
+        plain: whether this is the benchmark's own Ulysses, whose exchanges are two launches each.
         pieces, collective: as in `exchange_launches`.
     """
     kept &= kv_heads_of_rank(sizes, degree) * degree == sizes.num_kv_heads
@@ -277,15 +280,16 @@ def ulysses_costs(
 
 
 def exchange_launches(degree: int, sizes: Sizes, kept: bool, pieces: int, collective: bool) -> tuple[int, int]:
-    """Copies and collectives of the exchanges of a forward and of a backward of Ulysses, of one head chunk.
+    """Count copies and collectives of the exchanges in a forward and in a backward of Ulysses, for one head chunk.
 
-    A buffer of each dtype is packed, moved, and put in order; what comes home is copied to its heads. Kv heads that are
-    sent several times are repeated before, and their gradients summed after.
+    A buffer for each dtype is packed, moved, and put in order of positions; returned results are copied to their heads.
+    Kv heads for several ranks are repeated before the exchange, and their gradients are summed after it.
 
     Args:
-        degree, sizes, kept: as in `ulysses_costs`; kept as it will be.
-        pieces: of a rank's rows, each of which is pulled to its place by itself; 0: all are put in order afterwards.
-        collective: whether one collective moves a buffer, in place of a copy of each rank's pieces.
+        degree, sizes: as in `ulysses_costs`.
+        kept: whether the forward keeps q, k, v and out; False if kv heads go to several ranks.
+        pieces: runs of a rank's rows, each copied to its place directly; 0: all rows are put in order afterwards.
+        collective: whether one collective moves a buffer, instead of a copy for each piece of each rank.
     """
     moves, ordered = 1 if collective else degree * max(1, pieces), pieces == 0 or (collective and pieces > 1)
     together = sizes.batch == 1 and sizes.head_dim == sizes.v_head_dim
@@ -297,26 +301,26 @@ def exchange_launches(degree: int, sizes: Sizes, kept: bool, pieces: int, collec
     def home(tensors: int) -> int:
         return there(tensors) + tensors
 
-    alone = home(1) - ordered  # out, or dq, which is packed in order
+    alone = home(1) - ordered  # out, or dq: packed in order
     forward = there(3) + alone
     if kept:
         return forward, there(1) + home(3)
-    # lse is of another dtype, and so are gradients that are summed afterwards, each of which is packed by itself
+    # lse, and gradients that are summed afterwards, have other dtypes: each needs a buffer of its own
     summed = alone + 4 + moves + ordered + 4
     backward = there(5) + there(1) + 1 + (summed if repeated else home(3))
     return forward + home(1) + 2 * repeated, backward + 2 * repeated
 
 
 class Leg(NamedTuple):
-    """Stages whose rows lie in the buffers of one host's ranks, of the double ring; of others all stages.
+    """A visit of the double ring to one host, with its stages; other methods have one leg with all stages.
 
     Attributes:
-        crossing: what comes to this rank's buffer first, by cp rank; None where its own rows lie there.
-        leaving: rows that cross from here at that time.
-        moves: what comes here in each stage, by cp rank; None where the rows lie in this rank's buffer.
+        crossing: rows that cross to this rank's buffer first, by cp rank; None if the buffer has its local rows.
+        leaving: number of rows that this rank sends to another host meanwhile.
+        moves: rows that this rank receives in each stage, by cp rank; None if they are in its own buffer.
         tiles: of each stage.
-        num_rows: of the buffer.
-        returning: rows of which gradients come to this buffer.
+        num_rows: rows of the buffer.
+        returning: number of rows whose gradients return to this buffer.
     """
 
     crossing: Fetch | None
@@ -328,12 +332,12 @@ class Leg(NamedTuple):
 
     @property
     def received(self) -> list[Fetch]:
-        """All that comes to this rank."""
+        """All rows that this rank receives."""
         return [move for move in (self.crossing, *self.moves) if move is not None]
 
 
 def legs_of(schedule: Schedule, degree: int = 1) -> list[Leg]:
-    """What a rank receives, in order; ``degree`` as in `staged_costs`."""
+    """The legs of a rank, in order; ``degree`` as in `staged_costs`."""
     host_size = host_size_of(schedule)
     host, place = divmod(schedule.cp_rank, host_size)
     tiles, legs = iter(schedule.route.stages), []
@@ -355,7 +359,7 @@ def _by_cp_rank(parts: Fetch, first: int, step: int) -> Fetch:
 
 
 class _Clock:
-    """The time of one rank in a pass, and how much of it was waiting."""
+    """Elapsed time of one rank in a pass, and the part of it spent waiting."""
 
     def __init__(self) -> None:
         self.now = self.exposed = 0.0
@@ -366,14 +370,14 @@ class _Clock:
 
 
 class _Links:
-    """What one rank's links have moved so far, to one direction: those of its host, and the network."""
+    """When the links of a rank are free again, in one direction: those within its host, and the network."""
 
     def __init__(self, rank: int, machine: Machine) -> None:
         self._host, self._machine = rank // machine.gpus_per_host, machine
         self._free = [0.0, 0.0]
 
     def move(self, begin: float, parts: Fetch, row_bytes: int) -> float:
-        """When these rows of other ranks have been moved, from ``begin`` at the earliest."""
+        """Return when these rows of other ranks have arrived, if the transfer starts at ``begin`` or later."""
         machine = self._machine
         for far, rate in enumerate((machine.link_rate, machine.network_rate)):
             own = [ranges for rank, ranges in parts if (rank // machine.gpus_per_host != self._host) == far]
@@ -383,7 +387,7 @@ class _Links:
 
 
 def _seconds(tiles: Sequence[Tile], sizes: Sizes, kernel: KernelRate, forwards: float) -> float:
-    """Of kernel calls; ``forwards``: FLOPs over those of a forward."""
+    """Seconds of the kernel calls; ``forwards``: FLOPs relative to a forward."""
     heads = sizes.batch * sizes.num_heads
     flops = 2 * heads * (sizes.head_dim + sizes.v_head_dim) * forwards
     total = 0.0
