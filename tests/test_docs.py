@@ -788,6 +788,25 @@ def check_linears(names: dict[str, Any]) -> None:
         close(found.grad.full_tensor(), parameter.grad, 1e-5 * float(parameter.grad.abs().max()))
 
 
+def mixer_names(rank: int) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 16, 2, 4), "k": (2, 16, 2, 4), "v": (2, 16, 4, 8), "g": (2, 16, 4), "beta": (2, 16, 4)}
+    found = {name: torch.rand(*shape, generator=made) - 0.5 for name, shape in shapes.items()}
+    found |= {"whole_labels": torch.arange(32).reshape(2, 16), "weight": torch.rand(6, 4, generator=made)}
+    axes = ranks.mesh((2,), ("cp",))
+    sequence = cp_mesh.ShardedSequence(axes, length=16)
+    found |= {"labels": sequence.shard(found["whole_labels"]), "x": torch.rand(2, 8, 6, generator=made)}
+    documents = torch.tensor([0] * 5 + [1] * 11)
+    return found | {"mesh": {"cp": axes}, "tokens": torch.zeros(2, 16), "documents": documents}
+
+
+def check_mixers(names: dict[str, Any]) -> None:
+    whole = torch.cat([names["whole_labels"][:, 1:], torch.full((2, 1), -100)], 1)
+    whole[:, 4] = -100  # the last token of the first document
+    assert torch.equal(names["sequence"].unshard(names["labels"]), whole)
+    assert names["out"].shape == (2, 8, 4, 8) and names["x"].shape == (2, 8, 6)
+
+
 PAGES = {
     "README.md": Page(2, check=check_readme),
     "docs/index.md": Page(2, check=check_index),
@@ -807,6 +826,7 @@ PAGES = {
     "docs/design.md": Page(1),
     "docs/api.md": Page(1),
     "docs/migrating.md": Page(2, migrating_names, check_migrating),
+    "docs/mixers.md": Page(2, mixer_names, check_mixers),
     "docs/long.md": Page(2, long_names, check_long),
     "docs/linears.md": Page(4, linears_names, check_linears),
     "docs/pipelining.md": Page(4, pipelining_names, check_pipelining),

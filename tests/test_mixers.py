@@ -123,6 +123,13 @@ def compared(rank: int, size: int, what: str, layout: str, which: str, method: s
     return float(worst)
 
 
+def some_rules(pool: Any, method: str) -> None:
+    for what in ("gated_delta_rule", "gla"):
+        for which in ("one", "packed"):
+            found = pool(2).run(compared, 2, what, "zigzag", which, method, False)
+            assert max(found) < 1e-12, (what, which, found)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rules_are_those_of_one_rank(pool: Any, size: int, layout: str) -> None:

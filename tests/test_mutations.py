@@ -51,6 +51,7 @@ import test_hybrid
 import test_joint
 import test_loss
 import test_masks
+import test_mixers
 import test_op
 import test_parity
 import test_probe
@@ -411,6 +412,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "half precision": alone((test_probe.test_half_precision_is_computed_in_float32, ())),
     "what the probe skips": test_probe.test_what_is_skipped,
     "the guard after a probe": test_probe.test_the_guard_looks_as_without,
+    "recurrent layers": of(test_mixers.some_rules, "states"),
+    "recurrent layers by heads": of(test_mixers.some_rules, "heads"),
+    "convolutions": of(test_mixers.test_convolutions_and_shifts_are_those_of_one_rank, 2, "zigzag"),
     "norm on several meshes": test_clipping.test_every_entry_counts_once,
     "gradients of one rank": of(test_gradients.test_gradients_are_those_of_one_rank, test_gradients.Setup(cp=3, S=22)),
 }

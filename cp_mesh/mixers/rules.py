@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import untraced
 from cp_mesh.comm.agreement import refusing
@@ -278,6 +279,8 @@ def _state(q: Tensor, v: Tensor) -> tuple[int, int, int]:
 
 def _check(options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> None:
     what = options.what
+    if any(isinstance(x, DTensor) for x in (q, k, v, g, beta)):
+        refuse(what, "local tensors", "a DTensor", "pass x.to_local() of each, and wrap what is returned")
     if v.ndim != 4 or q.ndim != 4:
         refuse(
             what, "q, k [B, T, H, K] and v [B, T, HV, V]", f"{tuple(q.shape)} and {tuple(v.shape)}", "add a batch dim"

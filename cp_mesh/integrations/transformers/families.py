@@ -138,7 +138,8 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             inside.update(module.modules())
             attending += 1
             if unknown := unknown_functions(module):
-                yield f"{path}, a {kind} that calls {unknown[0]}", "cp_mesh has no such function; this model is not supported"
+                hint = "cp_mesh has no such function; this model is not supported"
+                yield f"{path}, a {kind} that calls {unknown[0]}", hint
         if module in inside:
             continue
         named = any(word in kind.lower() for word in _WORDS) and "norm" not in kind.lower()

@@ -1,0 +1,48 @@
+"""Bugs of recurrent layers and convolutions over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planted.seams import in_area, with_result
+
+plant = in_area("recurrent layers")
+
+
+def of_states(change: Any, states: bool = True) -> Any:
+    """Of gathers of states, or else of rows beside pieces."""
+
+    def make(gather: Any) -> Any:
+        def mutant(x: Any, lens: Any, rank: int, group_name: str, what: str) -> Any:
+            found = gather(x, lens, rank, group_name, what)
+            return change(found) if states != (what in ("causal_conv1d", "roll")) else found
+
+        return mutant
+
+    return make
+
+
+plant("states are folded in the order of other ranks", "mixers.moving:gather_rows", "recurrent layers")(
+    of_states(lambda found: found.flip(0))
+)
+plant("a state loses its gradient", "mixers.moving:gather_rows", "recurrent layers")(
+    of_states(lambda found: found.detach())
+)
+plant("what a piece does to a state is rounded to 16 bits", "mixers.states:_summaries", "recurrent layers")(
+    lambda summaries: with_result(summaries, lambda found: (found[0].bfloat16().to(found[0].dtype), found[1]))
+)
+plant("the state after a piece is rounded to 16 bits", "mixers.states:_summaries", "recurrent layers")(
+    lambda summaries: with_result(summaries, lambda found: (found[0], found[1].bfloat16().to(found[1].dtype)))
+)
+plant("a state goes on over the start of a document", "mixers.pieces:pieces_of", "recurrent layers", "convolutions")(
+    lambda pieces_of: lambda sequence, mask, batch, rows: pieces_of(sequence, None, batch, rows)
+)
+plant("rows beside a piece are zeros", "mixers.moving:gather_rows", "convolutions")(
+    of_states(lambda found: found * 0, states=False)
+)
+plant("rows beside a piece lose their gradient", "mixers.moving:gather_rows", "convolutions")(
+    of_states(lambda found: found.detach(), states=False)
+)
+plant("heads come back to other rows", "mixers.moving:to_rows", "recurrent layers by heads")(
+    lambda to_rows: with_result(to_rows, lambda out: out.flip(1))
+)
