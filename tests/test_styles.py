@@ -124,6 +124,7 @@ def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None, memo
     sequence = ShardedSequence(axes["cp"], ZigZag())
     options = {} if documents is None else {"mask": lambda q, k, v, documents: Mask(documents=documents)}
     core = make_core(axes["cp"], **options)
+    core.sliding_window = S  # as long as the sequence, so the style needs none
     on, placements = (axes, [Shard(2), Shard(1)]) if whole_mesh else (axes["tp"], [Shard(1)])
 
     def place(x: Tensor) -> DTensor:

@@ -234,12 +234,12 @@ class ContextParallel(ParallelStyle):
                 "is_causal", f"{mask.causal}, as in the style's {mask}", is_causal, "make the call and the style agree"
             )
         if call.stated is not None:
-            rows = query.shape[-2] * self.sequence.cp_size  # too large for DTensors over cp, whose shape is global
+            whole = isinstance(query, DTensor) and over_tp is None
+            rows = query.shape[-2] * (1 if whole else self.sequence.cp_size)
             module, reach = call.stated
             check_scores_stated(module, call.scores)
             check_reach(type(module).__name__, reach, mask, self.sequence.length or rows)
             if call.given["of_root"] and not torch.compiler.is_compiling() and ROOT.get() is None:
-                whole = isinstance(query, DTensor) and over_tp is None
                 what, group = f"ContextParallel({type(module).__name__})", self.sequence.mesh.get_group()
                 check_rows(group, None if whole else query.shape[-2], call.given["layout"], what)
         _check_heads(query, key, enable_gqa)
