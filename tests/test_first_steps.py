@@ -16,6 +16,7 @@ from inside import path_of, room
 from ranks import mesh
 from test_guard import Model, compare_with_one_rank, next_tokens, raised, tokens_of, warned
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -98,6 +99,24 @@ def test_models_in_turn_have_a_first_step_each(pool: Any, root: bool, compiled: 
         for error in raised(pool, 2, in_turn, how, root, compiled):
             assert error.type == "ArgumentError" and says in error.message, error.message
     assert pool(2).run(in_turn, "right", root, compiled) == [[[]] * 4] * 2
+
+
+def compiled_losses(rank: int) -> int:
+    """How many graphs a compiled loss takes in three steps, the first one with a model that waits for its step."""
+    axis, model, counter = cp(), planned(cp()), CompileCounter()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = torch.compile(lambda *given: cp_mesh.cross_entropy(*given, axis), backend=counter, fullgraph=True)
+    for seed in range(3):
+        tokens = tokens_of(16, seed=seed)
+        loss(model(tokens), labels_of(tokens, axis)).backward()
+        reduce(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return counter.frame_count
+
+
+def test_a_compiled_loss_is_one_graph_while_a_model_waits(pool: Any) -> None:
+    assert pool(2).run(compiled_losses) == [1, 1]
 
 
 def of_unlike_ranks(rank: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import model as decoder
@@ -503,15 +504,19 @@ def test_training_goes_on_as_without(pool, by):
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), how
 
 
+FORWARDS = ContextVar("forwards", default=0)
+
+
 def looked_at(rank: int) -> list[str]:
-    """What the guard refuses after a probe as it does without one."""
+    """What the guard refuses after a probe as it does without one; and context variables of the model are as before."""
     sequence, said = ShardedSequence(mesh((2,), ("cp",))), []
     net = spread(Net(), sequence)
+    net.register_forward_pre_hook(lambda *_: FORWARDS.set(FORWARDS.get() + 1) and None)
     logits = net(tokens_of())
     own = state_of(sequence.mesh.get_group(), Cuts)
     before = dict(vars(own))
     said.append(told(net, {"tokens": tokens_of()}))
-    assert vars(own) == before and own.last
+    assert vars(own) == before and own.last and FORWARDS.get() == 1
     labels = tokens_of().roll(-1, 1).chunk(2, 1)[rank]
     with pytest.raises(cp_mesh.ArgumentError) as found:
         cross_entropy(logits, labels, sequence.mesh)

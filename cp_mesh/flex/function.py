@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,15 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.functions import ScalarFunction
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-MESH = ContextVar[DeviceMesh | None]("MESH", default=None)
-"""Default for calls without a mesh: a mesh of this rank alone, set while a model runs on whole sequences."""
+
+
+class Alone:
+    """The default mesh of calls without one: a mesh of this rank alone, set while a model runs on whole sequences.
+
+    It is of the process: autograd runs backwards, and what they recompute, in threads of its own.
+    """
+
+    mesh: DeviceMesh | None = None
 
 
 @untraced
@@ -116,7 +122,7 @@ def flex_attention(
             refuse("flex_attention in a core", "functions, a mask of the whole sequence and a scale", given[0], hint)
         core.count()
         return core.attend_by_functions(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
-    if mesh is None and (mesh := MESH.get()) is not None:
+    if mesh is None and (mesh := Alone.mesh) is not None:
         options |= {"mesh": mesh, "layout": Contiguous()}
     if mesh is None and not (dist.is_initialized() and dist.get_world_size() > 1):  # on one device, of any model
         from torch.nn.attention import flex_attention as module  # which takes a second to import

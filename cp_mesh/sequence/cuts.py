@@ -122,9 +122,9 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
         refuse(what, f"rows that were sharded before, {expected}", f"{rows} in {layout.spec()}", hint)
 
 
-def waits_for_labels() -> bool:
-    """Return whether there are tokens that were not yet compared with a loss."""
-    return any(own.tokens is not None for own in states_of_all(Cuts))
+def waits_for_labels(ranks: set[int]) -> bool:
+    """Whether some tokens of these ranks were not yet compared with the labels of a loss."""
+    return any(own.tokens is not None and ranks.issuperset(own.tokens.ranks) for own in states_of_all(Cuts))
 
 
 def is_whole(x: Tensor) -> bool:

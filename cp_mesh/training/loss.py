@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol
-from cp_mesh.comm.agreement import announce_error, leave_word, read_word
+from cp_mesh.comm.agreement import announce_error, capturing, leave_word, read_word
 from cp_mesh.comm.first_calls import is_first_here
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
@@ -87,9 +87,10 @@ def _cross_entropy(
     # without the number of rows, which may differ between ranks; requires_grad since an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
     eager = not torch.compiler.is_compiling()
-    # another model waits for its first step; its labels are checked without an additional collective
-    again = bool(WAITING) and count is None and logits.requires_grad and waits_for_labels()
-    first = eager and (any([is_first_here(group, kind) for group in groups]) or again)  # a list: every group notes it
+    first = eager and any([is_first_here(group, kind) for group in groups])  # a list: every group notes it
+    if eager and not first and WAITING and count is None and logits.requires_grad and not capturing():
+        # another model waits for its first step; its labels are checked without an additional collective
+        first = waits_for_labels({*ranks_of(mesh)})
     found: Exception | None = None
     if first:
         try:

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -270,7 +271,7 @@ class _Probe:
                 torch.default_generator.manual_seed(seed)
                 if on_gpu:
                     torch.cuda.manual_seed(seed)
-                rows = _rows_of(self.forward(**self.piece))
+                rows = _rows_of(copy_context().run(self.forward, **self.piece))
                 if mesh is None and rows.shape[1] * self.sequence.cp_size == self.length:
                     rows = self.sequence.unshard(rows)
                 return rows, None
@@ -404,7 +405,8 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     """Run modules in eval mode, without gradients and compiled code, and restore their state afterwards."""
     parts = [*module.modules()]
     modes = [part.training for part in parts]
-    tables = [*(x.__dict__ for x in (*told, *states_of_all(Cuts))), *(part.__dict__["_buffers"] for part in parts)]
+    tables: list[dict[str, Any]] = [x.__dict__ for x in (*told, *states_of_all(Cuts))]
+    tables += [x for part in parts if isinstance(x := part.__dict__.get("_buffers"), dict)]  # not those of torch.jit
     before = [dict(table) for table in tables]
     notes = [_notes(part) for part in parts]
     copies = [(x, x.clone()) for x in module.buffers() if not x.is_meta]

@@ -86,7 +86,7 @@ def announcing(sequence: ShardedSequence) -> refusing:
 
 
 def announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a style so that errors are sent to other ranks, also while torch.compile traces it."""
+    """Decorate a method of a style so that errors of eager code are sent to other ranks."""
 
     @functools.wraps(run)
     def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:

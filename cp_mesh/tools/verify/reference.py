@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import unwrapped
 from cp_mesh.errors import refuse
-from cp_mesh.flex.function import MESH
+from cp_mesh.flex.function import Alone
 from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.tools.verify.step import Batch, Loss, Ranks, Step, inner, local, logits_of, mean_loss, root_of
 from cp_mesh.tools.verify.traces import Rows, Trace, rows_of
@@ -102,11 +102,11 @@ def _flex_without_plan(ranks: Ranks) -> Iterator[None]:
         yield
         return
     with mesh_of_one(ranks.mesh) as alone:
-        token = MESH.set(alone)
+        Alone.mesh = alone
         try:
             yield
         finally:
-            MESH.reset(token)
+            Alone.mesh = None
 
 
 @torch.no_grad()
