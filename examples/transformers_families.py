@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
 
 import transformers  # noqa: E402
+from families import HYBRIDS  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
@@ -92,6 +93,10 @@ FIRST |= {"xlm-roberta-xl": 1, "xmod": 1}
 """First position in families that count positions from the tokens; the call has to pass position_ids."""
 EVALUATED = ("phimoe",)
 """Families whose routers draw random numbers in training; they are compared in evaluation."""
+
+
+OF_TEXT = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+"""Families of which tests/integrations/families.py has a small hybrid under another name."""
 
 
 def config_of(family: str, name: str, **options: Any) -> Any:
@@ -160,6 +165,15 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
         return row | {"verdict": "not tried", "reason": f"default config: {type(error).__name__}: {error}"[:200]}
     worst: dict[str, float] = {}
     try:
+        if (hybrid := OF_TEXT.get(family, family)) in HYBRIDS and tp is None:  # against one rank and the family's code
+            import test_hybrids
+
+            for case, layout in (("plain", "zigzag"), ("packed", "striped"), ("left padded", "contiguous")):
+                found = test_hybrids.compare(dist.get_rank(), hybrid, case, test_hybrids.LAYOUTS[layout])
+                worst["gradient"] = max(*found, worst.get("gradient", 0.0))
+            verdict = "exact" if worst["gradient"] < tests.BOUND else "wrong"
+            note = "logits, loss or gradient, whichever is farthest; float32 casts are widened"
+            return row | {"gradient": f"{worst['gradient']:.1e}", "verdict": verdict, "reason": note}
         made, given = functools.partial(small_model, name), tests.batch("plain", FIRST.get(family))
         if family in IMAGES:
             made, given = tests.build_with_images, tests.batch_with_images(family, "plain")

@@ -132,6 +132,9 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     parts, inside = [*facts.attending.named_modules()], set[nn.Module]()
     if "position_ids" not in facts.accepted and not facts.has_mixers:
         yield "a forward without position_ids, which counts this rank's rows from 0", "this model is not supported"
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+    if facts.has_mixers and (found := sorted(kinds & {"sliding_attention", "chunked_attention"})):
+        yield f"{found[0]} beside recurrent layers or convolutions", "this model is not supported"
     for path, module in parts:
         kind = type(module).__name__
         if is_mixer(module):
@@ -146,7 +149,7 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         named = named and "ALL_ATTENTION_FUNCTIONS" not in _used(module)
         named = named and not any(map(is_mixer, module.modules()))
         if isinstance(module, _MIXERS) or named:
-            yield f"{path}, a {kind}", "it mixes rows of one shard only; this model is not supported"
+            yield f"{path or 'the model'}, a {kind}", "it mixes rows of one shard only; this model is not supported"
         if path.rpartition(".")[2] == "pooler":
             yield f"{path}, a {kind}", "it reads the first row: pass add_pooling_layer=False"
         attending += "ALL_ATTENTION_FUNCTIONS" in _used(module)
