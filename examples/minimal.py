@@ -19,7 +19,7 @@ class Layer(nn.Module):
 torch.manual_seed(0)  # the same weights and batch on every rank
 device = "cuda" if torch.cuda.is_available() else "cpu"
 mesh = torch.distributed.init_device_mesh(device, (2,), mesh_dim_names=("cp",))
-model = nn.Sequential(nn.Embedding(256, 64), Layer(), Layer(), nn.Linear(64, 256))
+model = nn.Sequential(nn.Embedding(96, 64), Layer(), Layer(), nn.Linear(64, 96, False))
 sequence = cp_mesh.ShardedSequence(mesh, length=1000)  # who holds which tokens
 plan = {"": cp_mesh.ShardedModel(sequence, inputs=("input",), positions=None)}
 plan["1"] = plan["2"] = cp_mesh.ContextParallel(sequence)  # the layers, by name
@@ -27,7 +27,7 @@ cp_mesh.parallelize(model.to(device), mesh, plan)
 fully_shard(model, mesh=mesh)
 cp_mesh.sum_gradients(model)  # not means: the loss is a sum over ranks
 optimizer = torch.optim.AdamW(model.parameters())
-text = torch.randint(256, (2, 1001), device=device)  # whole sequences
+text = torch.randint(96, (2, 1001), device=device)  # whole sequences
 labels = sequence.shard({"labels": text[:, 1:]})["labels"]  # this rank's labels
 loss = cp_mesh.cross_entropy(model(text[:, :-1]), labels, mesh)  # this rank's part
 loss.backward()

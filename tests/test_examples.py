@@ -113,12 +113,12 @@ def test_the_quick_start_prints_no_warnings(tmp_path: Path, monkeypatch: Any, ca
 @pytest.mark.full
 def test_the_page_of_the_quick_start_prints_no_warnings(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "index.md").read_text()
-    (tmp_path / "train.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
-    (setting, *words) = re.findall(r"^(\w+=1) torchrun (.*train.py)", page, re.MULTILINE)[0]
-    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(*words)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict([setting.split("=")])
+    (tmp_path / "train.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]))
+    (words,) = re.findall(r"`torchrun (.*train.py)`", page)
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(words)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("step ") == 10, done.stderr
+    assert done.returncode == 0 and done.stdout.count(".") == 20, done.stderr  # ten losses on two ranks
     assert done.stderr == ""
 
 
