@@ -697,10 +697,10 @@ MODELS: dict[str, tuple[Any, str]] = {
         lambda: tiny("LlamaForCausalLM", rope_parameters={"rope_theta": 1e4, "mrope_section": [1, 1]}),
         "mrope_section",
     ),
-    "state space layers": (lambda: tiny("MambaForCausalLM", state_size=4), "layer_types linear_attention"),
+    "state space layers": (lambda: tiny("MambaForCausalLM", state_size=4), "MambaMixer that calls mamba_inner_fn"),
     "another head": (lambda: tiny("LlamaForSequenceClassification"), "a class whose outputs may not be rows"),
     "a pooler": (lambda: tiny("BertModel"), "pass add_pooling_layer=False"),
-    "attention of its own": (lambda: tiny("FalconForCausalLM"), "0 modules that call AttentionInterface"),
+    "attention of its own": (lambda: tiny("FalconForCausalLM"), "0 modules that mix rows in a known way"),
     "no positions": (lambda: tiny("BloomForCausalLM"), "a forward without position_ids"),
     "other images": (
         lambda: tiny("AyaVisionForConditionalGeneration", text_config={"model_type": "cohere2", **_TINY}, **_VISION),
