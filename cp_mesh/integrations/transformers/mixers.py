@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -22,6 +23,7 @@ from cp_mesh._torch import untraced
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.masks import Batch, Rows
 from cp_mesh.mixers.rules import causal_conv1d, gated_delta_rule, gla, kda, ssd
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 LIGHTNING = "MiniMaxLightningAttention"
@@ -119,13 +121,14 @@ def unknown_functions(module: nn.Module) -> list[str]:
     return sorted({*of_file} - FUNCTIONS.keys() - _OF_ONE_TOKEN)
 
 
-def apply(model: nn.Module) -> None:
+def apply(model: nn.Module, sequence: ShardedSequence) -> None:
     """Let the mixers of a model run over the sequence of the batch."""
+    style = _Mixers(sequence)
     for module in model.modules():
         if is_mixer(module):
-            replace_forward(module, STYLE, "cp_mesh.integrations.transformers.parallelize", _run)
+            replace_forward(module, STYLE, "cp_mesh.integrations.transformers.parallelize", style.run)
         elif "create_recurrent_attention_mask" in _names(module) and not _takes_masks(module):
-            replace_forward(module, INPUT, "cp_mesh.integrations.transformers.parallelize", _run_with_mask)
+            replace_forward(module, INPUT, "cp_mesh.integrations.transformers.parallelize", style.run_with_mask)
 
 
 def masks_of_layers(model: nn.Module, rows: Rows) -> Any:
@@ -152,27 +155,32 @@ def _with(own: FunctionType, **others: Any) -> FunctionType:
     return made
 
 
-@untraced
-def _run_with_mask(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a model that has recurrent layers alone."""
-    own = _with(_own_forward(module), create_recurrent_attention_mask=lambda attention_mask, **_: attention_mask)
-    return own(module, *args, **kwargs)
+@dataclass(eq=False)
+class _Mixers:
+    """What recurrent layers of a parallel model run instead of their forwards."""
 
+    sequence: ShardedSequence
 
-@untraced
-def _run(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    own = _own_forward(module)
-    given = inspect.signature(own).bind(module, *args, **kwargs).arguments
-    rows = given.get("attention_mask")
-    if not isinstance(rows, Rows):
-        hint = "call the parallel model, with attention_mask [B, S] or none"
-        refuse(type(module).__name__, "the mask of the batch", type(rows).__name__, hint, UnsupportedError)
-    if (batch := Batch.now()) is not None:
-        batch.cores += 1
-    if type(module).__name__ == LIGHTNING:
-        return _lightning(module, given["hidden_states"], rows)
-    of_batch = {name: partial(function, rows) for name, function in FUNCTIONS.items()}
-    return _with(own, **of_batch)(module, *args, **kwargs)
+    @untraced
+    def run_with_mask(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a model that has recurrent layers alone."""
+        own = _with(_own_forward(module), create_recurrent_attention_mask=lambda attention_mask, **_: attention_mask)
+        return own(module, *args, **kwargs)
+
+    @untraced
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        own = _own_forward(module)
+        given = inspect.signature(own).bind(module, *args, **kwargs).arguments
+        rows = given.get("attention_mask")
+        if not isinstance(rows, Rows):
+            hint = "call the parallel model, with attention_mask [B, S] or none"
+            refuse(type(module).__name__, "the mask of the batch", type(rows).__name__, hint, UnsupportedError)
+        if (batch := Batch.now()) is not None:
+            batch.cores += 1
+        if type(module).__name__ == LIGHTNING:
+            return _lightning(module, given["hidden_states"], rows)
+        of_batch = {name: partial(function, rows) for name, function in FUNCTIONS.items()}
+        return _with(own, **of_batch)(module, *args, **kwargs)
 
 
 def _lightning(module: Any, hidden_states: Tensor, rows: Rows) -> tuple[Tensor, None]:

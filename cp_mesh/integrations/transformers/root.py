@@ -130,7 +130,7 @@ def parallelize(
     register()
     model.set_attn_implementation(NAME if facts.text is None else {"text_config": NAME})
     model.loss_function = losses.of_labels
-    apply_mixers(facts.attending)
+    apply_mixers(facts.attending, sequence)
     if facts.text is not None:
         replace_forward(facts.text, INPUT, "cp_mesh.integrations.transformers.parallelize", adapter.run_text)
     replace_forward(model, STYLE, "cp_mesh.integrations.transformers.parallelize", adapter.run)
