@@ -269,6 +269,7 @@ REFUSED = {
     "an id that comes back": ({"mask": Mask(documents=torch.tensor([0] * 8 + [1] * 8 + [0] * 16))}, "comes back"),
     "heads of odd ranks": ({"method": "heads", "size": 3}, "ranks that divide"),
     "another method": ({"method": "ring"}, "auto or states or heads"),
+    "another kernel": ({"kernel": "fla"}, "auto or reference"),
     "other documents": ({"mask": Mask(documents=torch.zeros(30, dtype=torch.int64))}, "32"),
     "one state too many": ({"initial_state": torch.zeros(2, HV, K, V)}, "one state for each document"),
     "beta of other rows": ({"beta": torch.zeros(1, 3, HV)}, "gated_delta_rule: beta"),
@@ -292,6 +293,32 @@ def test_what_is_refused_on_every_rank(pool: Any, name: str) -> None:
     for alone in (False, True):
         errors = pool(options.get("size", 2)).run_expecting_error(refused, name, alone, timeout=20.0)
         assert all(error is not None and words in error.message for error in errors), errors
+
+
+def options(rank: int) -> float:
+    """Normalized queries and keys, and another scale, against inputs that were normalized and scaled before."""
+    sequence, x = ShardedSequence(mesh((2,), ("cp",)), length=32), batch_of(32, 1)
+    q, k, v, g, beta = sequence.shard(given("gated_delta_rule", x))
+    unit = [y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (3 * q, 3 * k)]
+    want, _ = mixers.gated_delta_rule(2 * unit[0], unit[1], v, g, beta, sequence=sequence, scale=1.0)
+    found, _ = mixers.gated_delta_rule(
+        3 * q, 3 * k, v, g, beta, sequence=sequence, scale=2.0, use_qk_l2norm_in_kernel=True
+    )
+    return float((found - want).abs().max())
+
+
+def test_scale_and_normalization(pool: Any) -> None:
+    assert max(pool(2).run(options)) < 1e-12
+
+
+def scaled(rank: int) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=32)
+    local = sequence.shard(given("gla", batch_of(32, 1)))
+    mixers.gla(*local, sequence=sequence, scale=1.0 + rank)
+
+
+def test_unlike_scales_are_refused(pool: Any) -> None:
+    assert all("arguments" in error.message for error in pool(2).run_expecting_error(scaled))
 
 
 def unlike(rank: int) -> None:

@@ -244,7 +244,8 @@ def mix(
             refuse(f"{what}: initial_state", expected, tuple(initial.shape), "one state for each document")
         compute = choose_kernel(what, kernel, v)
         chosen = _choose(options, pieces, q, v, g, beta)
-    kind = what, batch, q.shape[2:], v.shape[2:], v.dtype, chosen, sequence.layout.spec(), pieces.seq_len, final
+    shapes = batch, q.shape[2:], v.shape[2:], v.dtype, pieces.seq_len
+    kind = what, shapes, chosen, sequence.layout.spec(), scale, initial is None, final
     agree_once(group, kind, lambda: {"call": what, "arguments": repr(kind), "documents": pieces.digest})
     run = partial(compute, scale=q.shape[-1] ** -0.5 if scale is None else scale)
     given: list[Tensor | None] = [q, k, v, g, beta]
