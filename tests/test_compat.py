@@ -281,9 +281,9 @@ def behind(rank: int, how: str) -> str:
         ("grad, checkpoint, compile", "exact"),
         ("inputs, checkpoint", "exact"),
         ("buffer", "RuntimeError: one of the variables needed .* modified by an inplace operation"),
-        ("checkpoint", "CheckpointError|ArgumentError: context_parallel: expected the backward of"),
+        ("checkpoint", "CheckpointError"),
         ("compile", "ArgumentError: context_parallel: expected a backward of compiled code .*, got one after"),
-        ("checkpoint, compile", "CheckpointError|ArgumentError: context_parallel: expected the backward of"),
+        ("checkpoint, compile", "ArgumentError: context_parallel: expected .* checkpoints .*, got one after"),
     ],
 )
 @pytest.mark.quick(without="compile")
