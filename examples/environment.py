@@ -1,7 +1,8 @@
 """Create `.venv` in this repository with cp_mesh and its tools, then continue inside it. Standard library only.
 
 `.venv-integrations` has the packages of the extra `integrations`, in the tested versions. `.venv-integrations-NAME` has
-those of the extra `integrations-NAME`: "4" for Transformers 4, "titan-0.2" and "titan-0.3" for torchtitan.
+those of the extra `integrations-NAME`: "4" for Transformers 4, "titan-0.2" and "titan-0.3" for torchtitan. Each may be
+made with another release of PyTorch, in a folder of its own (`Environment.with_torch`).
 
 If the running interpreter has PyTorch 2.11 or later, that PyTorch is used; otherwise the version in `constraints.txt`
 is installed. On Linux it may include gigabytes of CUDA. To avoid them without a GPU, install PyTorch's CPU build first,
@@ -28,10 +29,15 @@ OLDEST_TORCH = (2, 11)
 
 
 class Environment(NamedTuple):
-    """A virtual environment: its folder, and the extras of cp_mesh to install in it."""
+    """A virtual environment: its folder, the extras of cp_mesh to install in it, and PyTorch's version if one is asked."""
 
     folder: Path
     extras: str
+    torch: str = ""
+
+    def with_torch(self, version: str) -> "Environment":
+        """The same packages with this release of PyTorch, whatever the running interpreter has."""
+        return Environment(self.folder.with_name(f"{self.folder.name}-torch-{version}"), self.extras, version)
 
     @property
     def python(self) -> Path:
@@ -56,7 +62,7 @@ def enter(chosen: Environment = TOOLS) -> None:
         sys.exit(f"cp_mesh needs Python 3.11 or later; this is {sys.version.split()[0]} ({sys.executable})")
     if Path(sys.prefix).resolve() == chosen.folder:
         return
-    host_torch = find_torch()
+    host_torch = None if chosen.torch else find_torch()
     stamp = fingerprint(host_torch)
     if not chosen.stamp.exists() or chosen.stamp.read_text() != stamp:
         install(chosen, host_torch)
@@ -100,6 +106,8 @@ def install(chosen: Environment, host_torch: str | None) -> None:
         purelib = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
         sites = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(torch_home())}
         (purelib / "host_packages.pth").write_text("\n".join(sorted(sites)) + "\n")
+    elif chosen.torch:
+        command.append(f"torch=={chosen.torch}")
     else:
         command += ["--constraint", str(CONSTRAINTS)]
     run(command, "pip could not install cp_mesh and its tools; its message is above")

@@ -10,6 +10,7 @@ Other arguments are pytest's: a file or -k runs what it names of the quick form,
 tools.
 `--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions;
 `--integrations-4` does with Transformers 4, `--integrations-titan-0.2` and `--integrations-titan-0.3` with torchtitan.
+`--torch=2.14.1` runs any of these with that release of PyTorch, in an environment of its own.
 `--durations-csv=FILE` appends the seconds and CPU seconds of each test file, as in docs/results/test_durations.csv.
 """
 
@@ -45,7 +46,9 @@ def nightly(asked: str, arguments: list[str]) -> int:
 if __name__ == "__main__":
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each rank compiles what it imports
     integrations = [environment.INTEGRATIONS[name] for name in sys.argv if name in environment.INTEGRATIONS]
-    environment.enter(*integrations)
+    chosen = (*integrations, environment.TOOLS)[0]
+    releases = [argument.partition("=")[2] for argument in sys.argv if argument.startswith("--torch=")]
+    environment.enter(chosen.with_torch(releases[0]) if releases else chosen)
     import pytest
 
     # Several ranks share the cores: more threads in each only get in one another's way.
