@@ -52,6 +52,20 @@ active_ddp = DistributedDataParallel._get_active_ddp_module  # the wrapper whose
 comm_hooks = attrgetter("_comm_hooks")  # gradient reductions that a user of DistributedDataParallel registered
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within it, new groups leave PyTorch's count of groups as it is.
+
+    From 2.14 on, a group of some ranks alone advances the count of these ranks. The count names groups of all ranks,
+    and ranks that know a group by unlike names never connect. Before, the names of both were apart, as here.
+    """
+    kept, world().group_count = world().group_count, -1 - len(world().pg_names)
+    try:
+        yield
+    finally:
+        world().group_count = kept
+
+
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Flatten a mesh to one axis. A function: Dynamo of PyTorch 2.11 traces this method only as a call on a mesh."""
     return mesh._flatten()

@@ -191,8 +191,11 @@ def check_functional_collectives(group: dist.ProcessGroup) -> None:
 def check_known_groups(group: dist.ProcessGroup) -> None:
     before, (backend, store) = len(ours.world().pg_names), ours.world().pg_map[group]
     assert backend == "gloo" and isinstance(store, dist.Store)
-    made = dist.new_group([0], use_local_synchronization=True)
+    count = ours.world().group_count
+    with ours.uncounted():
+        made = dist.new_group([0], use_local_synchronization=True)
     assert len(ours.world().pg_names) == before + 1 and made in ours.world().pg_map
+    assert ours.world().group_count == count
     dist.destroy_process_group(made)
     assert made not in ours.world().pg_map
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh._torch import constant_in_traces, flatten_mesh, resolve_group, timeout_of, world
+from cp_mesh._torch import constant_in_traces, flatten_mesh, resolve_group, timeout_of, uncounted, world
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse
 
@@ -142,9 +142,11 @@ def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGrou
     """Make the new group of this rank; ``parts`` contain all ranks of a group."""
     if dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
         # NCCL then splits communicators, which all ranks of the parent must do together.
-        made = dist.split_group(group, parts)
+        with uncounted():
+            made = dist.split_group(group, parts)
         assert made is not None, "every rank is in a part"
         return made
     ranks = dist.get_process_group_ranks(group)
     (own,) = ([ranks[i] for i in part] for part in parts if group.rank() in part)
-    return dist.new_group(own, timeout_of(group), dist.get_backend(group), use_local_synchronization=True)
+    with uncounted():
+        return dist.new_group(own, timeout_of(group), dist.get_backend(group), use_local_synchronization=True)
