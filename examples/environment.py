@@ -29,13 +29,13 @@ OLDEST_TORCH = (2, 11)
 
 
 class Environment(NamedTuple):
-    """A virtual environment: its folder, the extras of cp_mesh to install in it, and PyTorch's version if one is asked."""
+    """A virtual environment: its folder, the extras of cp_mesh to install, and PyTorch's version if one is asked for."""
 
     folder: Path
     extras: str
     torch: str = ""
 
-    def with_torch(self, version: str) -> "Environment":
+    def with_torch(self, version: str) -> Environment:
         """The same packages with this release of PyTorch, whatever the running interpreter has."""
         return Environment(self.folder.with_name(f"{self.folder.name}-torch-{version}"), self.extras, version)
 
