@@ -71,7 +71,7 @@ for stranger in strangers:
 attention.main(more=strangers)
 """
 OURS, PACKED = "cp_mesh/ring/zigzag/cpu_flash/functional", "cp_mesh/ring/zigzag/reference/functional"
-OPTIONS = f"""--device cpu --local-len 16 --gate-len 16 --heads 4/2 --mask causal full documents --repeats 2
+OPTIONS = f"""--device cpu --local-len 16 --gate-len 16 --heads 4/2 --mask causal full documents varlen_full --repeats 2
     --seconds-per-case 0.01 --contestants default {PACKED}"""
 
 
@@ -91,7 +91,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert tuple(rows[0]) == report.COLUMNS
     causal = {row["contestant"]: row for row in rows if row["mask"] == "causal"}
-    others = [{row["contestant"] for row in rows if row["mask"] == mask} for mask in ("full", "documents")]
+    others = [
+        {row["contestant"] for row in rows if row["mask"] == mask} for mask in ("full", "documents", "varlen_full")
+    ]
     assert len(rows) == len(causal) + sum(map(len, others)), "a row for each contestant and mask"
     for name in ("floor/best", "floor/cpu_flash", "single_gpu/cpu_flash", OURS, "ulysses/cpu_flash"):
         row = causal[name]
@@ -115,6 +117,10 @@ def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert packed["status"] == "ok" and sum(lengths) == 32 and max(lengths) == 8
     flops = 4 * 4 * 16 * sum(n * (n + 1) // 2 for n in lengths) / 2
     assert float(packed["tflops_fwd"]) * float(packed["fwd_ms"]) == pytest.approx(flops / 1e9, rel=0.02)
+    both_ways = next(row for row in rows if (row["contestant"], row["mask"]) == ("ulysses/cpu_flash", "varlen_full"))
+    flops = 4 * 4 * 16 * sum(n * n for n in field.magi_lengths(32)) / 2
+    assert both_ways["status"] == "ok"
+    assert float(both_ways["tflops_fwd"]) * float(both_ways["fwd_ms"]) == pytest.approx(flops / 1e9, rel=0.02)
 
 
 @pytest.mark.nightly("benchmarks")
@@ -154,6 +160,42 @@ def test_pictures_come_from_the_table(rows: list[dict[str, str]], tmp_path: Path
     assert "</svg>" in text
     plot.main([str(table), "--out", str(tmp_path)])
     assert pictures[0].read_text() == text
+
+
+def test_the_grid_of_magi_attention() -> None:
+    """Its shapes, and lengths in the middle of its bins, at most a quarter of the sequence; the last one is cut."""
+    grid = benchmark.parse_arguments(["--grid", "magi", "--device", "cuda", "--local-len", "16384"])
+    assert (grid.heads, grid.head_dim, grid.dtype, grid.local_len) == (["64/8"], 128, "bfloat16", [16384])
+    assert grid.mask == ["full", "causal", "varlen_full", "varlen_causal"]
+    assert benchmark.parse_arguments(["--grid", "magi"]).local_len == [8192]
+    lengths = field.magi_lengths(65536)
+    assert sum(lengths) == 65536 and lengths == field.magi_lengths(65536) != field.magi_lengths(65536, 1)
+    middles = {5, 30, 75, 150, 350, 762, 1536, 3072, 6144, 12288}
+    assert {*lengths[:-1]} <= middles | {8192, 16384}
+    many = field.magi_lengths(2**24)
+    counts = [count for _, count in field.MAGI_LENGTHS]
+    assert many.count(350) / len(many) == pytest.approx(counts[4] / sum(counts), rel=0.05)
+
+
+@pytest.mark.parametrize("mask", ["varlen_full", "varlen_causal"])
+def test_packed_documents_of_a_raw_kernel(mask: str) -> None:
+    """All rows; and those of a rank that begins within a document, whose keys begin before, as llama3 calls it."""
+    S, causal = 48, mask == "varlen_causal"
+    case = field.Case(4, 2, 8, torch.float32, causal, S, 1, 0, torch.device("cpu"), mask)
+    x = benchmark.random_inputs(case, S, seed=0)
+    forward, backward = raw_kernels.RAW_KERNELS["cpu_flash"].packed
+    whole = case.cuts[0]
+    begin, begin_of_keys = int(whole[2]) - 3, int(whole[1])
+    assert whole.numel() > 4 and begin_of_keys < begin
+    part = torch.cat([whole[:1], whole[2:] - begin]), whole[1:] - begin_of_keys, S, S
+    for row, key, cuts in ((0, 0, case.cuts), (begin, begin_of_keys, part)):
+        dout = torch.zeros_like(x.dout)
+        dout[:, row:] = x.dout[:, row:]
+        out, dq, dk, dv = benchmark.dense_attention(field.Inputs(x.q, x.k, x.v, dout), case.mask, case.scale)
+        q, k, v = x.q[:, row:], x.k[:, key:], x.v[:, key:]
+        got, lse = forward(q, k, v, causal, case.scale, cuts)
+        found = backward(x.dout[:, row:], q, k, v, got, lse, causal, case.scale, cuts=cuts)
+        torch.testing.assert_close((got, *found), (out[:, row:], dq[:, row:], dk[:, key:], dv[:, key:]))
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])

@@ -121,10 +121,10 @@ SUBMODULES = {
     "integrations.trainer": ("context_parallel",),
     "integrations.transformers": ("parallelize", "sequence_of"),
 }
-"""What the documents import from elsewhere than `cp_mesh`, but for torchtitan_main, which needs torchtitan."""
+"""What the documents import from elsewhere than `cp_mesh`."""
 DOCUMENTED = dict(re.findall(r"::: cp_mesh\.\S*?(\w+)\n    options:\n      members: \[(.*)\]", API.read_text()))
 """The members of classes that the documents name."""
-ABSENT = ("accelerate", "diffusers", "spmd_types", "torchtitan", "transformers", "trl")
+ABSENT = ("accelerate", "diffusers", "torchtitan", "transformers", "trl")
 
 
 class Absent(ModuleType):

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 
 ours: Any = room("_torch")
 FILE = Path(ours.__file__)
-ALL = "2.11.0, 2.12.0, 2.13.0, 2.14.0"
-"""2.13.0 ran these tests; in the others the name was found in a wheel: in its sources, stubs or library."""
+ALL = "2.11.0, 2.12.0, 2.13.0, 2.14.0, 2.14.1"
+"""2.13.0 and 2.14.1 ran these tests; in the others the name was found in a wheel: in its sources, stubs or library."""
 ROWS: dict[str, tuple[str, str, Callable[..., None]]] = {}
 """By the name as `_torch.py` has it, with its module where that is known: what breaks, releases, the test."""
 ATEN = "torch.ops.aten."

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/benchmarks/attention.py --csv attention.csv       # everything, on 4 GPUs
     torchrun --nproc-per-node 2 examples/benchmarks/attention.py --quick                   # a few short cases
+    torchrun --nproc-per-node 8 examples/benchmarks/attention.py --grid magi --csv magi.csv
     python examples/benchmarks/plot.py attention.csv                                       # the pictures
 
 A correctness gate runs first; contestants that fail it are not timed. In each repeat every contestant runs once, after
@@ -10,6 +11,11 @@ time single calls, launches included. "queued" rows (``--queued``) time calls in
 training: some forwards, then one backward through all of them. "graph" rows (``--graph``) time replays of CUDA graphs.
 Python's garbage collector is off meanwhile, as in trainers, which collect between steps. "floor/best" takes the fastest
 kernel for each pass. `report.COLUMNS` describes the columns.
+
+``--grid magi`` has the shapes, masks and document lengths of MagiAttention's benchmark (SandAI-org/MagiAttention,
+exps/dist_attn/benchmark_conf.py at 2c641357): 64/8 heads of 128, bf16, 8K rows a GPU (16K of H200s and B200s), full and
+causal masks, with and without packed documents. That benchmark takes the mean of 20 packs, this one times one pack.
+TFLOP/s count the same pairs. MagiAttention itself, which has to be built for CUDA, is not run.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not installed
 
-from contestants import Case, Contestant, Inputs, Run, all_contestants, default_patterns  # noqa: E402
+from contestants import DOCUMENTS, Case, Contestant, Inputs, Run, all_contestants, default_patterns  # noqa: E402
 from raw_kernels import RAW_KERNELS, present_kernels  # noqa: E402
 from report import PASSES, RESULTS, Entrant, Report, Times, machine  # noqa: E402
 
@@ -50,7 +56,9 @@ from cp_mesh.tools.verify.dense import dense_attention as plain_products  # noqa
 
 T = TypeVar("T")
 
-MASKS = ("causal", "full", "window1024", "documents")
+MASKS = ("causal", "full", "window1024", *DOCUMENTS)
+GRIDS = {"magi": {"heads": ["64/8"], "mask": ["full", "causal", "varlen_full", "varlen_causal"], "local_len": [8192]}}
+"""Options by the name of a grid; what the command line says goes first."""
 OWN_FACTOR, OWN_ROUNDING = 1.5, 1e-6  # of the same kernel's error on one device; of the signal, for fp32 sums
 PLAIN_FACTOR = 2.0  # of the error of plain products of the dtype: what kernels may have on one device, and we sharded
 RIVALS_ERROR = 2e-2
@@ -64,7 +72,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--local-len", type=int, nargs="+", help="rows per rank, even")
     parser.add_argument("--heads", nargs="+", help="query heads/kv heads")
     parser.add_argument("--head-dim", type=int)
-    parser.add_argument("--mask", choices=MASKS, nargs="+", default=["causal", "full"])
+    parser.add_argument("--mask", choices=MASKS, nargs="+")
+    parser.add_argument("--grid", choices=GRIDS, help="heads, masks and rows of another project's benchmark")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument(
         "--contestants", nargs="+", default=["default"], help='patterns of names; "default" is a representative choice'
@@ -90,6 +99,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
+    for name, values in GRIDS.get(args.grid, {}).items():
+        setattr(args, name, getattr(args, name) or values)
+    args.mask = args.mask or ["causal", "full"]
     if args.quick:
         args.repeats, args.mask = min(args.repeats, 3), args.mask[:1]
     args.local_len = args.local_len or (([1024, 4096] if args.quick else [1024, 4096, 16384, 65536]) if cuda else [64])
@@ -567,7 +579,10 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Contestant] = ()) -> 
         raise SystemExit(f"no kernel of {', '.join(RAW_KERNELS)} runs here")
     transport = choose_transport("auto", ranks.mesh.get_group(), ranks.device)
     field = all_contestants(ranks.mesh, present, args.head_chunks)
-    chosen = choose(args, field, default_patterns(args.kernels or present[:1], present, transport))
+    defaults = default_patterns(args.kernels or present[:1], present, transport)
+    if args.grid:  # it has documents
+        defaults += [name.replace("/zigzag/", "/balanced/") for name in defaults if "/ring/zigzag/" in name]
+    chosen = choose(args, field, defaults)
     if args.list:
         ranks.print("\n".join(f"{'*' if contestant in chosen else ' '} {contestant.name}" for contestant in field))
         dist.destroy_process_group()
@@ -588,8 +603,8 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Contestant] = ()) -> 
                 num_heads, num_kv_heads = (int(x) for x in heads.split("/"))
                 pattern = mask if mask not in ("causal", "full") else ""
                 case = Case(
-                    num_heads, num_kv_heads, args.head_dim, dtype, mask != "full", local_len, ranks.size, ranks.rank,
-                    ranks.device, pattern,
+                    num_heads, num_kv_heads, args.head_dim, dtype, "full" not in mask, local_len, ranks.size,
+                    ranks.rank, ranks.device, pattern,
                 )  # fmt: skip
                 if (heads, mask) not in verdicts:
                     verdicts[heads, mask] = run_gate(ranks, replace(case, local_len=args.gate_len), chosen)

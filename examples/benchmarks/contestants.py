@@ -8,12 +8,14 @@ per rank, H query heads, K kv heads, D head dim; inputs are [1, L, H or K, D].
 from __future__ import annotations
 
 import math
+import random
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from raw_kernels import RAW_KERNELS, RawKernel, bottom_right, swap
+from raw_kernels import RAW_KERNELS, Cuts, RawKernel, bottom_right, swap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -51,7 +53,7 @@ class Case:
     cp_rank: int
     device: torch.device
     pattern: str = ""
-    """Beside causal: "window1024", or "documents" packed one after the other; "" for neither."""
+    """Beside causal: "window1024", or packed documents, a name of `DOCUMENTS`; "" for neither."""
 
     @property
     def seq_len(self) -> int:
@@ -80,10 +82,17 @@ class Case:
     @property
     def num_pairs(self) -> int:
         """That a mask with a pattern allows."""
-        if self.pattern == "documents":
-            return sum(n * (n + 1) // 2 for n in document_lengths(self.seq_len))
+        if self.pattern in DOCUMENTS:
+            return sum(n * (n + 1) // 2 if self.causal else n * n for n in DOCUMENTS[self.pattern](self.seq_len))
         assert self.mask.window is not None and self.mask.window[0] is not None
         return Band(self.mask.window[0], 0).count(self.seq_len, self.seq_len)
+
+    @property
+    def cuts(self) -> Cuts:
+        """Of its packed documents."""
+        lengths = DOCUMENTS[self.pattern](self.seq_len)
+        bounds = torch.tensor((0, *lengths)).cumsum(0).to(self.device, torch.int32)
+        return bounds, bounds, max(lengths), max(lengths)
 
     @property
     def output_bytes(self) -> int:
@@ -103,11 +112,41 @@ def document_lengths(seq_len: int, seed: int = 0, median: float = 512, longest: 
     return tuple(lengths)
 
 
+MAGI_LENGTHS = (
+    (10, 30254), (50, 391188), (100, 699596), (200, 1377757), (500, 3794735), (1024, 3316785), (2048, 2106566),
+    (4096, 988525), (8192, 410002), (16384, 173574), (32768, 115007), (65536, 18428), (131072, 22513), (196608, 18284),
+)  # fmt: skip
+"""Documents by the longest of their bin, of MagiAttention's benchmark: exps/dist_attn, doc_length_distribution.csv, at
+2c641357."""
+
+
+@lru_cache
+def magi_lengths(seq_len: int, seed: int = 0) -> tuple[int, ...]:
+    """As packed there: the middle of each bin, in pieces of at most a quarter of the sequence, shuffled."""
+    counts, shortest, longest = Counter[int](), 0, seq_len // 4
+    for last, count in MAGI_LENGTHS:
+        whole, rest = divmod((shortest + last) // 2, longest)
+        counts[longest] += whole * count
+        counts[rest] += count
+        shortest = last + 1
+    del counts[0]
+    numbers, lengths = random.Random(seed), list[int]()
+    while (left := seq_len - sum(lengths)) > 0:
+        lengths += [min(left, *numbers.choices(list(counts), list(counts.values())))]
+    return tuple(lengths)
+
+
+DOCUMENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "documents": document_lengths, "varlen_full": magi_lengths, "varlen_causal": magi_lengths,
+}  # fmt: skip
+"""Lengths of packed documents by the name of their mask; "varlen_full" alone is not causal."""
+
+
 @lru_cache
 def mask_of(name: str, seq_len: int) -> Mask:
-    if name == "documents":
-        bounds = torch.tensor((0, *document_lengths(seq_len))).cumsum(0)
-        return Mask.from_cu_seqlens(bounds)
+    if name in DOCUMENTS:
+        bounds = torch.tensor((0, *DOCUMENTS[name](seq_len))).cumsum(0)
+        return Mask.from_cu_seqlens(bounds, causal=name != "varlen_full")
     return Mask(causal=name != "full", window=(1023, 0) if name == "window1024" else None)
 
 
@@ -420,6 +459,35 @@ class TorchCP(Contestant):
         return AutogradRun(function, tensors, swap)
 
 
+class TransformerEngine(Contestant):
+    """DotProductAttention of NVIDIA's TransformerEngine with its context parallelism, on the kernel that it picks."""
+
+    def __init__(self, mesh: DeviceMesh, communication: str) -> None:
+        self.name, self._mesh, self._communication = f"te/{communication}", mesh, communication
+
+    def unsupported(self, case: Case) -> str | None:
+        if find_spec("transformer_engine") is None:
+            return "TransformerEngine is not installed"
+        return super().unsupported(case)
+
+    def layout(self, case: Case) -> Layout:
+        return ZigZag()
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        module = import_module("transformer_engine.pytorch").DotProductAttention(
+            case.heads, case.head_dim, num_gqa_groups=case.kv_heads, attention_dropout=0.0, qkv_format="bshd",
+            attn_mask_type="causal" if case.causal else "no_mask",
+        )  # fmt: skip
+        group = self._mesh.get_group()
+        ranks, stream = dist.get_process_group_ranks(group), torch.cuda.Stream()
+        module.set_context_parallel_group(group, ranks, stream, self._communication)
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return module(q, k, v).unflatten(-1, (case.heads, case.head_dim))
+
+        return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
+
+
 class Ulysses(Contestant):
     """A plain one: an all-to-all of heads (q, k and v in one), attention over the whole sequence, and back."""
 
@@ -429,15 +497,25 @@ class Ulysses(Contestant):
     def unsupported(self, case: Case) -> str | None:
         if case.kv_heads % case.cp_size:
             return f"{case.kv_heads} kv heads over {case.cp_size} ranks"
-        return super().unsupported(case)
+        return no_packing(self.kernel, case)
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
         kernel = RAW_KERNELS[self.kernel]
+        if case.pattern:
+            forward, backward = (partial(call, cuts=case.cuts) for call in kernel.packed)
+            kernel = replace(kernel, forward=forward, backward=backward)
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return _UlyssesFunction.apply(q, k, v, kernel, case)
 
         return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
+
+
+def no_packing(kernel: str, case: Case) -> str | None:
+    """Why a rival on this kernel does not run the case's pattern, or None."""
+    if case.pattern in DOCUMENTS and RAW_KERNELS[kernel].packed is None:
+        return f"{kernel} has no packed documents here"
+    return f"has no {case.pattern} here" if case.pattern and case.pattern not in DOCUMENTS else None
 
 
 class _UlyssesFunction(torch.autograd.Function):
@@ -494,7 +572,7 @@ class RingFlashAttention(Contestant):
             return "causal only"
         if case.causal and self._algorithm == "ring":
             return "balances causal masks by zigzag"
-        return super().unsupported(case)
+        return no_packing(self.kernel, case) if self._algorithm == "llama3" else super().unsupported(case)
 
     def layout(self, case: Case) -> Layout:
         return {"zigzag": ZigZag(), "stripe": Striped()}.get(self._algorithm, Contiguous())
@@ -515,7 +593,7 @@ class RingFlashAttention(Contestant):
 
         one_document = torch.tensor([0, case.seq_len], dtype=torch.int32, device=case.device)
         *lengths, rows = package.llama3_flash_attn_prepare_cu_seqlens(
-            one_document, case.causal, case.cp_rank, case.cp_size
+            case.cuts[0] if case.pattern else one_document, case.causal, case.cp_rank, case.cp_size
         )
         # 4 kv heads at a time: the setting of its own benchmark
         settings = {"heads_k_stride": min(4, case.kv_heads), "local_k_slice": rows, "causal": case.causal}
@@ -554,8 +632,9 @@ class FlashAttnShim:
             window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
         ):  # fmt: skip
             _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-            assert cu_seqlens_q.numel() == 2, "the benchmark has one document"
-            out, lse = self.kernel.forward(q[None], k[None], v[None], causal, softmax_scale)
+            cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            forward = partial(self.kernel.packed[0], cuts=cuts) if cu_seqlens_q.numel() > 2 else self.kernel.forward
+            out, lse = forward(q[None], k[None], v[None], causal, softmax_scale)
             return out[0], lse[0], None, None
 
         def _flash_attn_varlen_backward(
@@ -565,7 +644,9 @@ class FlashAttnShim:
         ):  # fmt: skip
             _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
             dout, q, k, v, out, lse, dq, dk, dv = (x[None] for x in (dout, q, k, v, out, softmax_lse, dq, dk, dv))
-            self.kernel.backward(dout, q, k, v, out, lse, causal, softmax_scale, (dq, dk, dv))
+            cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            backward = partial(self.kernel.packed[1], cuts=cuts) if cu_seqlens_q.numel() > 2 else self.kernel.backward
+            backward(dout, q, k, v, out, lse, causal, softmax_scale, (dq, dk, dv))
 
         for function in (
             _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward
@@ -623,6 +704,7 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[
     ]
     for rotation in ("allgather", "alltoall"):
         field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]
+    field += [TransformerEngine(mesh, communication) for communication in ("p2p", "all_gather", "a2a")]
     for kernel in kernels:
         field += [RingFlashAttention(algorithm, kernel) for algorithm in ("zigzag", "stripe", "llama3", "ring")]
         field.append(Ulysses(kernel))
@@ -643,4 +725,4 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
         patterns += [f"cp_mesh/{name}/zigzag/{kernel}/{transport}" for name in ("ring", "all_gather", "ulysses")]
         patterns += [f"cp_mesh/ulysses/contiguous/{kernel}/{transport}"]
         patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]
-    return [*patterns, "torch/*"]
+    return [*patterns, "torch/*", "te/*"]

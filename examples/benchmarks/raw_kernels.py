@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ _aten = torch.ops.aten
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Cuts = tuple[Tensor, Tensor, int, int]  # cumulative lengths of packed documents in q and in k, int32; the longest ones
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class RawKernel:
             unless that is None. Given the global out and lse it returns a tile's share of the gradients.
         bottom_right: how a causal mask lies on a tile with more keys than queries; else it lies top-left.
         writes_into: whether the kernel itself writes to ``into``; else it takes copies.
+        packed: forward and backward of packed documents, causal masks bottom-right, with a last argument ``cuts``; None
+            if there are none here.
     """
 
     name: str
@@ -35,6 +39,7 @@ class RawKernel:
     backward: Backward
     bottom_right: bool
     writes_into: bool = True
+    packed: tuple[Forward, Backward] | None = None
 
 
 def swap(x: Tensor) -> Tensor:
@@ -119,6 +124,28 @@ def _fa4_backward(dout, q, k, v, out, lse, causal, scale, into=None):
     )[:3]
 
 
+def _fa4_packed_forward(q, k, v, causal, scale, cuts):
+    keywords = _fa4_keywords(q, k, v, causal, scale, cuts)
+    out, lse = import_module("flash_attn.cute.interface")._flash_attn_fwd(**keywords, return_lse=True)[:2]
+    return out[None], lse[None]
+
+
+def _fa4_packed_backward(dout, q, k, v, out, lse, causal, scale, into=None, *, cuts):
+    dq, dk, dv = (x[0] for x in into) if into else (None, None, None)
+    gradients = import_module("flash_attn.cute.interface")._flash_attn_bwd(
+        **_fa4_keywords(q, k, v, causal, scale, cuts), out=out[0], dout=dout[0], lse=lse[0].contiguous(), dq=dq, dk=dk,
+        dv=dv,
+    )  # fmt: skip
+    return into or tuple(x[None] for x in gradients[:3])
+
+
+def _fa4_keywords(q, k, v, causal, scale, cuts):
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return {"q": q[0], "k": k[0], "v": v[0], "softmax_scale": scale, "causal": causal} | dict(
+        zip(names, cuts, strict=True)
+    )
+
+
 def _cpu_forward(q, k, v, causal, scale):
     q, k, v = (swap(x).float() for x in (q, k, v))
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -145,14 +172,44 @@ def _rounded(forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
     return forward_, backward_
 
 
+def _each_document(cuts: Cuts) -> list[tuple[slice, slice]]:
+    """Rows and keys of each."""
+    q, k = ([slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in cuts[:2])
+    return list(zip(q, k, strict=True))
+
+
+def _cpu_packed_forward(q, k, v, causal, scale, cuts):
+    forward = bottom_right(RAW_KERNELS["cpu_flash"]).forward
+    parts = [forward(q[:, i], k[:, j], v[:, j], causal, scale) for i, j in _each_document(cuts)]
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+
+
+def _cpu_packed_backward(dout, q, k, v, out, lse, causal, scale, into=None, *, cuts):
+    backward, parts = bottom_right(RAW_KERNELS["cpu_flash"]).backward, _each_document(cuts)
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    for i, j in parts:
+        found = backward(dout[:, i], q[:, i], k[:, j], v[:, j], out[:, i], lse[:, :, i], causal, scale)
+        for gradient, rows, part in zip(gradients, (i, j, j), found, strict=True):
+            gradient[:, rows] += part
+    return _store(tuple(gradients), into)
+
+
 RAW_KERNELS = {
     kernel.name: kernel
     for kernel in (
-        RawKernel("fa4", _fa4_forward, _fa4_backward, bottom_right=True),
+        RawKernel(
+            "fa4", _fa4_forward, _fa4_backward, bottom_right=True, packed=(_fa4_packed_forward, _fa4_packed_backward)
+        ),
         RawKernel("fa3", _fa3_forward, _fa3_backward, bottom_right=True),
         RawKernel("cudnn", _cudnn_forward, _cudnn_backward, bottom_right=False, writes_into=False),
         RawKernel("fa2", _fa2_forward, _fa2_backward, bottom_right=True, writes_into=False),
-        RawKernel("cpu_flash", *_rounded(_cpu_forward, _cpu_backward), bottom_right=False, writes_into=False),
+        RawKernel(
+            "cpu_flash",
+            *_rounded(_cpu_forward, _cpu_backward),
+            bottom_right=False,
+            writes_into=False,
+            packed=(_cpu_packed_forward, _cpu_packed_backward),
+        ),
     )
 }
 

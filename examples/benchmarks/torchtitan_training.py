@@ -2,16 +2,19 @@
 
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --seq-len 8192 32768 --csv torchtitan.csv
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --kernel cudnn   # the kernel of its own CP
+    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --documents         # with torchtitan 0.3.0
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --device cpu --tiny --variants cp_mesh
 
-It needs torchtitan 0.2.2, whose model has only causal attention (`pip install --no-deps torchtitan==0.2.2`). Packages
-that torchtitan imports but a run does not use (datasets, torchdata, tokenizers, tyro, tensorboard) are replaced by
-empty stand-ins if they are not installed. Layers are those of Llama-3-8B, with 32,768 of its 128,256 tokens; tokens are
-random. All variants use torchtitan's own settings: head-tail placement, FSDP2 over cp, bf16, checkpoints, loss,
-optimizer.
+It needs torchtitan 0.2.2, whose model has only causal attention (`pip install --no-deps torchtitan==0.2.2`), or 0.3.0,
+which also packs documents and needs PyTorch 2.13. Packages that 0.2.2 imports but a run does not use (datasets,
+torchdata, tokenizers, tyro, tensorboard) are replaced by empty stand-ins if they are not installed. Layers are those of
+Llama-3-8B, with 32,768 of its 128,256 tokens in 0.2.2; tokens are random. All variants use torchtitan's own settings:
+head-tail placement, FSDP2 over cp, bf16, checkpoints, loss, optimizer. The attention of 0.3.0 is flex_attention, which
+it compiles and tunes for minutes at the first step of each length.
 
 Variant after variant, --rounds times, a Trainer is made, warmed up, timed and dropped. Trainers start with the same
-weights and tokens, and their first losses must agree; otherwise the status says so and the exit code is 1. Columns:
+weights and tokens, and losses and gradient norms of their first steps must agree; otherwise the status says so and the
+exit code is 1. Columns:
 `step_ms`, the median of the slowest rank's steps over all rounds, with minimum and maximum; `tokens_per_s` of all
 ranks; `peak_gib`, the largest peak of PyTorch's allocator on any rank, plus cp_mesh's symmetric memory, which that
 allocator does not count.
@@ -26,12 +29,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +45,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-# a checkout that is not installed, the other benchmarks, and titan.on_cpus
+# a checkout that is not installed, the other benchmarks, and titan.py
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "integrations")]
 
+import titan  # noqa: E402
+from contestants import document_lengths  # noqa: E402
 from report import append  # noqa: E402
 
 from cp_mesh.comm.exchange import release, symmetric_memory_bytes  # noqa: E402
 from cp_mesh.integrations.torchtitan import context_parallel  # noqa: E402
 
 VARIANTS = ("torchtitan", "cp_mesh")
-AGREE = {"bf16": 2e-3, "fp32": 1e-5}
-"""How far first losses may be apart, relative."""
+AGREE = {"bf16": (2e-3, 5e-3), "fp32": (1e-6, 5e-5)}
+"""How far first losses and gradient norms may be apart, relative. A mask without documents changes the norm by 1 %."""
 VOCABULARY = 32768
 SPARED = (
     "datasets",
@@ -63,8 +70,9 @@ SPARED = (
 )
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "torchtitan", "variant", "kernel", "method", "precision"),
-    *("layers", "seq_len", "checkpoint", "compile", "rounds", "steps"),
-    *("step_ms", "step_ms_min", "step_ms_max", "tokens_per_s", "peak_gib", "first_loss", "last_loss", "status"),
+    *("layers", "seq_len", "documents", "checkpoint", "compile", "rounds", "steps"),
+    *("step_ms", "step_ms_min", "step_ms_max", "tokens_per_s", "peak_gib", "first_loss", "first_norm"),
+    *("last_loss", "status"),
 )
 
 
@@ -94,7 +102,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
-    parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 16384, 32768])
+    parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--documents", action="store_true", help="pack documents, with torchtitan 0.3.0")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="small layers in fp32, 256 tokens, to test that it runs")
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="selective")
@@ -109,20 +118,25 @@ def parse_arguments() -> argparse.Namespace:
     args.precision = "fp32" if args.tiny else "bf16"
     if args.tiny:
         args.seq_len, args.layers = [256], 2
+    if args.documents and titan.OLD:
+        parser.error("--documents needs torchtitan 0.3.0")
     return args
 
 
 class Batches:
     """A dataloader of random tokens, the same in every run."""
 
-    def __init__(self, seq_len: int, vocabulary: int) -> None:
+    def __init__(self, seq_len: int, vocabulary: int, documents: bool = False) -> None:
         self.seq_len, self.vocabulary = seq_len, vocabulary
+        lengths = document_lengths(seq_len) if documents else (seq_len,)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        self.more = {} if titan.OLD else {"positions": positions}
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         numbers = torch.Generator().manual_seed(0)
         while True:
             tokens = torch.randint(self.vocabulary, (1, self.seq_len + 1), generator=numbers)
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+            yield {"input": tokens[:, :-1]} | self.more, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -132,6 +146,47 @@ class Batches:
 
 
 def make_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
+    """A Trainer of torchtitan 0.3."""
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.common.config_utils import decoder_vocab_size
+    from torchtitan.models.llama3 import config_registry, model_registry
+
+    config = config_registry.llama3_debugmodel()
+    config.model_spec = spec = model_registry("debugmodel" if args.tiny else "8B", attn_backend="flex")
+    spec.model.layers = spec.model.layers[: args.layers]
+    vocabulary = config.loss.loss_fn.global_vocab_size = decoder_vocab_size(spec)
+    titan.read(config, lambda *_: Batches(seq_len, vocabulary, args.documents))
+    kinds = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    config.activation_checkpoint = kinds[args.checkpoint]
+    settings = {
+        "parallelism.spmd_backend": "partial_dtensor",
+        "training.disable_cuda_graphs": True,
+        "validator.enable": False,
+        "checkpoint.enable": False,
+    }
+    titan.set_settings(config, common(args, seq_len) | settings)
+    if variant == "cp_mesh":
+        config = context_parallel(config, kernel=args.kernel, method=args.method)
+    return config.build()
+
+
+def common(args: argparse.Namespace, seq_len: int) -> dict[str, Any]:
+    """Settings that both versions have."""
+    return {
+        "training.local_batch_size": 1,
+        "training.seq_len": seq_len,
+        "training.steps": args.warmup + args.steps,
+        "training.mixed_precision_param": "bfloat16" if args.precision == "bf16" else "float32",
+        "parallelism.context_parallel_degree": dist.get_world_size(),
+        "parallelism.data_parallel_shard_degree": 1,
+        "compile.enable": args.compile,
+        "debug.seed": 0,
+        "dump_folder" if not titan.OLD else "job.dump_folder": tempfile.gettempdir(),
+    }
+
+
+def make_old_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
+    """A Trainer of torchtitan 0.2."""
     from torchtitan.config import JobConfig
     from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
     from torchtitan.protocols import train_spec
@@ -153,15 +208,9 @@ def make_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
     train_spec.register_train_spec("measured", spec)
     config = JobConfig()
     config.model.name, config.model.flavor = "measured", "few"
-    config.training.local_batch_size, config.training.seq_len = 1, seq_len
-    config.training.mixed_precision_param = "bfloat16" if args.precision == "bf16" else "float32"
-    config.parallelism.context_parallel_degree = dist.get_world_size()
-    config.parallelism.data_parallel_shard_degree = 1
+    titan.set_settings(config, common(args, seq_len))
     config.activation_checkpoint.mode = args.checkpoint
     config.activation_checkpoint.selective_ac_option = "op"
-    config.compile.enable = args.compile
-    config.debug.seed = 0
-    config.training.steps = args.warmup + args.steps
     config.lr_scheduler.warmup_steps = 2
     if args.device == "cpu":
         config.optimizer.implementation = "for-loop"
@@ -180,12 +229,12 @@ def slowest(args: argparse.Namespace, value: float) -> float:
     return x.item()
 
 
-def run(args: argparse.Namespace, variant: str, seq_len: int) -> tuple[list[float], float, list[float]]:
-    """Step times in ms, peak in GiB and losses of one Trainer."""
-    trainer = make_trainer(args, variant, seq_len)
-    losses: list[float] = []
+def run(args: argparse.Namespace, variant: str, seq_len: int) -> tuple[list[float], float, list[tuple[float, float]]]:
+    """Step times in ms, peak in GiB, and losses and gradient norms of one Trainer."""
+    trainer = (make_old_trainer if titan.OLD else make_trainer)(args, variant, seq_len)
+    losses: list[tuple[float, float]] = []
     trainer.metrics_processor.should_log = lambda step: True
-    trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(float(loss))
+    trainer.metrics_processor.log = lambda step, loss, _, norm, *__, **___: losses.append((float(loss), float(norm)))
     data, times = trainer.batch_generator(trainer.dataloader), []
     group = trainer.parallel_dims.get_mesh("cp").get_group()
     for step in range(args.warmup + args.steps):
@@ -221,8 +270,9 @@ def measure(args: argparse.Namespace, seq_len: int) -> list[dict[str, str]]:
     first = found[args.variants[0]][2][0][0]
     rows = []
     for variant, (times, peaks, losses, status) in found.items():
-        if any(abs(each[0] / first - 1) > AGREE[args.precision] for each in losses):
-            status = f"the first loss is not that of {args.variants[0]}, {first:.6f}"
+        apart = [abs(x / y - 1) for each in losses for x, y in zip(each[0], first, strict=True)]
+        if not all(x < most for x, most in zip(apart, cycle(AGREE[args.precision]))):
+            status = f"first loss and gradient norm are not those of {args.variants[0]}, {first[0]:.6f}, {first[1]:.6f}"
         ms, ours = statistics.median(times), variant == "cp_mesh"
         values = {
             "date": datetime.now(UTC).date(),
@@ -237,6 +287,7 @@ def measure(args: argparse.Namespace, seq_len: int) -> list[dict[str, str]]:
             "precision": args.precision,
             "layers": args.layers,
             "seq_len": seq_len,
+            "documents": args.documents,
             "checkpoint": args.checkpoint,
             "compile": args.compile,
             "rounds": args.rounds,
@@ -246,8 +297,9 @@ def measure(args: argparse.Namespace, seq_len: int) -> list[dict[str, str]]:
             "step_ms_max": f"{max(times):.2f}",
             "tokens_per_s": f"{seq_len / ms * 1e3:.0f}",
             "peak_gib": f"{max(peaks):.2f}" if args.device == "cuda" else "",
-            "first_loss": f"{losses[0][0]:.6f}",
-            "last_loss": f"{losses[0][-1]:.6f}",
+            "first_loss": f"{losses[0][0][0]:.6f}",
+            "first_norm": f"{losses[0][0][1]:.6f}",
+            "last_loss": f"{losses[0][-1][0]:.6f}",
             "status": status,
         }
         rows.append({name: str(values[name]) for name in COLUMNS})
@@ -269,9 +321,7 @@ def commit() -> str:
 def main() -> None:
     args = parse_arguments()
     if args.device == "cpu":
-        from titan import on_cpus
-
-        on_cpus()
+        titan.on_cpus()
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     spare()

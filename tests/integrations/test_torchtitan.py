@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import re
 import sys
 import types
@@ -255,12 +256,18 @@ def test_the_page_runs(pool: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not OLD, reason="the benchmark is of 0.2")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--tiny", "--variants", "cp_mesh", "--rounds", "2", "--csv", tmp_path / "rows.csv"]
-    done = run_script(ROOT / "examples" / "benchmarks" / "torchtitan_training.py", options, num_ranks=2)
-    assert done.returncode == 0, done.printed
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert row["status"] == "ok" and float(row["tokens_per_s"]) > 0
-    assert abs(float(row["first_loss"]) - 6.7) < 0.2  # near the logarithm of 512 tokens
+    """Plain, and with documents, which change the gradients."""
+    norms = []
+    for more in [[]] if OLD else [[], ["--documents"]]:
+        options = ["--device", "cpu", "--tiny", "--variants", "cp_mesh", "--warmup", "1", "--steps", "1", *more]
+        path = tmp_path / f"{len(more)}.csv"
+        script = ROOT / "examples" / "benchmarks" / "torchtitan_training.py"
+        done = run_script(script, [*options, "--csv", path], num_ranks=2)
+        assert done.returncode == 0, done.printed
+        with path.open(newline="") as file:
+            (row,) = csv.DictReader(file)
+        assert row["status"] == "ok" and float(row["tokens_per_s"]) > 0
+        assert abs(float(row["first_loss"]) - math.log(512 if OLD else 2048) - 0.5) < 0.2
+        norms.append(float(row["first_norm"]))
+    assert OLD or abs(norms[1] / norms[0] - 1) > 5e-3

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
@@ -190,28 +190,34 @@ def config_of(run: Run) -> Any:
     return prepare(config, run)
 
 
-def prepare(config: Any, run: Run) -> Any:
-    """The configuration of torchtitan 0.3 with the settings of a run, and with cp_mesh or `Dense` where it asks so."""
+def read(config: Any, loader: Callable[[int, int], Any]) -> None:
+    """Give a configuration of torchtitan 0.3 a dataloader, made from rank and size of dp, and no tokenizer."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config.override import _REGISTRY, override
-    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
-    from torchtitan.protocols.module import Module
-
-    from cp_mesh.integrations.torchtitan import context_parallel
 
     class Loader(BaseDataLoader):
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
-            def build(self, *, dp_rank: int, dp_world_size: int, **_: Any) -> Batches:
-                return Batches(run, dp_rank, dp_world_size)
+            def build(self, *, dp_rank: int, dp_world_size: int, **_: Any) -> Any:
+                return loader(dp_rank, dp_world_size)
 
     class NoTokenizer(BaseTokenizer):
         @dataclass(kw_only=True, slots=True)
         class Config(BaseTokenizer.Config):
             def build(self, **_: Any) -> None:
                 return None
+
+    config.dataloader, config.tokenizer = Loader.Config(), NoTokenizer.Config()
+
+
+def prepare(config: Any, run: Run) -> Any:
+    """The configuration of torchtitan 0.3 with the settings of a run, and with cp_mesh or `Dense` where it asks so."""
+    from torchtitan.config.override import _REGISTRY, override
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+    from torchtitan.protocols.module import Module
+
+    from cp_mesh.integrations.torchtitan import context_parallel
 
     class Dense(Module):
         """Attention with a mask of pairs, for one rank: FlexAttention has no backward on CPUs."""
@@ -242,7 +248,7 @@ def prepare(config: Any, run: Run) -> Any:
             scores = (q @ k.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~mask, float("-inf"))
             return out_transform((scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2))
 
-    config.dataloader, config.tokenizer = Loader.Config(), NoTokenizer.Config()
+    read(config, functools.partial(Batches, run))
     config.activation_checkpoint = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
         run.checkpoint
     ]
