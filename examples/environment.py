@@ -29,7 +29,7 @@ OLDEST_TORCH = (2, 11)
 
 
 class Environment(NamedTuple):
-    """A virtual environment: its folder, the extras of cp_mesh to install, and PyTorch's version if one is asked for."""
+    """A virtual environment: its folder, extras of cp_mesh to install, and PyTorch's version if one is asked for."""
 
     folder: Path
     extras: str

@@ -459,35 +459,6 @@ class TorchCP(Contestant):
         return AutogradRun(function, tensors, swap)
 
 
-class TransformerEngine(Contestant):
-    """DotProductAttention of NVIDIA's TransformerEngine with its context parallelism, on the kernel that it picks."""
-
-    def __init__(self, mesh: DeviceMesh, communication: str) -> None:
-        self.name, self._mesh, self._communication = f"te/{communication}", mesh, communication
-
-    def unsupported(self, case: Case) -> str | None:
-        if find_spec("transformer_engine") is None:
-            return "TransformerEngine is not installed"
-        return super().unsupported(case)
-
-    def layout(self, case: Case) -> Layout:
-        return ZigZag()
-
-    def setup(self, case: Case, inputs: Inputs) -> Run:
-        module = import_module("transformer_engine.pytorch").DotProductAttention(
-            case.heads, case.head_dim, num_gqa_groups=case.kv_heads, attention_dropout=0.0, qkv_format="bshd",
-            attn_mask_type="causal" if case.causal else "no_mask",
-        )  # fmt: skip
-        group = self._mesh.get_group()
-        ranks, stream = dist.get_process_group_ranks(group), torch.cuda.Stream()
-        module.set_context_parallel_group(group, ranks, stream, self._communication)
-
-        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return module(q, k, v).unflatten(-1, (case.heads, case.head_dim))
-
-        return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
-
-
 class Ulysses(Contestant):
     """A plain one: an all-to-all of heads (q, k and v in one), attention over the whole sequence, and back."""
 
@@ -704,7 +675,6 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[
     ]
     for rotation in ("allgather", "alltoall"):
         field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]
-    field += [TransformerEngine(mesh, communication) for communication in ("p2p", "all_gather", "a2a")]
     for kernel in kernels:
         field += [RingFlashAttention(algorithm, kernel) for algorithm in ("zigzag", "stripe", "llama3", "ring")]
         field.append(Ulysses(kernel))
@@ -725,4 +695,4 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
         patterns += [f"cp_mesh/{name}/zigzag/{kernel}/{transport}" for name in ("ring", "all_gather", "ulysses")]
         patterns += [f"cp_mesh/ulysses/contiguous/{kernel}/{transport}"]
         patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]
-    return [*patterns, "torch/*", "te/*"]
+    return [*patterns, "torch/*"]
