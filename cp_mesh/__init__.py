@@ -47,10 +47,12 @@ if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
     from cp_mesh.training.boundaries import GatherOutput, ShardInput
     from cp_mesh.training.clip_grad import clip_grad_norm
     from cp_mesh.training.context_parallel import ContextParallel
+    from cp_mesh.training.log_probs import document_sums, token_log_probs
     from cp_mesh.training.loss import cross_entropy, valid_tokens
     from cp_mesh.training.parallelize import checkpoint_context_fn, parallelize, sum_gradients
     from cp_mesh.training.probe import probe
     from cp_mesh.training.sharded_model import ShardedModel
+    from cp_mesh.training.tiled import TiledMLP
 
 __version__ = "0.2.0"
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "ShardedModel",
     "ShardedSequence",
     "Striped",
+    "TiledMLP",
     "UnsupportedError",
     "VerificationError",
     "VocabParallelEmbedding",
@@ -88,12 +91,14 @@ __all__ = [
     "cross_entropy",
     "decode",
     "document_positions",
+    "document_sums",
     "explain",
     "flex_attention",
     "parallelize",
     "probe",
     "sum_gradients",
     "tensor_parallel_plan",
+    "token_log_probs",
     "valid_tokens",
     "verify",
     "verify_model",
@@ -118,6 +123,7 @@ _HOMES = {
     "ShardedCache": "inference.cache",
     "ShardedModel": "training.sharded_model",
     "ShardedSequence": "sequence.sharded_sequence",
+    "TiledMLP": "training.tiled",
     "VerificationError": "tools.verify.verify",
     "VocabParallelEmbedding": "tensor_parallel.styles",
     "VocabParallelHead": "tensor_parallel.styles",
@@ -130,12 +136,14 @@ _HOMES = {
     "cross_entropy": "training.loss",
     "decode": "inference.decode",
     "document_positions": "geometry.batch_mask",
+    "document_sums": "training.log_probs",
     "explain": "tools.explain.explain",
     "flex_attention": "flex.function",
     "parallelize": "training.parallelize",
     "probe": "training.probe",
     "sum_gradients": "training.parallelize",
     "tensor_parallel_plan": "tensor_parallel.plan",
+    "token_log_probs": "training.log_probs",
     "valid_tokens": "training.loss",
     "verify": "tools.verify.verify",
     "verify_model": "tools.verify.verify_model",

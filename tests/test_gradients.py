@@ -20,7 +20,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import Balanced, ContextParallel, Contiguous, Layout, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
+from cp_mesh import (
+    Balanced,
+    ContextParallel,
+    Contiguous,
+    Layout,
+    Mask,
+    ShardedModel,
+    ShardedSequence,
+    Striped,
+    TiledMLP,
+    ZigZag,
+)
 
 B = 4  # rows of all data-parallel ranks
 TOLERANCE = 1e-10  # relative to the largest entry of each parameter's gradient
@@ -44,11 +55,14 @@ class Setup:
     checkpoint: str = "none"
     scores: bool = False
     packed: bool = False  # documents in a layout that is balanced for the batch
+    tiles: int = 0  # of each MLP
+    reshard: bool = True  # FSDP2 frees the weights between the passes
 
     def __str__(self) -> str:
         flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half", "scores", "packed")
         words = [f"dp{self.dp}-cp{self.cp}-tp{self.tp}", self.layout.spec(), f"S{self.S}"]
         words += [flag for flag in flags if getattr(self, flag)]
+        words += [f"tiles{self.tiles}"] * bool(self.tiles) + ["kept"] * (not self.reshard)
         words += [f"overlapped_{self.overlapped}"] * bool(self.overlapped)
         return "-".join(words + [self.checkpoint] * (self.checkpoint != "none"))
 
@@ -87,6 +101,12 @@ SETUPS = [
     Setup(cp=4, fsdp=False, scores=True),
     Setup(dp=2, cp=2, documents=True, scores=True),
     Setup(cp=2, tp=2, layout=Striped(), S=22, checkpoint="full", scores=True),
+    # MLPs in tiles, also of unequal numbers of rows.
+    Setup(cp=3, fsdp=False, tiles=3),
+    Setup(dp=2, cp=2, tiles=4, S=22),
+    Setup(cp=2, tiles=5, reshard=False, checkpoint="full"),
+    Setup(cp=2, tp=2, tiles=4, checkpoint="selective"),
+    Setup(cp=2, tp=2, tiles=3, overlapped="all_reduce"),
 ]
 
 QUICK = (
@@ -149,6 +169,8 @@ def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Modu
     core = ContextParallel(sequence, mask=mask, scores=scores, layout=layout)
     root = ShardedModel(sequence, layout=layout_of_model if setup.packed else None)
     styles = {"": root, "layers.*.core": core}
+    if setup.tiles:
+        styles["layers.*.ff"] = TiledMLP(tiles=setup.tiles)
     cp_mesh.parallelize(model, axes["cp"], styles)
     if setup.checkpoint != "none":
         options = {"context_fn": cp_mesh.checkpoint_context_fn} if setup.checkpoint == "selective" else {}
@@ -156,7 +178,7 @@ def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Modu
             layer.forward = recomputing(layer.forward, options)
     if setup.fsdp:
         for module in (*model.layers, model):
-            fully_shard(module, mesh=data_axis(axes))
+            fully_shard(module, mesh=data_axis(axes), reshard_after_forward=None if setup.reshard else False)
         cp_mesh.sum_gradients(model)
     return model
 

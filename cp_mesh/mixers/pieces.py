@@ -229,12 +229,12 @@ def pieces_of(sequence: ShardedSequence, mask: Mask | None, batch: int, rows: in
     layout, contents = sequence.layout, []
     if layout.replicated:
         hint = "use a layout without streams that every rank holds"
-        refuse("mixers: layout", "one that holds each token once", layout.spec(), hint, UnsupportedError)
+        refuse("layout", "one that holds each token once", layout.spec(), hint, UnsupportedError)
     for name in ("documents", "key_padding"):
         x = getattr(mask, name)
         if x is not None and (x.shape[-1] != seq_len or x.shape[:-1] not in ((), (1,), (batch,))):
             expected = f"{seq_len} tokens of 1 or {batch} batch rows"
-            refuse(f"mixers: mask.{name}", expected, tuple(x.shape), "pass that of the whole sequence")
+            refuse(f"mask.{name}", expected, tuple(x.shape), "pass that of the whole sequence")
         contents.append(None if x is None else Content.of(x))
     tensor = None if layout.tensor is None else Content.of(layout.tensor)
     return _find(layout.spec(), tensor, seq_len, length, sequence.cp_size, sequence.cp_rank, batch, *contents)
@@ -261,7 +261,13 @@ def _find(
     of_row = [Documents.of(row) for row in ids.numpy()]
     if any(row.come_back for row in of_row):
         hint = "give each part an id of its own; padding may be before or after a document, not within it"
-        refuse("mixers", "documents whose tokens follow one another", "an id that comes back", hint, UnsupportedError)
+        refuse(
+            "mask.documents",
+            "documents whose tokens follow one another",
+            "an id that comes back",
+            hint,
+            UnsupportedError,
+        )
     positions = [layout.positions(seq_len, cp_size, rank).numpy() for rank in range(cp_size)]
     owner, local = np.zeros(seq_len, np.int64), np.zeros(seq_len, np.int64)
     for rank, held in enumerate(positions):

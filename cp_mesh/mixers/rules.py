@@ -165,7 +165,7 @@ def causal_conv1d(
             refuse(what, "x [B, T, D] and weight [D, W]", f"{tuple(x.shape)} and {tuple(weight.shape)}", "transpose x")
         if activation not in (None, "silu", "swish"):
             refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
-    pieces, name = _pieces(what, x, sequence, mask, weight.shape)
+    pieces, name = agreed_pieces(what, x, sequence, mask, weight.shape)
     out = convolution(x.flatten(0, 1), weight, bias, pieces, name, what).unflatten(0, x.shape[:2])
     return out if activation is None else F.silu(out)
 
@@ -184,16 +184,17 @@ def roll(x: Tensor, shifts: int, *, sequence: ShardedSequence, mask: Mask | None
         sequence, mask: as in `gated_delta_rule`.
         fill_value: of rows that get none; -100 for labels.
     """
-    pieces, name = _pieces("roll", x, sequence, mask, (shifts,))
+    pieces, name = agreed_pieces("roll", x, sequence, mask, (shifts,))
     before, after = max(shifts, 0), max(-shifts, 0)
     rows, at = with_halo(x.flatten(0, 1), pieces, before, after, name, "roll", fill_value)
     return rows[at - shifts].unflatten(0, x.shape[:2])
 
 
 @untraced
-def _pieces(
+def agreed_pieces(
     what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None, own: tuple[int, ...]
 ) -> tuple[Pieces, str]:
+    """The pieces of rows x [B, T, ...], compared over the ranks with ``own`` in a first call; and the group's name."""
     group = sequence.mesh.get_group()
     with refusing(group.group_name):
         pieces = pieces_of(sequence, mask, *x.shape[:2])

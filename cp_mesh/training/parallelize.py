@@ -33,7 +33,7 @@ from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import SUMS, groups_over_cp, groups_over_tp
-from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
+from cp_mesh.wrap import STYLE, TILES, check_plain, plain_name, replaced
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
@@ -103,8 +103,9 @@ def parallelize(
     for name, (_, style) in chosen.items():
         trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
         apply_style(style, modules[name], mesh)
-        if (core := replaced(modules[name], STYLE)) is not None:
-            core.where = name
+        for wrapper in (STYLE, TILES):
+            if (found := replaced(modules[name], wrapper)) is not None:
+                found.where = name
         for key, parameter in modules[name].named_parameters():
             if parameter.requires_grad != trained.get(key, parameter.requires_grad):
                 parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new, trainable parameters

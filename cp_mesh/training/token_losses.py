@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from cp_mesh._torch import untraced
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.losses import note_compiled_backward
@@ -38,6 +40,15 @@ class LazyLogits(Protocol):
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Return losses [N] of logits [N, V] and labels [N], in float32 (float64 for float64 logits); 0 if ignored."""
     return _TokenLosses.apply(logits, labels, ignore_index)
+
+
+@untraced  # else torch.compile would unroll the loop over chunks
+def linear_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, scale: float
+) -> Tensor:
+    """`token_losses` of ``scale * (hidden @ weight.t() + bias)``, without the whole logits: hidden [N, C]."""
+    losses: Tensor = _LinearLosses.apply(hidden, weight, bias, labels, ignore_index, scale)
+    return losses
 
 
 def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -111,3 +122,48 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None]:
         return _token_losses_backward(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of rows with their logits in the accumulation dtype."""
+    dtype = accumulation_dtype(hidden.dtype)
+    step = max(1, CHUNK_BYTES // (len(weight) * dtype.itemsize))
+    for begin in range(0, len(hidden), step):
+        rows = slice(begin, min(begin + step, len(hidden)))
+        yield rows, F.linear(hidden[rows], weight, bias).to(dtype).mul_(scale)
+
+
+class _LinearLosses(torch.autograd.Function):
+    """The backward computes the logits again, and adds the gradients of the weight in the accumulation dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *options: Any) -> Tensor:
+        ctx.ignore_index, ctx.scale = options
+        found = hidden.new_empty((3, len(hidden), 1), dtype=accumulation_dtype(hidden.dtype))
+        for rows, logits in _logits(hidden, weight, bias, ctx.scale):
+            losses, *of_rows = _token_losses(logits, labels[rows], ctx.ignore_index)
+            for x, y in zip(found[:, rows], (losses[:, None], *of_rows), strict=True):
+                x.copy_(y)
+        ctx.save_for_backward(hidden, weight, bias, labels, *found[1:])
+        return found[0].flatten()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, *of_all = ctx.saved_tensors
+        wants = [want and x is not None for x, want in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)]
+        dhidden = torch.empty_like(hidden) if wants[0] else None
+        dweight = torch.zeros_like(weight, dtype=dlosses.dtype) if wants[1] else None
+        dbias = torch.zeros_like(bias, dtype=dlosses.dtype) if wants[2] else None
+        for rows, logits in _logits(hidden, weight, bias, ctx.scale):
+            of_rows = labels[rows], *(x[rows] for x in of_all)
+            dlogits = _token_losses_backward(dlosses[rows], logits, *of_rows, ctx.ignore_index).mul_(ctx.scale)
+            rounded = dlogits.to(hidden.dtype)
+            if dhidden is not None:
+                torch.mm(rounded, weight, out=dhidden[rows])
+            if dweight is not None:
+                dweight += rounded.t() @ hidden[rows]
+            if dbias is not None:
+                dbias += dlogits.sum(0)
+        grads = (None if x is None else x.to(y.dtype) for x, y in ((dhidden, hidden), (dweight, weight), (dbias, bias)))
+        return *grads, None, None, None
