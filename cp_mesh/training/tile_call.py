@@ -19,6 +19,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.wrap import INPUT, OUTPUT, STYLE, TILES, replaced
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_KNOWN = ("torch.distributed.tensor", "cp_mesh.")  # hooks of styles over tp, and of checks
 _ALONE = "leave it out of the plan, or tile a module within it that computes each token alone"
 
 
@@ -41,10 +42,10 @@ class Call:
             if part is not module:
                 style = "fully_shard" if isinstance(part, FSDPModule) else style_over_cp(part)
                 hooks = (hook for name in _HOOKS for hook in (getattr(part, name) or {}).values())
-                other = next((x for x in hooks if not x.__module__.startswith("torch.distributed.tensor")), None)
-                if style or other:
-                    got = f"{type(part).__name__} with {style or f'the hook {other}'}"
-                    self.refuse("modules inside without hooks and styles over cp", got, "it would run for each tile")
+                homes = {getattr(hook, "func", hook).__module__ for hook in hooks}
+                if style or not all(home.startswith(_KNOWN) for home in homes):
+                    got = f"{type(part).__name__} with {style or f'a hook of {sorted(homes)}'}"
+                    self.refuse("modules inside without hooks and styles over cp", got, "they would run for each tile")
         if any(x._backward_hooks for x in self.weights):
             self.refuse("weights without hooks", "register_hook", "use register_post_accumulate_grad_hook")
 
