@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from model import Core, DenseCore, Model, batch
 from ranks import mesh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -61,7 +62,7 @@ class Experts(nn.Module):
         self.router, self.experts = nn.Linear(C, 4, False), nn.ModuleList(nn.Linear(C, C) for _ in range(4))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
-        flat = x.flatten(0, 1)
+        flat = x.view(-1, C)
         logits = self.router(flat)
         weights, chosen = logits.softmax(-1).topk(2)
         out = torch.zeros_like(flat)
@@ -85,11 +86,17 @@ class Adapted(MLP):
         return self.down(F.silu(self.gate(x) + x @ self.a.t() @ self.b.t()) * self.up(x))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _group() -> Iterator[None]:
+    """A group of this process, for tests without ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def alone() -> Any:
     """A mesh of this process."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return mesh((1,), ("cp",))
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
 
 
 def pair(make: Callable[[], nn.Module], axis: Any, dtype: torch.dtype = torch.float64, **tiles: Any) -> Any:
@@ -120,7 +127,7 @@ def assert_same(found: Any, want: Any, tolerance: float = 1e-12) -> None:
         assert (x is None) == (y is None)
         if x is not None:
             assert x.dtype == y.dtype and x.shape == y.shape
-            assert (x - y).abs().max() <= tolerance * y.abs().max()
+            assert not x.numel() or (x - y).abs().max() <= tolerance * y.abs().max()
 
 
 MODULES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -142,8 +149,18 @@ def test_outputs_and_gradients(name: str, tiles: dict[str, int]) -> None:
     plain, tiled = pair(make, alone(), **tiles)
     for _ in range(2):  # gradients add up
         assert_same(run(tiled, *given), run(plain, *given))
-    with torch.no_grad():
-        torch.testing.assert_close(tiled["mlp"](rows(), *given), plain["mlp"](rows(), *given), rtol=1e-12, atol=1e-12)
+    for mode in (torch.no_grad, torch.inference_mode):
+        plain, tiled = pair(make, alone(), **tiles)
+        with mode():
+            x, y = tiled["mlp"](rows(), *given), plain["mlp"](rows(), *given)
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_no_rows() -> None:
+    """As on a rank that holds none."""
+    plain, tiled = pair(MLP, alone(), tiles=2)
+    x = rows(S=0)
+    assert_same(run(tiled, x=x), run(plain, x=x))
 
 
 def test_what_is_kept() -> None:

@@ -36,7 +36,7 @@ class Call:
     def __init__(self, what: str, module: nn.Module, forward: Callable[..., Any], dim: int) -> None:
         self.what, self.module, self.forward, self.dim = what, module, forward, dim
         self.weights = [x for x in module.parameters() if x.requires_grad]
-        self.versions = [x._version for x in self.weights]
+        self.versions = [x._version for x in self.weights] if torch.is_grad_enabled() else []
         self.kinds: list[Any] = []
         for part in module.modules():
             if part is not module:
@@ -67,9 +67,8 @@ class Call:
             refuse(self.what, expected, got, "hold other tensors in buffers; TiledMLP(dim=) is the dim of rows")
         for i in self.at:
             self.leaves[i] = None
-        device = rows[0].device.type
-        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self.device = device
+        self.device = rows[0].device.type
+        self.dtype = torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None
         return rows
 
     def cut_into(self, tiles: int | None, tile_rows: int | None) -> None:
@@ -82,11 +81,11 @@ class Call:
         """The outputs of some rows, each with the dims of the batch and the rows first."""
         leaves, lead = [*self.leaves], rows[0].shape[: self.dim + 1]
         for i, x, over in zip(self.at, rows, self.over, strict=True):
+            x = x.contiguous()  # a module may view it
             leaves[i] = x if over is None else DTensor.from_local(x, *over, run_check=False)
         args, kwargs = tree_unflatten(leaves, self.spec)
-        with torch.autocast(
-            self.device, self.dtype, self.dtype is not None, cache_enabled=False
-        ):  # without its cache, which would keep copies of weights that have no graph
+        # without its cache, which would keep copies of weights that have no graph
+        with torch.autocast(self.device, self.dtype, self.dtype is not None, cache_enabled=False):
             found, self.out_spec = tree_flatten(self.forward(*args, **kwargs))
         outs = [y for y in found if y is not None]
         places = iter(range(len(outs)))
@@ -111,6 +110,7 @@ class Call:
     def part(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
         return x.narrow(self.dim, *tile)
 
+    @torch.inference_mode(False)
     def look(self, rows: Sequence[Tensor]) -> None:
         """Refuse a module that would compute something else in tiles: see `TiledMLP`."""
         length, device = self.lead[-1], rows[0].device
@@ -118,19 +118,14 @@ class Call:
         among = torch.arange(0, length, max(1, length // max(1, num)), device=device)[:num]
         alone = torch.arange(num, device=device)[1::2].flip(0)  # some of them, in another order
         given = [x.detach().index_select(self.dim, among).requires_grad_(x.requires_grad) for x in rows]
-        before, random, training = (
-            self._state(given),
-            random_state(rows),
-            [x for x in self.module.modules() if x.training],
-        )
+        before, random = self._state(given), random_state(rows)
+        training = [x for x in self.module.modules() if x.training]
         # a checkpoint around the module counts what is saved
         with torch.enable_grad(), drawing(random), saved_tensors_hooks(lambda x: x, lambda x: x):
             outs = self.run(given)
             drawn = not all(map(torch.equal, random.states, random_state(rows).states))
         if self._state(given) != before:
-            self.refuse(
-                "buffers, attributes and an input that stay", "a write to one", f"it would come twice; {_ALONE}"
-            )
+            self.refuse("buffers, attributes and an input that stay", "a write", f"it would come twice; {_ALONE}")
         self._check_graph(outs, given)
         try:
             for part in training if drawn else ():

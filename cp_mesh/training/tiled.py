@@ -66,10 +66,7 @@ class TiledMLP(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if (other := style_over_cp(module)) is not None:
-            got, hint = (
-                f"{type(module).__name__} with {other}",
-                "apply TiledMLP first, and not to attention",
-            )
+            got, hint = f"{type(module).__name__} with {other}", "apply TiledMLP first, and not to attention"
             refuse("TiledMLP", "a module without a style over cp", got, hint, UnsupportedError)
         replace_forward(module, TILES, "TiledMLP", functools.partial(self._run, device_mesh.get_group()))
         return module
@@ -107,7 +104,7 @@ class _Tiles(torch.autograd.Function):
             for whole, y in zip(wholes, outs, strict=True):
                 call.part(whole, tile).copy_(y)
         wholes = [y.flatten(0, call.dim) if flat else y for y, flat in zip(wholes, call.flat, strict=True)]
-        ctx.mark_non_differentiable(*(y for y in wholes if not y.is_floating_point()))
+        ctx.mark_non_differentiable(*(y for y in wholes if not (y.is_floating_point() or y.is_complex())))
         return tuple(wholes)
 
     @staticmethod
@@ -126,16 +123,13 @@ class _Tiles(torch.autograd.Function):
                 pairs = [(y, call.part(g, tile)) for y, g in pairs if g is not None and y.requires_grad]
                 inputs = [*(x for x in parts if x.requires_grad), *weights]
                 found = iter(_gradients(pairs, inputs))
-                for drow in drows:
-                    if drow is not None:
-                        dpart = next(found)
-                        call.part(drow, tile).copy_(dpart) if dpart is not None else call.part(drow, tile).zero_()
+                for drow in (x for x in drows if x is not None):
+                    dpart = next(found)
+                    call.part(drow, tile).copy_(torch.zeros(()) if dpart is None else dpart)
                 for i, grad in enumerate(found):
                     if grad is not None:
-                        total = sums[i]
-                        sums[i] = (
-                            grad.to(accumulation_dtype(grad.dtype), copy=True) if total is None else total.add_(grad)
-                        )
+                        known, dtype = sums[i], accumulation_dtype(grad.dtype)
+                        sums[i] = grad.to(dtype, copy=True) if known is None else known.add_(grad)
         each = iter(x if x is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
         return None, *drows, *(next(each) if want else None for want in wants[len(rows) :])
 
