@@ -49,6 +49,7 @@ import test_gradients
 import test_guard
 import test_hybrid
 import test_joint
+import test_log_probs
 import test_loss
 import test_masks
 import test_mixers
@@ -63,6 +64,7 @@ import test_styles
 import test_symmetric_memory
 import test_tape
 import test_tensor_parallel
+import test_tiled
 import test_traffic
 import test_verify
 import test_verify_model
@@ -391,6 +393,11 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         (test_loss.test_loss_and_gradient, (torch.float64, "contiguous")),
         (test_loss.test_chunks_change_nothing, (torch.float64,)),
     ),
+    "log-probabilities": alone((test_log_probs.test_hidden_states, (7, 0.7, True))),
+    "sums of documents": of(test_log_probs.test_sums_of_documents, "zigzag", "packed"),
+    "tiles": alone((test_tiled.test_outputs_and_gradients, ("MLP", {"tiles": 3}))),
+    "dropout of tiles": alone((test_tiled.test_dropout, ())),
+    "tiles of what mixes tokens": alone((test_tiled.test_modules_that_mix_tokens_are_refused, ("a mean", 13))),
     "linears": on(3, test_tensor_parallel.run_cases, test_tensor_parallel.CASES),
     "traffic of linears": test_tensor_parallel.test_what_travels_and_what_is_computed,
     "order of linears": of(test_tensor_parallel.test_products_run_while_rows_travel, *test_tensor_parallel.ORDERS[0]),

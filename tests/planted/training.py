@@ -223,6 +223,40 @@ plant("the norm of a shard passes for that of all", "clip_grad:_all_reduce", "no
 )
 
 
+@plant("a tile's gradients of weights are dropped", "tiled:_gradients", "tiles")
+def _(gradients: Any) -> Any:
+    calls = iter(range(1 << 30))
+
+    def mutant(pairs: Any, inputs: Any) -> Any:
+        drops = next(calls) % 3 == 1
+        found = gradients(pairs, inputs)
+        kept = [isinstance(x, torch.nn.Parameter) and drops for x in inputs]
+        return [None if dropped else x for x, dropped in zip(found, kept, strict=True)]
+
+    return mutant
+
+
+@plant("the backward of a tile draws anew", "tile_call:drawing", "dropout of tiles")
+def _(drawing: Any) -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext
+
+
+plant("modules that mix tokens pass", "tile_call:Call.look", "tiles of what mixes tokens")(
+    lambda look: lambda self, rows: None
+)
+plant("hidden states that do not fill a chunk are left out", "token_losses:_logits", "log-probabilities")(
+    lambda logits: with_result(logits, lambda chunks: list(chunks)[:-1])
+)
+plant(
+    "the backward of log-probabilities has no temperature", "token_losses:_LinearLosses.backward", "log-probabilities"
+)(lambda backward: lambda ctx, dlosses: (*(x if x is None else x / ctx.scale for x in backward(ctx, dlosses)),))
+plant("the first token of a document counts for the one before", "log_probs:document_sums", "sums of documents")(
+    lambda sums: with_arguments(sums, x=lambda x: x.roll(-1, 1))
+)
+
+
 @plant("recompute replays the ring", "parallelize:checkpoint_context_fn", "recompute")
 def _(context_fn: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
