@@ -532,6 +532,12 @@ def check_gradients(names: dict[str, Any]) -> None:
     want = 6 * ((hits * real).sum((0, 1)) / real.sum() * (weights * real).sum((0, 1)) / real.sum()).sum()
     close(names["balancing"], want)
     close(names["share"], 0.01 * want / 2)
+    # a loss of documents
+    labels = names["micro_batches"][1]["labels"]
+    logits = head(body.dense(names["micro_batches"][1]["tokens"], [cp_mesh.Mask()] * 2))
+    want = -F.cross_entropy(logits.mT, labels, reduction="none").sum(1)
+    close(names["sums"], want)
+    close(names["dpo"], -F.logsigmoid(0.1 * (want[:1] - want[1:])).mean() / 2)
     # a part of a model
     names["loss"].backward()
     part = Part()
@@ -714,9 +720,10 @@ def check_long(names: dict[str, Any]) -> None:
     model, head = names["twin"]
     expected = F.cross_entropy(head(model(names["tokens"])).flatten(0, 1), names["labels"].flatten())
     expected.backward()
-    loss = names["loss"].detach().clone()
-    dist.all_reduce(loss)
-    close(loss, expected.detach(), 1e-5)
+    for share in (names["loss"], names["share"]):
+        loss = share.detach().clone()
+        dist.all_reduce(loss)
+        close(loss, expected.detach(), 1e-5)
     found = [*names["model"].parameters(), *names["head"].parameters()]
     for x, y in zip(found, [*model.parameters(), *head.parameters()], strict=True):
         dist.all_reduce(x.grad)

@@ -1,8 +1,9 @@
 """What a trainer applies to a model: parallel styles, the loss, gradient clipping, and checks.
 
 Read `parallelize`, `sharded_model` (the style of the root), `context_parallel` (the style of attention cores) and
-`boundaries` (styles where the sharded part begins and ends). `style_helpers` holds what styles share, and
-`cp_mesh/wrap.py` replaces forwards. `loss` and `clip_grad` complete a training step. `token_losses` and
-`compare_inputs` are custom ops. `checks` finds mistakes in a training set-up. `probe` (with `widening`) compares the
-sharded model with the unsharded one on the first tokens of a batch.
+`boundaries` (styles where the sharded part begins and ends). `tiled` (with `tile_call`) is a style that saves memory.
+`style_helpers` holds what styles share, and `cp_mesh/wrap.py` replaces forwards. `loss` and `clip_grad` complete a
+training step; `log_probs` is for other losses. `token_losses` and `compare_inputs` are custom ops. `checks` finds
+mistakes in a training set-up. `probe` (with `widening`) compares the sharded model with the unsharded one on the first
+tokens of a batch.
 """

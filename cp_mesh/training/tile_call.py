@@ -30,6 +30,7 @@ class Call:
         weights: the parameters with a gradient.
         lead: dims of the batch and of the rows.
         tiles: begin and length of each.
+        kept: a node of autograd that saves the rows, if one has a gradient.
         flat, places, out_spec: of outputs: whether batch and rows are one dim, their numbers, None for no tensor.
     """
 
@@ -38,6 +39,7 @@ class Call:
         self.weights = [x for x in module.parameters() if x.requires_grad]
         self.versions = [x._version for x in self.weights] if torch.is_grad_enabled() else []
         self.kinds: list[Any] = []
+        self.kept: Any = None
         for part in module.modules():
             if part is not module:
                 style = "fully_shard" if isinstance(part, FSDPModule) else style_over_cp(part)

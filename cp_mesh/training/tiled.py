@@ -86,8 +86,23 @@ class TiledMLP(ParallelStyle):
         if first:  # ranks that refused have told the others
             compare_first(group, {"call": "TiledMLP", "module": where})
             self._looked_at = {known for known in self._looked_at if known[0]() is not None} | {key}
-        outs = _Tiles.apply(call, *rows, *call.weights)
+        outs = _Tiles.apply(call, *_Keep.apply(call, *rows), *call.weights)
         return tree_unflatten([None if i is None else outs[i] for i in call.places], call.out_spec)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the rows before the module runs: a checkpoint around it, which then has all, need not run it again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*rows)
+        call.kept = ctx if any(ctx.needs_input_grad) else None
+        return tuple(x.view_as(x) for x in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *drows: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *drows
 
 
 class _Tiles(torch.autograd.Function):
@@ -96,7 +111,8 @@ class _Tiles(torch.autograd.Function):
         rows = tensors[: len(call.at)]
         ctx.call, ctx.random = call, random_state(rows)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*rows)
+        if call.kept is None:
+            ctx.save_for_backward(*rows)
         wholes: list[Tensor] = []
         for tile in call.tiles:
             outs = call.run([call.part(x, tile) for x in rows])
@@ -110,7 +126,8 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, rows, wants = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        call, wants = ctx.call, ctx.needs_input_grad[1:]
+        rows = (call.kept or ctx).saved_tensors
         call.check_weights()
         weights = [x for x, want in zip(call.weights, wants[len(rows) :], strict=True) if want]
         drows = [torch.empty_like(x) if want else None for x, want in zip(rows, wants, strict=False)]
