@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from model import Core, DenseCore, Model, batch
 from ranks import mesh
+from test_loss import peak_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -179,6 +180,19 @@ def test_what_is_kept() -> None:
     tiled.zero_grad()
     with save_on_cpu():
         assert_same(run(tiled), want)
+
+
+@pytest.mark.unpoisoned
+def test_memory() -> None:
+    """Hidden units of a few tiles in place of all, beside rows and gradients."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(C, 512), nn.SiLU(), nn.Linear(512, C))
+    tiled = parallelize(copy.deepcopy(plain), alone(), {"": TiledMLP(tile_rows=32)})
+    x = rows(S=1024)[:1].float().requires_grad_()
+    hidden, others = 1024 * 512 * 4, 8 * x.nbytes + 6 * sum(p.nbytes for p in plain.parameters())
+    tiled(x)  # the first call looks
+    assert peak_of(lambda: tiled(x).sum().backward()) <= 6 * hidden // 32 + others < hidden
+    assert peak_of(lambda: plain(x).sum().backward()) >= 2 * hidden
 
 
 def test_float32_sums() -> None:
