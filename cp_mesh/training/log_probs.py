@@ -71,8 +71,8 @@ def token_log_probs(
         or weight.shape[1:] != x.shape[-1:]
         or (bias is not None and bias.shape != weight.shape[:1])
     ):
-        got = [tuple(y.shape) for y in (x, weight, bias) if y is not None]
-        refuse(what, "hidden states [..., C], weight [V, C] and bias [V]", got, "VocabParallelHead needs no weight=")
+        shapes = [tuple(y.shape) for y in (x, weight, bias) if y is not None]
+        refuse(what, "hidden states [..., C], weight [V, C] and bias [V]", shapes, "VocabParallelHead needs no weight=")
     if not torch.compiler.is_compiling() and weight.numel() and not weight.untyped_storage().size():
         hint = "call it within the forward of the module that holds it"
         refuse(f"{what}: weight", "one that is there", "one that FSDP2 has freed", hint)

@@ -154,8 +154,8 @@ class Call:
         return held | {i: x._version for i, x in enumerate(rows)}
 
     def _check_graph(self, outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        known, seen = {id(x) for x in (*rows, *self.weights)}, {None}
-        nodes = [y.grad_fn for y in outs]
+        known, seen = {id(x) for x in (*rows, *self.weights)}, set[Any]((None,))
+        nodes: list[Any] = [y.grad_fn for y in outs]
         while nodes:
             if (node := nodes.pop()) not in seen:
                 seen.add(node)

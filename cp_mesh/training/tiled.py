@@ -136,8 +136,8 @@ class _Tiles(torch.autograd.Function):
         with torch.enable_grad(), drawing(ctx.random):
             for tile in call.tiles:
                 parts = [call.part(x.detach(), tile).requires_grad_(want) for x, want in zip(rows, wants, strict=False)]
-                pairs = zip(call.run(parts), grads, strict=True)
-                pairs = [(y, call.part(g, tile)) for y, g in pairs if g is not None and y.requires_grad]
+                outs = zip(call.run(parts), grads, strict=True)
+                pairs = [(y, call.part(g, tile)) for y, g in outs if g is not None and y.requires_grad]
                 inputs = [*(x for x in parts if x.requires_grad), *weights]
                 found = iter(_gradients(pairs, inputs))
                 for drow in (x for x in drows if x is not None):
