@@ -78,7 +78,7 @@ def token_log_probs(
         refuse(f"{what}: weight", "one that is there", "one that FSDP2 has freed", hint)
     if not temperature > 0:
         refuse(f"{what}: temperature", "a positive number", temperature, "1.0 leaves the logits as they are")
-    hidden, weight = autocast(x.to(weight.dtype), weight)
+    hidden, weight = autocast(x, weight)
     flat = hidden.flatten(0, -2), weight, None if bias is None else bias.to(weight.dtype), labels.flatten()
     return -linear_losses(*flat, ignore_index, 1 / temperature).view(labels.shape)
 
