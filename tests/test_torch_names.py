@@ -452,6 +452,8 @@ def check_fake_tensors() -> None:
 
 
 @row("torch.utils._pytree.tree_leaves", "tensors in nested arguments are not found")
+@row("torch.utils._pytree.tree_flatten", "a tiled module does not find its rows", "2.13.0")
+@row("torch.utils._pytree.tree_unflatten", "a tiled module returns a list", "2.13.0")
 @row("torch.utils._pytree.tree_map_only", "DTensors that functions of users read are not traced")
 @row("torch.utils._pytree.tree_map_with_path", "ShardedSequence.shard of nested batches")
 @row("torch.utils._pytree.MappingKey", "ShardedSequence.shard pads labels with zeros")
@@ -459,10 +461,29 @@ def check_trees() -> None:
     tree = {"labels": [1, (2.0, None)], "rest": 3}
     assert ours.tree_leaves(tree) == [1, 2.0, None, 3]
     assert ours.tree_map_only(int, lambda x: -x, tree) == {"labels": [-1, (2.0, None)], "rest": -3}
+    leaves, form = ours.tree_flatten(tree)
+    assert leaves == [1, 2.0, None, 3] and ours.tree_unflatten(leaves, form) == tree
     paths: list[Any] = []
     ours.tree_map_with_path(lambda path, leaf: paths.append(path), tree)
     assert [path[0].key for path in paths] == ["labels"] * 3 + ["rest"]
     assert all(isinstance(path[0], ours.MappingKey) for path in paths)
+
+
+@row("_forward_pre_hooks", "hooks in a tiled module are not refused: they see tiles", "2.13.0")
+@row("_forward_hooks", "hooks in a tiled module are not refused: outputs that they keep have no gradient", "2.13.0")
+@row("_backward_pre_hooks", "hooks in a tiled module are not refused: they see tiles", "2.13.0")
+@row("_backward_hooks", "hooks in a tiled module, or of its weights, are not refused: they run twice", "2.13.0")
+def check_hooks() -> None:
+    module, kinds = (
+        nn.Linear(1, 1),
+        ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"),
+    )
+    for i, kind in enumerate(kinds):
+        getattr(module, f"register_{kind}")(print)
+        assert [[*hooks.values()] for hooks in ours.hooks_of_module(module)] == [[print]] * (i + 1) + [[]] * (3 - i)
+    assert not ours.hooks_of_tensor(module.weight)
+    module.weight.register_hook(print)
+    assert [*ours.hooks_of_tensor(module.weight).values()] == [print]
 
 
 @row("torch.nn.modules.conv._ConvNd", "models of Transformers that mix rows by convolutions are not refused")

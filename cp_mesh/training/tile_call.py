@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from cp_mesh._torch import hooks_of_module, hooks_of_tensor, times_written, tree_flatten, tree_unflatten
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.wrap import INPUT, OUTPUT, STYLE, TILES, replaced
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _KNOWN = ("torch.distributed.tensor", "cp_mesh.")  # hooks of styles over tp, and of checks
 _ALONE = "leave it out of the plan, or tile a module within it that computes each token alone"
 
@@ -37,18 +36,18 @@ class Call:
     def __init__(self, what: str, module: nn.Module, forward: Callable[..., Any], dim: int) -> None:
         self.what, self.module, self.forward, self.dim = what, module, forward, dim
         self.weights = [x for x in module.parameters() if x.requires_grad]
-        self.versions = [x._version for x in self.weights] if torch.is_grad_enabled() else []
+        self.versions = [times_written(x) for x in self.weights] if torch.is_grad_enabled() else []
         self.kinds: list[Any] = []
         self.kept: Any = None
         for part in module.modules():
             if part is not module:
                 style = "fully_shard" if isinstance(part, FSDPModule) else style_over_cp(part)
-                hooks = (hook for name in _HOOKS for hook in (getattr(part, name) or {}).values())
+                hooks = (hook for kind in hooks_of_module(part) for hook in kind.values())
                 homes = {getattr(hook, "func", hook).__module__ for hook in hooks}
                 if style or not all(home.startswith(_KNOWN) for home in homes):
                     got = f"{type(part).__name__} with {style or f'a hook of {sorted(homes)}'}"
                     self.refuse("modules inside without hooks and styles over cp", got, "they would run for each tile")
-        if any(x._backward_hooks for x in self.weights):
+        if any(hooks_of_tensor(x) for x in self.weights):
             self.refuse("weights without hooks", "register_hook", "use register_post_accumulate_grad_hook")
 
     def refuse(self, expected: str, got: object, hint: str) -> NoReturn:
@@ -106,7 +105,7 @@ class Call:
 
     def check_weights(self) -> None:
         now = [x for x in self.module.parameters() if x.requires_grad]
-        if [*map(id, now)] != [*map(id, self.weights)] or [x._version for x in now] != self.versions:
+        if [*map(id, now)] != [*map(id, self.weights)] or [times_written(x) for x in now] != self.versions:
             self.refuse("the weights of the forward in the backward", "others", "step, or swap weights, behind it")
 
     def part(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -149,9 +148,10 @@ class Call:
                 self.refuse("rows that are computed alone", got, _ALONE)
 
     def _state(self, rows: Sequence[Tensor]) -> dict[Any, Any]:
-        stores = ((part, store) for part in self.module.modules() for store in (vars(part), part._buffers))
-        held = {(part, k): (id(x), x._version) for part, of in stores for k, x in of.items() if isinstance(x, Tensor)}
-        return held | {i: x._version for i, x in enumerate(rows)}
+        held: dict[Any, Any] = dict(enumerate(rows))
+        for part in self.module.modules():
+            held |= {(part, name): x for name, x in (*vars(part).items(), *part.named_buffers(recurse=False))}
+        return {name: (id(x), times_written(x)) for name, x in held.items() if isinstance(x, Tensor)}
 
     def _check_graph(self, outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         known, seen = {id(x) for x in (*rows, *self.weights)}, set[Any]((None,))

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils._pytree import tree_unflatten
 
-from cp_mesh._torch import untraced
+from cp_mesh._torch import tree_unflatten, untraced
 from cp_mesh.comm.agreement import compare_first, refusing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
