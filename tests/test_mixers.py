@@ -89,7 +89,9 @@ def expected(what: str, x: dict[str, Tensor], documents: Any, initial: Tensor | 
     return out, torch.stack(states)
 
 
-def compared(rank: int, size: int, what: str, layout: str, which: str, method: str, states: bool) -> float:
+def compared(
+    rank: int, size: int, what: str, layout: str, which: str, method: str, states: bool, kernel: str = "auto"
+) -> float:
     """The largest difference from one rank, of outputs, of states and of gradients."""
     B, S, documents = 2, 31, DOCUMENTS[which]
     axis = mesh((size,), ("cp",))
@@ -108,9 +110,8 @@ def compared(rank: int, size: int, what: str, layout: str, which: str, method: s
 
     run = getattr(mixers, what.split()[0])
     local = sequence.shard(given(what, x), pad_value=0)
-    out, final = run(
-        *local, sequence=sequence, mask=mask, initial_state=initial, output_final_state=states, method=method
-    )
+    options = {"sequence": sequence, "mask": mask, "method": method, "kernel": kernel}
+    out, final = run(*local, initial_state=initial, output_final_state=states, **options)
     worst = (sequence.unshard(out) - want).abs().max()
     loss = (out * sequence.shard(grad)).sum()
     if states:
@@ -138,6 +139,14 @@ def test_rules_are_those_of_one_rank(pool: Any, size: int, layout: str) -> None:
             for method in ("states", *(["heads"] if size in (1, 2) else [])):
                 found = pool(size).run(compared, size, what, layout, which, method, which != "one" or what == "kda")
                 assert max(found) < 1e-12, (what, which, method, found)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+def test_kernels_over_ranks(pool: Any, kernel: str) -> None:
+    for what in ("gated_delta_rule", "kda", "gla"):
+        for method in ("states", "heads"):
+            found = pool(2).run(compared, 2, what, "zigzag", "packed", method, True, kernel)
+            assert max(found) < 1e-12, (what, method, found)
 
 
 def convolved(rank: int, size: int, layout: str, which: str, W: int) -> float:
@@ -269,7 +278,7 @@ REFUSED = {
     "an id that comes back": ({"mask": Mask(documents=torch.tensor([0] * 8 + [1] * 8 + [0] * 16))}, "comes back"),
     "heads of odd ranks": ({"method": "heads", "size": 3}, "ranks that divide"),
     "another method": ({"method": "ring"}, "auto or states or heads"),
-    "another kernel": ({"kernel": "fla"}, "auto or reference"),
+    "another kernel": ({"kernel": "fla"}, "auto or torch or reference"),
     "other documents": ({"mask": Mask(documents=torch.zeros(30, dtype=torch.int64))}, "32"),
     "one state too many": ({"initial_state": torch.zeros(2, HV, K, V)}, "one state for each document"),
     "beta of other rows": ({"beta": torch.zeros(1, 3, HV)}, "gated_delta_rule: beta"),

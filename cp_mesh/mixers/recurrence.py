@@ -9,16 +9,12 @@ S is [K, V] for each head; g is a number for each head, or one for each channel 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-
-Kernel = Literal["auto", "reference"]
-KERNELS = "auto", "reference"
 
 
 class Inputs(NamedTuple):
@@ -44,21 +40,6 @@ class Inputs(NamedTuple):
 
 Run = Callable[[Inputs, Tensor, list[int]], tuple[Tensor, Tensor]]
 """What computes sequences, as `recurrence` with a scale."""
-
-
-def choose_kernel(what: str, kernel: str, x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What computes a call: today the reference alone.
-
-    Raises:
-        ArgumentError: on another name than those of `KERNELS`.
-        UnsupportedError: on "auto" with tensors of a GPU.
-    """
-    if kernel not in KERNELS:
-        refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"reference" computes token by token')
-    if kernel == "auto" and x.device.type != "cpu":
-        hint = 'kernel="reference" computes token by token on any device, slowly'
-        refuse(f"{what}: kernel", "tensors on the CPU for auto", str(x.device), hint, UnsupportedError)
-    return recurrence
 
 
 def recurrence(inputs: Inputs, initial: Tensor, lens: list[int], scale: float) -> tuple[Tensor, Tensor]:

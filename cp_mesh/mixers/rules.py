@@ -16,9 +16,10 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.halo import convolution, with_halo
+from cp_mesh.mixers.kernels import Kernel, choose_kernel
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces, pieces_of
-from cp_mesh.mixers.recurrence import Inputs, Kernel, choose_kernel
+from cp_mesh.mixers.recurrence import Inputs
 from cp_mesh.mixers.states import by_states
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -61,7 +62,7 @@ def gated_delta_rule(
         use_qk_l2norm_in_kernel: normalize q and k first.
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto" takes the one that sends less.
-        kernel: "reference" computes token by token; "auto" takes it on CPUs and refuses GPUs.
+        kernel: "torch" computes in chunks, in plain PyTorch; "reference" token by token; "auto" takes "torch".
 
     Returns:
         [B, T, HV, V] in v's dtype, and the final state or None.
@@ -243,7 +244,7 @@ def mix(
         pieces = pieces_of(sequence, mask, batch, rows)
         if initial is not None and initial.shape != (expected := (pieces.num_documents, *_state(q, v))):
             refuse(f"{what}: initial_state", expected, tuple(initial.shape), "one state for each document")
-        compute = choose_kernel(what, kernel, v)
+        compute = choose_kernel(what, kernel)
         chosen = _choose(options, pieces, q, v, g, beta)
     shapes = batch, q.shape[2:], v.shape[2:], v.dtype, pieces.seq_len
     kind = what, shapes, chosen, sequence.layout.spec(), scale, initial is None, final

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.moving import after, gather_rows
 from cp_mesh.mixers.pieces import Ints, Pieces
 from cp_mesh.mixers.recurrence import Inputs, Run
@@ -36,7 +37,7 @@ def by_states(
         initial: of the documents that are kept, [num_documents, HV, K, V].
         final: whether the state after each document is returned, on every rank.
     """
-    device, (heads, V), K = inputs.v.device, inputs.v.shape[1:], inputs.k.shape[2]
+    device, (heads, V), K, delta = inputs.v.device, inputs.v.shape[1:], inputs.k.shape[2], inputs.beta is not None
     dtype = accumulation_dtype(inputs.v.dtype)
     zero = torch.zeros(1, heads, K, V, dtype=dtype, device=device)
     known = zero if initial is None else torch.cat([zero, initial.to(dtype)])
@@ -52,7 +53,8 @@ def by_states(
         begin = chains.documents + 1 if initial is not None else np.zeros_like(chains.documents)
         state, states = known[pieces.on(device, ("begin", initial is None), lambda: begin)], []
         for slots in pieces.on(device, "slots", lambda: chains.slots).unbind(1):
-            state = (a_of[slots] @ state if inputs.beta is not None else a_of[slots][..., None] * state) + b_of[slots]
+            a = a_of[slots]
+            state = (exactly(torch.matmul, a, state) if delta else a[..., None] * state) + b_of[slots]
             states.append(state)
         if states:
             at = pieces.on(device, "at", lambda: (chains.depths - 1) * len(chains.documents) + chains.of)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from cp_mesh._torch import DispatchMode, OpOverload, schema_of, tree_map_only
+from cp_mesh.kernels.precision import without_tf32
 
 HALF = (torch.bfloat16, torch.float16)
 _SINGLE = (*HALF, torch.float32)
@@ -25,9 +26,6 @@ _OF_RANKS = ("c10d", "_c10d_functional", "fsdp")
 _aten = torch.ops.aten
 _ROWS = (_aten.embedding.default, _aten.index_select.default, _aten.index.Tensor, _aten.gather.default)
 """Operators that copy a part of a tensor: the result is widened, not the whole operand."""
-_BACKENDS: Any = torch.backends
-_UNITS = _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.matmul
-"""Backends that may compute float32 matmuls in TF32 or bfloat16."""
 
 
 @contextmanager
@@ -105,23 +103,3 @@ class _WidenFunctions(TorchFunctionMode):
         if func is Tensor.to or "conv" in getattr(func, "__name__", ""):
             args, kwargs = _widen((args, kwargs))
         return func(*args, **kwargs)
-
-
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Turn TF32 off. PyTorch has two switches; reading the older one raises if only the newer one was set."""
-    before = [unit.fp32_precision for unit in _UNITS]
-    try:
-        older = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-    except RuntimeError:
-        older = None
-    try:
-        for unit in _UNITS:
-            unit.fp32_precision = "ieee"
-        yield
-    finally:
-        if older is not None:
-            torch.set_float32_matmul_precision(older)
-        for unit, word in zip(_UNITS, before, strict=True):
-            unit.fp32_precision = word

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.precision import without_tf32
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.scores.dropout import kept_weights
-from cp_mesh.training.widening import without_tf32
 
 MAX_SCORES = 1 << 25  # most scores in memory at a time
 

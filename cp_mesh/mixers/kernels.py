@@ -1,0 +1,55 @@
+"""What computes a recurrence: its kernels by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cp_mesh.errors import refuse
+from cp_mesh.kernels.precision import exactly
+from cp_mesh.mixers.chunks import chunked
+from cp_mesh.mixers.recurrence import Inputs, recurrence
+
+Kernel = Literal["auto", "torch", "reference"]
+KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "reference": recurrence}
+MOST = 2**26
+"""Numbers of v and of k of each head of v that are computed at once; "torch" holds about 25 in float32 for each, and 45
+with a decay for each channel."""
+
+
+def choose_kernel(what: str, kernel: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes a call, with the arguments of `recurrence`.
+
+    Raises:
+        ArgumentError: on another name than those of `KERNELS`.
+    """
+    if kernel not in KERNELS:
+        refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
+    return partial(_run, KERNELS[kernel])
+
+
+def _run(
+    compute: Callable[..., Any], inputs: Inputs, initial: Tensor, lens: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Some heads after others, so that memory is bounded."""
+    (num_rows, heads, V), (H, K) = inputs.v.shape, inputs.k.shape[1:]
+    groups = heads // H
+    most = max(MOST // max(num_rows * (K + V), 1), 1)
+    size = most // groups * groups or next(n for n in range(min(most, groups), 0, -1) if groups % n == 0)
+    of_v = [x if x is None else x.split(size, 1) for x in (*inputs[2:], initial)]
+    of_q = [
+        [part for part in x.split(max(size // groups, 1), 1) for _ in range(max(groups // size, 1))]
+        for x in (inputs.q, inputs.k)
+    ]
+
+    def of_tensors(initial: Tensor, *tensors: Any) -> Any:
+        return compute(Inputs(*tensors), initial, lens, scale)
+
+    parts = [[x if x is None else x[i] for x in (*of_q, *of_v)] for i in range(len(of_q[0]))]
+    found = [exactly(of_tensors, initial, *part) for *part, initial in parts]
+    out, states = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*found, strict=True))
+    return out, states
