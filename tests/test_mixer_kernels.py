@@ -26,17 +26,19 @@ PACKINGS = {
     "only empty": [0, 0],
     "none": [],
 }
-DECAYS = {"none": None, "of heads": (HV,), "of channels": (HV, K)}
+DECAYS = ("none", "of heads", "of channels")
 
 
-def drawn(num_rows: int, decay: str, delta: bool, strong: float | None = None) -> list[Tensor | None]:
+def drawn(
+    num_rows: int, decay: str, delta: bool, strong: float | None = None, K: int = K, V: int = V
+) -> list[Tensor | None]:
     made = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(num_rows, *shape, dtype=torch.float64, generator=made)
 
     q, k, v, beta = normal(H, K), F.normalize(normal(H, K), dim=-1), normal(HV, V), normal(HV).sigmoid()
-    shape = DECAYS[decay]
+    shape = {"none": None, "of heads": (HV,), "of channels": (HV, K)}[decay]
     g = None if shape is None else -normal(*shape).abs()
     if g is not None and strong is not None:
         g = g.where(torch.rand(g.shape, generator=made) > 0.2, strong)
@@ -46,9 +48,10 @@ def drawn(num_rows: int, decay: str, delta: bool, strong: float | None = None) -
 def found(kernel: str, given: list[Tensor | None], lens: list[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Outputs, states, and the gradients of all inputs and of the initial state, as float64."""
     made = torch.Generator().manual_seed(1)
-    initial = torch.randn(len(lens), HV, K, V, dtype=torch.float64, generator=made)
+    shape = len(lens), HV, given[1].shape[-1], given[2].shape[-1]
+    initial = torch.randn(*shape, dtype=torch.float64, generator=made)
     inputs = [x if x is None else x.to(dtype).requires_grad_() for x in (*given, initial)]
-    out, states = choose_kernel("a rule", kernel)(Inputs(*inputs[:5]), inputs[5], lens, 0.3)
+    out, states = choose_kernel("a rule", kernel, *inputs[:4])(Inputs(*inputs[:5]), inputs[5], lens, 0.3)
     grads = [torch.randn(x.shape, dtype=torch.float64, generator=made) for x in (out, states)]
     known = [x for x in inputs if x is not None]
     grads = [grad.to(x.dtype) for grad, x in zip(grads, (out, states), strict=True)]
@@ -167,5 +170,5 @@ def test_inputs_alone_are_held() -> None:
     given, held = [x.requires_grad_() for x in drawn(130, "of channels", True) if x is not None], []
     initial = torch.zeros(1, HV, K, V, dtype=torch.float64)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x.numel()) or x, lambda x: x):
-        choose_kernel("a rule", "torch")(Inputs(*given), initial, [130], 1.0)
+        choose_kernel("a rule", "torch", *given[:4])(Inputs(*given), initial, [130], 1.0)
     assert sum(held) == sum(x.numel() for x in (*given, initial))

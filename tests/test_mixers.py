@@ -278,7 +278,7 @@ REFUSED = {
     "an id that comes back": ({"mask": Mask(documents=torch.tensor([0] * 8 + [1] * 8 + [0] * 16))}, "comes back"),
     "heads of odd ranks": ({"method": "heads", "size": 3}, "ranks that divide"),
     "another method": ({"method": "ring"}, "auto or states or heads"),
-    "another kernel": ({"kernel": "fla"}, "auto or torch or reference"),
+    "another kernel": ({"kernel": "triton"}, "auto or torch or fla or reference"),
     "other documents": ({"mask": Mask(documents=torch.zeros(30, dtype=torch.int64))}, "32"),
     "one state too many": ({"initial_state": torch.zeros(2, HV, K, V)}, "one state for each document"),
     "beta of other rows": ({"beta": torch.zeros(1, 3, HV)}, "gated_delta_rule: beta"),

@@ -9,26 +9,38 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import refuse
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.chunks import chunked
+from cp_mesh.mixers.fla import by_fla, shortfall, warn_of
 from cp_mesh.mixers.recurrence import Inputs, recurrence
 
-Kernel = Literal["auto", "torch", "reference"]
-KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "reference": recurrence}
+Kernel = Literal["auto", "torch", "fla", "reference"]
+KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}
 MOST = 2**26
 """Numbers of v and of k of each head of v that are computed at once; "torch" holds about 25 in float32 for each, and 45
 with a decay for each channel."""
 
 
-def choose_kernel(what: str, kernel: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def choose_kernel(
+    what: str, kernel: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """What computes a call, with the arguments of `recurrence`.
 
     Raises:
         ArgumentError: on another name than those of `KERNELS`.
+        UnsupportedError: on "fla", where it does not compute the call; "auto" warns once and takes "torch".
     """
     if kernel not in KERNELS:
         refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
+    if kernel == "fla" or (kernel == "auto" and v.device.type == "cuda"):
+        lacking = shortfall(q, k, v, g)
+        if lacking is None:
+            return by_fla
+        if kernel == "fla":
+            refuse(f"{what}: kernel", *lacking, UnsupportedError)
+        warn_of(f"{lacking[0]}, got {lacking[1]}; {lacking[2]}")
+        kernel = "torch"
     return partial(_run, KERNELS[kernel])
 
 

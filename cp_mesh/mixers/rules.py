@@ -62,7 +62,8 @@ def gated_delta_rule(
         use_qk_l2norm_in_kernel: normalize q and k first.
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto" takes the one that sends less.
-        kernel: "torch" computes in chunks, in plain PyTorch; "reference" token by token; "auto" takes "torch".
+        kernel: "torch" computes in chunks, in plain PyTorch; "fla" by the package fla-core, half precision on GPUs;
+            "reference" token by token; "auto" takes "fla" where it computes the call, else "torch".
 
     Returns:
         [B, T, HV, V] in v's dtype, and the final state or None.
@@ -244,7 +245,7 @@ def mix(
         pieces = pieces_of(sequence, mask, batch, rows)
         if initial is not None and initial.shape != (expected := (pieces.num_documents, *_state(q, v))):
             refuse(f"{what}: initial_state", expected, tuple(initial.shape), "one state for each document")
-        compute = choose_kernel(what, kernel)
+        compute = choose_kernel(what, kernel, q, k, v, g)
         chosen = _choose(options, pieces, q, v, g, beta)
     shapes = batch, q.shape[2:], v.shape[2:], v.dtype, pieces.seq_len
     kind = what, shapes, chosen, sequence.layout.spec(), scale, initial is None, final

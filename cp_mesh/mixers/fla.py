@@ -1,0 +1,77 @@
+"""Kernels of the package fla-core, flash-linear-attention without its layers: half precision, on GPUs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_mesh.errors import warn
+from cp_mesh.mixers.recurrence import Inputs
+
+HALF = (torch.bfloat16, torch.float16)
+_LOWEST = -100.0
+"""exp of it is 0 in float32. The package subtracts sums of g from one another, where greater ones would lose digits."""
+
+
+def shortfall(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[object, object, str] | None:
+    """What a call lacks: what is expected, what was given, and what to do."""
+    if v.device.type != "cuda" and not _interprets():
+        return "tensors on a GPU", v.device, 'kernel="torch" computes on CPUs'
+    dtypes = {x.dtype for x in (q, k, v)}
+    if len(dtypes) > 1 or not dtypes.issubset(HALF):
+        given = ", ".join(map(str, (q.dtype, k.dtype, v.dtype)))
+        return "q, k and v in bfloat16, or all in float16", given, "cast them; states stay in float32"
+    if (K := k.shape[-1]) > 256 or K % 2 or v.shape[-1] % 2:
+        return "K and V even, and K at most 256", f"{K} and {v.shape[-1]}", 'kernel="torch" takes any'
+    if (found := _release("fla-core")) < (0, 6):
+        got = f"release {'.'.join(map(str, found))}" if found else "no such package"
+        return "fla-core 0.6 or later", got, "pip install 'cp_mesh[mixers]'"
+    if g is not None and g.ndim == v.ndim - 1 and (3, 4) <= _release("triton") < (3, 7, 1) and _is_hopper(v.device):
+        hint = "pip install 'triton>=3.7.1'"  # issue 640 of flash-linear-attention
+        return "a Triton whose backward is right on Hopper", version("triton"), hint
+    return None
+
+
+def _interprets() -> bool:
+    """Whether Triton runs kernels on CPUs, as in tests."""
+    return bool(_release("triton")) and import_module("triton").knobs.runtime.interpret
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _release(package: str) -> tuple[int, ...]:
+    """Its numbers; () without the package."""
+    try:
+        words = version(package).partition("+")[0].split(".")
+    except PackageNotFoundError:
+        return ()
+    return tuple(int(word) for word in words if word.isdigit())
+
+
+@lru_cache
+def warn_of(lacking: str) -> None:
+    warn(f'kernel="auto" of recurrent layers takes "torch". Kernels of fla-core are faster; they need {lacking}')
+
+
+def by_fla(inputs: Inputs, initial: Tensor, lens: list[int], scale: float) -> tuple[Tensor, Tensor]:
+    """Compute sequences that lie one after another; as `recurrence`."""
+    q, k, v, g, beta = inputs
+    if not len(v):
+        return v.clone(), initial.float()
+    rules = ("simple_gla", "delta_rule"), ("simple_gla", "gated_delta_rule"), ("gla", "kda")
+    rule = rules[0 if g is None else g.ndim - 1][beta is not None]
+    if rule not in ("gated_delta_rule", "kda"):  # the others take as many heads of q and k as of v
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    given = [q, k, v, None if g is None else g.float().clamp(min=_LOWEST), beta]
+    rows, ends = [x[None] for x in given if x is not None], torch.tensor([0, *lens]).cumsum(0)
+    options: dict[str, Any] = {"initial_state": initial.float(), "output_final_state": True, "scale": scale}
+    function = getattr(import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
+    out, states = function(*rows, cu_seqlens=ends.to(v.device), cu_seqlens_cpu=ends, **options)
+    return out[0], states

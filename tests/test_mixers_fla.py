@@ -1,0 +1,150 @@
+"""Recurrent layers by the package fla-core, whose kernels Triton's interpreter runs here, in float16."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import test_mixer_kernels as specified
+import torch
+from inside import inner, room
+from interpreted import INTERPRETED, Interpreted, is_that_run
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+needs_package = pytest.mark.skipif(not find_spec("fla"), reason="needs fla-core")
+needs_interpreter = pytest.mark.skipif(not INTERPRETED or not find_spec("fla"), reason="test_interpreted runs it")
+RULES = {
+    "delta_rule": ("none", True),
+    "simple_gla without decay": ("none", False),
+    "gated_delta_rule": ("of heads", True),
+    "simple_gla": ("of heads", False),
+    "kda": ("of channels", True),
+    "gla": ("of channels", False),
+}
+PACKINGS = {"one": [40], "unlike": [20, 0, 1, 70], "none": []}
+
+
+class Step(int):
+    """A step of a loop of a kernel, which the interpreter counts in Python: there it has no `to`."""
+
+    def to(self, dtype: Any) -> Step:
+        return self
+
+
+def steps(*given: Any) -> list[Step]:
+    bounds = (int(x.handle.data.item()) if hasattr(x, "handle") else x for x in given)
+    return [Step(i) for i in builtins.range(*bounds)]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the package run in the interpreter: without timing them first, and with such steps."""
+    from triton.runtime.autotuner import Autotuner
+
+    for rule in RULES:
+        import_module(f"fla.ops.{rule.split()[0]}")
+    monkeypatch.setattr(Autotuner, "_bench", lambda self, *args, **kwargs: [0.0] * 3)
+    for name, module in sys.modules.items():
+        if name.startswith("fla.ops"):
+            monkeypatch.setattr(module, "range", steps, raising=False)
+
+
+def errors(kernel: str, given: list[Tensor | None], lens: list[int]) -> list[float]:
+    """Of outputs, states and gradients in float16, relative to float64."""
+    exact = specified.found("reference", given, lens)
+    own = specified.found(kernel, given, lens, torch.float16)
+    return [float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(own, exact, strict=True)]
+
+
+def halves(num_rows: int, rule: str, strong: float | None = None) -> list[Tensor | None]:
+    given = specified.drawn(num_rows, *RULES[rule], strong, K=16, V=8)
+    return [x if x is None else x.half().double() for x in given]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_are_the_specification(kernels: None, rule: str, packing: str) -> None:
+    """All round products to float16, whose unit is 5e-4."""
+    lens = PACKINGS[packing]
+    assert max(errors("fla", halves(sum(lens), rule), lens)) < 1.5e-3
+
+
+@needs_interpreter
+@pytest.mark.parametrize("strong", [-1e4, -torch.inf])
+@pytest.mark.parametrize("rule", [rule for rule, (decay, _) in RULES.items() if decay != "none"])
+def test_strong_decays(kernels: None, rule: str, strong: float) -> None:
+    assert max(errors("fla", halves(70, rule, strong), [70])) < 1.5e-3
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_piece_does_to_a_state(kernels: None, rule: str) -> None:
+    """A and B, with which states travel, against those of the specification."""
+    lens, summaries = [20, 0, 50], inner("states", "_summaries")
+    given = halves(sum(lens), rule)
+    found = []
+    for kernel, dtype in (("fla", torch.float16), ("reference", torch.float64)):
+        inputs = specified.Inputs(*(x if x is None else x.to(dtype) for x in given))
+        compute = specified.choose_kernel("a rule", kernel, *inputs[:4])
+        rows, of_rows = torch.arange(sum(lens)), torch.arange(3).repeat_interleave(torch.tensor(lens))
+        sums = torch.float32 if dtype == torch.float16 else dtype
+        run = lambda inputs, initial, lens, compute=compute: compute(inputs, initial, lens, 1.0)  # noqa: E731
+        found.append(summaries(run, inputs, rows, of_rows, lens, sums))
+    for x, y in zip(*found, strict=True):
+        assert (x.double() - y).norm() < 1.5e-3 * y.norm()
+
+
+@needs_package
+@is_that_run
+@pytest.mark.nightly("interpreted")
+def test_interpreted(interpreted: Interpreted) -> None:
+    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 1)
+
+
+LACKING = {
+    "float32": "q, k and v in bfloat16",
+    "K": "at most 256",
+    "odd V": "K and V even",
+    "old package": "fla-core 0.6",
+    "no package": "no such package",
+    "hopper": "right on Hopper",
+    "cpu": "tensors on a GPU",
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fla = room("mixers.fla")
+    releases = {"fla-core": (0, 6, 0), "triton": (3, 7, 1)}
+    of_name = {"old package": {"fla-core": (0, 5, 9)}, "no package": {"fla-core": ()}, "hopper": {"triton": (3, 6)}}
+    releases |= of_name.get(name, {})
+    monkeypatch.setattr(fla, "_release", releases.get)
+    monkeypatch.setattr(fla, "_interprets", lambda: name != "cpu")
+    monkeypatch.setattr(fla, "_is_hopper", lambda device: True)
+    x = torch.zeros(
+        1, 4, 2, {"K": 300, "odd V": 7}.get(name, 8), dtype=torch.float32 if name == "float32" else torch.float16
+    )
+    with pytest.raises(NotImplementedError, match=LACKING[name]):
+        specified.choose_kernel("a rule", "fla", x, x, x, torch.zeros(1, 4, 2))
+
+
+def test_auto_takes_it_where_it_computes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And warns once where it does not."""
+    fla, kernels = room("mixers.fla"), room("mixers.kernels")
+    monkeypatch.setattr(fla, "_is_hopper", lambda device: False)
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 2, 8, dtype=torch.bfloat16, device="cuda")
+    monkeypatch.setattr(fla, "_release", {"fla-core": (0, 6), "triton": (3, 7)}.get)
+    assert specified.choose_kernel("a rule", "auto", x, x, x, None) is fla.by_fla
+    monkeypatch.setattr(fla, "_release", lambda package: ())
+    fla.warn_of.cache_clear()
+    with pytest.warns(UserWarning, match="fla-core 0.6 or later, got no such package") as caught:
+        for _ in range(2):
+            assert specified.choose_kernel("a rule", "auto", x, x, x, None).args == (kernels.KERNELS["torch"],)
+    assert len(caught) == 1
