@@ -46,3 +46,6 @@ plant("rows beside a piece lose their gradient", "mixers.moving:gather_rows", "c
 plant("heads come back to other rows", "mixers.moving:to_rows", "recurrent layers by heads")(
     lambda to_rows: with_result(to_rows, lambda out: out.flip(1))
 )
+plant("a row of a chunk decays by its own decay, too", "mixers.chunks:_later", "recurrent layers")(
+    lambda later: lambda g: later(g) + g
+)
