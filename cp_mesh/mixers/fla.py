@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import warn
 from cp_mesh.mixers.recurrence import Inputs
 
 HALF = (torch.bfloat16, torch.float16)
@@ -53,11 +51,6 @@ def _release(package: str) -> tuple[int, ...]:
     except PackageNotFoundError:
         return ()
     return tuple(int(word) for word in words if word.isdigit())
-
-
-@lru_cache
-def warn_of(lacking: str) -> None:
-    warn(f'kernel="auto" of recurrent layers takes "torch". Kernels of fla-core are faster; they need {lacking}')
 
 
 def by_fla(inputs: Inputs, initial: Tensor, lens: list[int], scale: float) -> tuple[Tensor, Tensor]:

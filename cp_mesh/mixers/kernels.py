@@ -12,11 +12,12 @@ from torch import Tensor
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.chunks import chunked
-from cp_mesh.mixers.fla import by_fla, shortfall, warn_of
+from cp_mesh.mixers.fla import by_fla, shortfall
 from cp_mesh.mixers.recurrence import Inputs, recurrence
 
 Kernel = Literal["auto", "torch", "fla", "reference"]
 KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}
+"""By name. "auto" does not take "fla", which no GPU has run with cp_mesh."""
 MOST = 2**26
 """Numbers of v and of k of each head of v that are computed at once; "torch" holds about 25 in float32 for each, and 45
 with a decay for each channel."""
@@ -29,18 +30,14 @@ def choose_kernel(
 
     Raises:
         ArgumentError: on another name than those of `KERNELS`.
-        UnsupportedError: on "fla", where it does not compute the call; "auto" warns once and takes "torch".
+        UnsupportedError: on "fla", where it does not compute the call.
     """
     if kernel not in KERNELS:
         refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
-    if kernel == "fla" or (kernel == "auto" and v.device.type == "cuda"):
-        lacking = shortfall(q, k, v, g)
-        if lacking is None:
-            return by_fla
-        if kernel == "fla":
+    if kernel == "fla":
+        if (lacking := shortfall(q, k, v, g)) is not None:
             refuse(f"{what}: kernel", *lacking, UnsupportedError)
-        warn_of(f"{lacking[0]}, got {lacking[1]}; {lacking[2]}")
-        kernel = "torch"
+        return by_fla
     return partial(_run, KERNELS[kernel])
 
 

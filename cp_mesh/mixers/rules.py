@@ -63,7 +63,7 @@ def gated_delta_rule(
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto" takes the one that sends less.
         kernel: "torch" computes in chunks, in plain PyTorch; "fla" by the package fla-core, half precision on GPUs;
-            "reference" token by token; "auto" takes "fla" where it computes the call, else "torch".
+            "reference" token by token; "auto" takes "torch".
 
     Returns:
         [B, T, HV, V] in v's dtype, and the final state or None.
