@@ -664,7 +664,8 @@ def sharded_by_fsdp(rank: int, family: str, made: Any = build) -> list[float]:
     return [apart(summed(output.loss), loss), *grads]
 
 
-WITH_FSDP = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "llama4"]
+WITH_FSDP = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral"]
+WITH_FSDP += [] if OLD else ["llama4"]  # the batch is packed, and see `test_families`
 
 
 @pytest.mark.parametrize(("family", "num_ranks"), [*((family, 2) for family in WITH_FSDP), ("llama", 4)])
