@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/transformers_families.py [--csv FILE] [--tp 2] [family ...]
 
-Each family is first built with its default config, without weights, and may be refused. Otherwise a small model with
-random weights runs in fp64 on the ranks, plain and packed, with images if it takes them. Its logits, loss and gradients
-are compared with one rank, as in tests/integrations. This script made docs/results/transformers_families.csv; with
-named families it replaces only their rows. --tp 2 also runs linears over tp, as in
+Each family is first built without weights and may be refused: a small config with the features of a released checkpoint
+(transformers_released.py), else the default config. Otherwise a small model with random weights runs in fp64 on the
+ranks, plain and packed, with images if it takes them. Its logits, loss and gradients are compared with one rank, as in
+tests/integrations; without tp, casts to float32 are to float64. This script made docs/results/transformers_families.csv;
+with named families it replaces only their rows. --tp 2 also runs linears over tp, as in
 docs/results/transformers_families_tp.csv, made by 4 ranks. Exits with 1 if a family is neither exact nor refused.
 """
 
@@ -31,6 +32,7 @@ import transformers  # noqa: E402
 from families import HYBRIDS  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from transformers_released import RELEASED  # noqa: E402
 
 from cp_mesh.errors import ArgumentError, UnsupportedError  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize  # noqa: E402
@@ -42,7 +44,7 @@ from cp_mesh.integrations.transformers.families import (  # noqa: E402
     plan_over_tp,
 )
 
-FIELDS = ("transformers", "torch", "family", "class", "verdict", "logits", "loss", "gradient", "reason")
+FIELDS = ("transformers", "torch", "family", "class", "checkpoint", "verdict", "logits", "loss", "gradient", "reason")
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), 96),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim"), 32),
@@ -95,6 +97,8 @@ EVALUATED = ("phimoe",)
 """Families whose routers draw random numbers in training; they are compared in evaluation."""
 
 
+SMALL_HYBRIDS = dict(HYBRIDS)
+"""Without the features of released checkpoints, which this script adds to `HYBRIDS`."""
 OF_TEXT = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 """Families of which tests/integrations/families.py has a small hybrid under another name."""
 
@@ -107,9 +111,10 @@ def config_of(family: str, name: str, **options: Any) -> Any:
     )
 
 
-def check_default(family: str, name: str, tp: Any) -> None:
-    """Raise if cp_mesh refuses the family's default config, or its model on the meta device; ``tp``: mesh or None."""
-    config = config_of(family, name, **OWN.get(family, {}))
+def check(family: str, name: str, tp: Any) -> None:
+    """Raise if cp_mesh refuses the family's config, or its model on the meta device; ``tp``: mesh or None."""
+    released = family in RELEASED or hybrid_of(family)
+    config = small_config(family, name) if released else config_of(family, name, **OWN.get(family, {}))
     check_config(config, name)
     with torch.device("meta"):
         check_model(model := getattr(transformers, name)(config))
@@ -117,8 +122,17 @@ def check_default(family: str, name: str, tp: Any) -> None:
         plan_over_tp(Facts(model), model, tp, {}, gather_output=False)
 
 
-def small_model(name: str, family: str, implementation: str) -> Any:
-    """The model in fp64 and training mode, with random weights that are the same in every call."""
+def hybrid_of(family: str) -> str | None:
+    """The family's name in tests/integrations/families.py, if it has recurrent layers or convolutions."""
+    return name if (name := OF_TEXT.get(family, family)) in HYBRIDS else None
+
+
+def small_config(family: str, name: str) -> Any:
+    """The family's config in small, with the features of the released checkpoint if one is listed."""
+    released = RELEASED.get(family, ("", {}))[1]
+    if hybrid := hybrid_of(family):
+        _, known = SMALL_HYBRIDS[hybrid]()
+        return type(known)(**known.to_dict() | released)
     default = config_of(family, name)
     config_class, options = type(default), {}
     given = vars(default) | {key: getattr(default, key, None) for key in config_class.attribute_map}
@@ -131,8 +145,14 @@ def small_model(name: str, family: str, implementation: str) -> Any:
     if kinds:
         options["layer_types"] = (kinds * layers)[:layers]
     options |= {key: 0.0 for key, x in given.items() if isinstance(x, float) and ("dropout" in key or "drop" in key)}
-    options |= OWN.get(family, {})
-    config = config_class(**options)
+    own, names = OWN.get(family, {}) | released, config_class.attribute_map
+    said = {names.get(key, key) for key in own}  # under any of its names
+    return config_class(**{key: x for key, x in options.items() if names.get(key, key) not in said} | own)
+
+
+def small_model(name: str, family: str, implementation: str) -> Any:
+    """The model in fp64 and training mode, with random weights that are the same in every call."""
+    config = small_config(family, name)
     with torch.device("meta"):
         if (number := sum(x.numel() for x in getattr(transformers, name)(config).parameters())) > 5_000_000:
             raise MemoryError(f"{number} parameters: some size has another name")
@@ -151,28 +171,28 @@ def small_model(name: str, family: str, implementation: str) -> Any:
 def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
     """The CSV row of a family, without versions."""
     import ranks
+    import test_hybrids
     import test_transformers as tests
     import test_transformers_tp as tests_over_tp
 
     tp = ranks.mesh((dist.get_world_size() // tp_size, tp_size), ("cp", "tp"))["tp"] if tp_size > 1 else None
-    row: dict[str, Any] = {"family": family, "class": name}
+    row: dict[str, Any] = {"family": family, "class": name, "checkpoint": RELEASED.get(family, ("default",))[0]}
     try:
-        check_default(family, name, tp)
+        check(family, name, tp)
     except (ArgumentError, UnsupportedError) as error:
         whole, reason = str(error), str(error).partition("got ")[2]
         return row | {"verdict": "refused", "reason": whole if whole.startswith("tensor_parallel_plan") else reason}
     except Exception as error:
-        return row | {"verdict": "not tried", "reason": f"default config: {type(error).__name__}: {error}"[:200]}
+        return row | {"verdict": "not tried", "reason": f"config: {type(error).__name__}: {error}"[:200]}
     worst: dict[str, float] = {}
     try:
-        if (hybrid := OF_TEXT.get(family, family)) in HYBRIDS and tp is None:  # against one rank and the family's code
-            import test_hybrids
-
+        if (hybrid := hybrid_of(family)) and tp is None:  # against one rank and the family's code
+            HYBRIDS[hybrid] = lambda: (getattr(transformers, name), small_config(family, name))
             for case, layout in (("plain", "zigzag"), ("packed", "striped"), ("left padded", "contiguous")):
                 found = test_hybrids.compare(dist.get_rank(), hybrid, case, test_hybrids.LAYOUTS[layout])
                 worst["gradient"] = max(*found, worst.get("gradient", 0.0))
             verdict = "exact" if worst["gradient"] < tests.BOUND else "wrong"
-            note = "logits, loss or gradient, whichever is farthest; float32 casts are widened"
+            note = "logits, loss or gradient, whichever is farthest"
             return row | {"gradient": f"{worst['gradient']:.1e}", "verdict": verdict, "reason": note}
         made, given = functools.partial(small_model, name), tests.batch("plain", FIRST.get(family))
         if family in IMAGES:
@@ -184,9 +204,9 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
             if tp is not None:
                 found = tests_over_tp.compare(tests_over_tp.Case(family, case), tp_size, made)
             else:
-                found = tests.compare(
-                    dist.get_rank(), family, case, tests.LAYOUTS[layout], made=made, first=FIRST.get(family)
-                )
+                with test_hybrids.Wide():
+                    options = {"made": made, "first": FIRST.get(family)}
+                    found = tests.compare(dist.get_rank(), family, case, tests.LAYOUTS[layout], **options)
             worst = {key: max(x, worst.get(key, 0.0)) for key, x in found.items()}
     except (ArgumentError, UnsupportedError) as error:
         return row | {"verdict": "refused", "reason": "in the call: " + " ".join(str(error).split())}

@@ -167,7 +167,7 @@ def with_linear_layer() -> nn.Module:
 
 
 class Leaky(Positioned):
-    """A model that was told of documents and attends across them, as eager gpt-oss in transformers 5.23 does."""
+    """A model that was told of documents and attends across them, as eager gpt-oss in transformers 5.24 does."""
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         return super().forward(tokens, positions)
@@ -1128,10 +1128,10 @@ def test_the_llama_trainer_passes(which: str, ranks: int) -> None:
 
 
 def test_the_leak_of_packed_gpt_oss() -> None:
-    """Eager gpt-oss of transformers 5.23 attends across packed documents; Llama does not."""
+    """Eager gpt-oss of transformers 5.23 and 5.24 attends across packed documents; Llama does not."""
     transformers = pytest.importorskip("transformers")
-    if not transformers.__version__.startswith("5.23."):
-        pytest.skip(f"transformers {transformers.__version__}, and the leak is that of 5.23")
+    if not transformers.__version__.startswith(("5.23.", "5.24.")):
+        pytest.skip(f"transformers {transformers.__version__}, and the leak is that of 5.23 and 5.24")
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
     experts = {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -208,7 +208,7 @@ class _ContextParallel(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         if ignore_keys is None:
-            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values", "cache"])
         ignored = [*ignore_keys, *_NO_LOGITS]
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignored)
         if loss is not None:

@@ -38,6 +38,12 @@ def _gpt2() -> tuple[type, Any]:
 FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
     "llama": _of("LlamaForCausalLM", "LlamaConfig"),
     "qwen2": _of("Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, max_window_layers=1, sliding_window=10),
+    "qwen2_moe": _of(  # as released: without windows, of which its code asks for a mask all the same
+        *("Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
+        **_QWEN_EXPERTS,
+        shared_expert_intermediate_size=24,
+        use_sliding_window=False,
+    ),
     "qwen3": _of("Qwen3ForCausalLM", "Qwen3Config", head_dim=16),
     "qwen3_moe": _of("Qwen3MoeForCausalLM", "Qwen3MoeConfig", head_dim=16, **_QWEN_EXPERTS),
     "mistral": _of("MistralForCausalLM", "MistralConfig", sliding_window=10),
@@ -52,6 +58,13 @@ FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
     ),
     "gemma3": _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_MIXED, head_dim=16, query_pre_attn_scalar=24),
     "gpt_oss": _of("GptOssForCausalLM", "GptOssConfig", **_MIXED, **_EXPERTS, head_dim=16),
+    "gemma4": _of(
+        *("Gemma4ForCausalLM", "Gemma4TextConfig"),
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        **{"sliding_window": 10, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        **{"head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 3.0},
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+    ),
     "phi3": _of("Phi3ForCausalLM", "Phi3Config", sliding_window=12),
     "deepseek_v3": _of("DeepseekV3ForCausalLM", "DeepseekV3Config", **_MLA),
     "llama4": _of(
@@ -85,6 +98,12 @@ _GDN = _MIXED_STATES | {
     **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"linear_conv_kernel_dim": 4},
 }
+_SEVERAL_OF_TEXT = {
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+    }
+}
 _GDN_EXPERTS = _QWEN_EXPERTS | {"shared_expert_intermediate_size": 24}
 _KDA = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
@@ -98,7 +117,7 @@ _SSD = {
 _CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
 HYBRIDS: dict[str, Callable[[], tuple[type, Any]]] = {
     "qwen3_next": _of("Qwen3NextForCausalLM", "Qwen3NextConfig", **_GDN, **_GDN_EXPERTS),
-    "qwen3_5": _of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_GDN),
+    "qwen3_5": _of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_GDN, **_SEVERAL_OF_TEXT),
     "qwen3_5_moe": _of("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_GDN, **_GDN_EXPERTS),
     "olmo_hybrid": _of("OlmoHybridForCausalLM", "OlmoHybridConfig", **_GDN),
     "kimi_linear": _of("KimiLinearForCausalLM", "KimiLinearConfig", **_KDA),
@@ -212,8 +231,8 @@ WITH_IMAGES: dict[str, Callable[[], tuple[type, Any]]] = {
 }
 """Of models with images: a tower for these of one layer."""
 OLD = tf.__version__.startswith("4.")
-if OLD:  # Bert and ModernBert have no AttentionInterface there, and DeepSeek-V3 adds fp32 to fp64
-    for name in ("bert", "modernbert", "deepseek_v3"):
+if OLD:  # Bert, ModernBert and Qwen2-MoE have no AttentionInterface there, and DeepSeek-V3 adds fp32 to fp64
+    for name in ("bert", "modernbert", "deepseek_v3", "gemma4", "qwen2_moe"):
         del FAMILIES[name]
 
 

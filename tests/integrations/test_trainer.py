@@ -50,7 +50,7 @@ LORA = {
 }
 for config in LORA.values():
     config.init_lora_weights = False  # with which their second factors do not begin as zeros
-ROUTED = ("past_key_values", "aux_loss", "router_logits", "image_hidden_states")
+ROUTED = ("past_key_values", "cache", "aux_loss", "router_logits", "image_hidden_states", "image_outputs")
 """Entries of outputs beside logits; with cp predictions are logits alone."""
 ROWS = 4
 """Of a batch of all dp ranks together; an evaluation has six, so its last batch is not full."""

@@ -36,7 +36,7 @@ these to a text tower, whose rows are sharded."""
 _PLAIN_HEAD = frozenset(
     (
         *("model", "last_hidden_state", "slice_logits_to_keep", "lm_head", "loss_function", "config", "vocab_size"),
-        *("CausalLMOutputWithPast", "past_key_values", "hidden_states", "attentions"),
+        *("CausalLMOutputWithPast", "past_key_values", "cache", "hidden_states", "attentions"),
     )
 )
 """Names that a forward may read if it passes the logits of lm_head to loss_function unchanged."""
@@ -55,7 +55,7 @@ class Facts:
         accepted: these names, and the arguments of the inner forward that gets its keywords.
         causal: whether the model predicts the next token.
         has_loss: whether the forward calls loss_function.
-        rotates_by_several: whether positions have several dims (mRoPE).
+        rotates_by_several: whether positions have several dims (mRoPE); those of text models are equal in all dims.
         counted: the class name of a module that computes positions from tokens, or None.
         layers: the number of layers that mix tokens, by the config, or None.
         attending: the part of the model that mixes rows of the sequence.
@@ -68,7 +68,7 @@ class Facts:
         self.text: nn.Module | None = model.base_model.language_model if has_images(model.config) else None
         inner = inspect.unwrap(type(getattr(model, "base_model", model)).forward)
         self.accepted = {*self.names, *inspect.signature(inner).parameters}
-        self.rotates_by_several = "mrope_section" in _rope(model.config.get_text_config())
+        self.rotates_by_several = self.text is not None and "mrope_section" in _rope(self.text.config)
         self.causal, self.has_loss = self.name.endswith(_CAUSAL), "loss_function" in forward.__code__.co_names
         self.attending = self.text or model
         counts = (
@@ -117,8 +117,6 @@ def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
             yield f"{found[0]}: images or sounds among the tokens", hint
         if text is not config:
             yield f"a {type(config).__name__}, of more than text", hint
-        if "mrope_section" in _rope(text):
-            yield "mrope_section: positions of several dims", hint
     elif not name.endswith(_CAUSAL[2]):
         yield "a part of a model with images", f"classes named ...{_CAUSAL[2]} are available"
     if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS - ALONE):

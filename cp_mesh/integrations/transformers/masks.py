@@ -57,7 +57,10 @@ class Rows:
         got = f"one that reads its {name!r}"
         raise _Unreadable(describe("Transformers", "layers that pass attention_mask on", got, _LEAVE))
 
-    def __getitem__(self, index: Any) -> NoReturn:
+    def __getitem__(self, index: Any) -> Rows:
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(x, slice) and (x.start or 0, x.stop, x.step) == (0, None, None) for x in parts):
+            return self  # all rows, as Gemma-4 keeps them before layers that share keys and values
         self.__getattr__("__getitem__")
 
 
@@ -152,17 +155,21 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Rows:
+def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Rows | None:
     """Make the mask for `AttentionMaskInterface`, which asks once for each kind of mask in a forward.
 
     Args:
         mask_function: a function of (batch row, head, query, key). It is read by its name and its closure and not
             called, since its indices here are indices within a shard.
+
+    Returns:
+        The mask; None for a window of no tokens, which Qwen2-MoE asks for and no layer uses: `attend` refuses it.
     """
     if (batch := Batch.now()) is None:
         hint = "call the model that cp_mesh.integrations.transformers.parallelize returned, not a part of it"
         refuse("attn_implementation='cp_mesh'", "a forward of the parallel root", "another call", hint)
-    return batch.rows(read_mask(mask_function))
+    said = read_mask(mask_function)
+    return None if said.window == -1 else batch.rows(said)
 
 
 def read_mask(mask_function: Callable[..., Any]) -> Said:

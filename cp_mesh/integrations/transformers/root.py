@@ -34,8 +34,8 @@ from cp_mesh.training.style_helpers import announcing, claim
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 _LAST = "_cp_mesh_sequence"
-OF_IMAGES = ("image_hidden_states", "video_hidden_states", "rope_deltas")
-"""Output entries that do not hold rows of the sequence."""
+OF_IMAGES = ("image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states", "rope_deltas")
+"""Output entries, by their names in Transformers 5.24 and before, that do not hold rows of the sequence."""
 _OF_TEXT = (
     *("inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict"),
     *("output_hidden_states", "num_items_in_batch", "visual_pos_masks", "deepstack_visual_embeds"),
