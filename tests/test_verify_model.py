@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
 from inside import Finding, ModelReport
-from model import Block, Core, DenseCore, DenseScoredCore, Model, ScoredCore, V, batch
+from model import Block, Core, D, DenseCore, DenseScoredCore, K, Model, ScoredCore, V, batch
 from ranks import mesh
 from scripts import run_script
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from cp_mesh import (
     VerificationError,
     ZigZag,
     cross_entropy,
+    mixers,
     parallelize,
     sum_gradients,
     verify_model,
@@ -163,6 +164,67 @@ class LinearCore(nn.Module):
 def with_linear_layer() -> nn.Module:
     model = Positioned(Core)
     model.layers[0].core = LinearCore()
+    return model
+
+
+class Recurrent(nn.Module):
+    """A causal convolution of v and a gated delta rule, as a user calls them: over ``sequence``, or on one rank.
+
+    Attributes:
+        sequence: set on the ranks.
+        told, whole: without them documents, or rows of other ranks, are forgotten where there is a sequence.
+    """
+
+    sequence: ShardedSequence | None = None
+
+    def __init__(self, told: bool = True, whole: bool = True) -> None:
+        super().__init__()
+        self.told, self.whole = told, whole
+        self.weight = nn.Parameter(torch.empty(K * D, 3))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (F.normalize(q[:, :K], dim=-1), F.normalize(k, dim=-1), v))
+        g, beta = F.logsigmoid(q.sum(-1)), k.sum(-1).sigmoid()
+        if (sequence := self.sequence) is None:
+            v = convolved(v.flatten(2), self.weight, documents).unflatten(2, (K, D))
+            out = gated_delta_rule(q, k, v, g, beta, documents)
+        else:
+            options: Kwargs = {"sequence": sequence, "mask": Mask(documents=documents) if self.told else None}
+            x = v.flatten(2)
+            x = mixers.causal_conv1d(x, self.weight, **options) if self.whole else convolved(x, self.weight, None)
+            out, _ = mixers.gated_delta_rule(q, k, x.unflatten(2, (K, D)), g, beta, **options)
+        return out.transpose(1, 2).repeat_interleave(2, 1)
+
+
+def convolved(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
+    """Of the rows of one rank, [B, S, C]."""
+    documents = torch.zeros(x.shape[:2]) if documents is None else documents
+    out = torch.zeros_like(x)
+    for j in range(weight.shape[1]):
+        same = documents[:, j:] == documents[:, : documents.shape[1] - j]
+        out = out + F.pad(x[:, : x.shape[1] - j] * same[..., None], (0, 0, j, 0)) * weight[:, -1 - j]
+    return out
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None) -> Tensor:
+    """Of the rows of one rank, token by token: [B, S, H, D]."""
+    state, out = torch.zeros(len(q), K, D, D, dtype=q.dtype), []
+    for t in range(q.shape[1]):
+        if documents is not None and t:
+            state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
+        state = state * g[:, t].exp()[..., None, None]
+        u = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, :, None] * state).sum(-2))
+        state = state + k[:, t, :, :, None] * u[:, :, None]
+        out.append((q[:, t, :, :, None] * state).sum(-2) * D**-0.5)
+    return torch.stack(out, 1)
+
+
+def hybrid(core: Callable[[], nn.Module], **recurrent: Any) -> nn.Module:
+    """A recurrent layer and one of attention."""
+    model = Positioned(core)
+    model.layers[0].core = Recurrent(**recurrent)
+    for parameter in model.layers[0].core.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
     return model
 
 
@@ -686,7 +748,40 @@ PEERS: dict[str, Bug] = {
 }
 
 
-CATALOGUES = {"users": USERS, "peers": PEERS}
+def of_recurrent_layers(axis: DeviceMesh, names: str = "", **recurrent: Any) -> Kwargs:
+    """``names``: of the batch, beside tokens and labels."""
+    sequence = ShardedSequence(axis)
+
+    def spread(model: Any) -> None:
+        plan = {"": ShardedModel(sequence), "layers.1.core": ContextParallel(sequence, mask=documents_of)}
+        parallelize(model, axis, plan)
+        model.layers[0].core.sequence = sequence
+
+    def reduce(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=axis.get_group())
+
+    make, alone = functools.partial(hybrid, Core, **recurrent), functools.partial(hybrid, DenseCore)
+    data = whole(f"tokens labels {names}")
+    return right(axis, make_model=make, make_reference=alone, plan=spread, batch=data, reduce_gradients=reduce)
+
+
+RECURRENT = {
+    "documents that a mixer is not given": Bug(
+        r"forward: layers\.0\.core, output, position \d+",
+        lambda axis: of_recurrent_layers(axis, "documents positions", told=False),
+    ),
+    "a convolution of the shard": Bug(
+        r"forward: layers\.0\.core, output, position [67]", lambda axis: of_recurrent_layers(axis, whole=False)
+    ),
+    "a convolution of the shard, of documents": Bug(
+        r"forward: layers\.0\.core, output, position \d+",
+        lambda axis: of_recurrent_layers(axis, "documents positions", whole=False),
+    ),
+}
+
+
+CATALOGUES = {"users": USERS, "peers": PEERS, "recurrent": RECURRENT}
 
 
 def tried(rank: int, catalogue: str, names: list[str]) -> dict[str, str]:
@@ -714,7 +809,10 @@ def find(pool: Any, catalogue: str, shape: tuple[int, ...], names: list[str]) ->
 
 @pytest.mark.parametrize(
     ("catalogue", "shape"),
-    [("users", (2,)), *(pytest.param(*x, marks=pytest.mark.full) for x in (("users", GRID), ("peers", (2,))))],
+    [
+        ("users", (2,)),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in (("users", GRID), ("peers", (2,)), ("recurrent", (2,)))),
+    ],
 )
 @pytest.mark.full
 def test_every_bug_of_the_catalogue_is_found_and_named(pool: Any, catalogue: str, shape: tuple[int, ...]) -> None:
@@ -842,6 +940,8 @@ RIGHT: dict[str, tuple[Callable[[DeviceMesh], Kwargs], tuple[int, ...]]] = {
     "unequal shards": (of_length(21, False), (3,)),
     "compiled blocks": (compiled, (2,)),
     "FSDP2 over dp x cp": (on_grid, GRID),
+    "recurrent layers": (of_recurrent_layers, (2,)),
+    "recurrent layers, packed": (lambda axis: of_recurrent_layers(axis, "documents positions"), (3,)),
     **{str(setup): (of_gradients(setup), (setup.dp, setup.cp, setup.tp)) for setup in SETUPS},
 }
 QUICK = {name for name in RIGHT if name not in map(str, SETUPS)} | {str(x) for x in SETUPS if x.packed and x.dp == 2}

@@ -246,7 +246,7 @@ def build_with_images(family: str, implementation: str) -> Any:
 def build(family: Any, implementation: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """The model of a family in training mode, the same weights in every call; ``options`` are set on its config."""
     torch.manual_seed(0)
-    made, config = FAMILIES[family]() if isinstance(family, str) else family()
+    made, config = (FAMILIES | HYBRIDS)[family]() if isinstance(family, str) else family()
     for name, value in options.items():
         setattr(config, name, value)
     config._attn_implementation = implementation

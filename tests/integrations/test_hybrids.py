@@ -6,7 +6,11 @@ kernels it ignores documents. Both cast to float32 in norms and recurrences; her
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ import torch.nn.functional as F
 transformers = pytest.importorskip("transformers")
 
 from families import HYBRIDS, OLD, VOCABULARY, build  # noqa: E402
+from inside import inner  # noqa: E402
 from ranks import mesh  # noqa: E402
 from test_transformers import documents_of, summed  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -23,8 +28,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from cp_mesh import Contiguous, Striped, ZigZag, sum_gradients  # noqa: E402
+from cp_mesh import Contiguous, Striped, VerificationError, ZigZag, sum_gradients, verify_model  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
+
+FUNCTIONS = inner("transformers.mixers", "FUNCTIONS")
 
 pytestmark = pytest.mark.skipif(OLD, reason="Transformers 4 computes recurrences inline")
 BOUND, TABLES = 1e-10, 1e-7
@@ -179,3 +186,68 @@ def _sharded(family: str) -> float:
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_hybrids_under_fsdp(pool: Any, family: str) -> None:
     assert max(pool(2).run(sharded, family, timeout=120.0)) < BOUND
+
+
+# ---- verify_model
+
+
+def convolved(rows: Any, x: Tensor, weight: Tensor, bias: Any = None, **options: Any) -> Tensor:
+    """Of these rows alone, [B, D, T]."""
+    return F.silu(F.conv1d(F.pad(x, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=len(weight)))
+
+
+def forgetting(rule: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of a mixer, without the documents of the batch."""
+    return rule(replace(rows, mask=replace(rows.mask, documents=None)), *args, **kwargs)
+
+
+MISTAKES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "nothing": ("", "", {}),
+    "a convolution of the shard": (
+        r"WRONG: forward: model\.layers\.0\.",
+        r"end of a document +WRONG",
+        {"causal_conv1d_fn": convolved},
+    ),
+    "documents that rules are not given": (
+        "",
+        r"end of a document +WRONG",
+        {name: partial(forgetting, rule) for name, rule in FUNCTIONS.items() if "delta" in name or "scan" in name},
+    ),
+}
+"""What the report must say of one document, if anything is wrong there, and of packed ones; and what is replaced."""
+
+
+def verified(rank: int, family: str, case: str, mistake: str) -> str:
+    """The report of `verify_model`; by probes alone for packed documents, which the family's own code ignores."""
+    axis, given = mesh((2,), ("cp",)), {name: x[:, :44] for name, x in batch(case).items()}  # a multiple of chunks
+    given["labels"] = F.pad(given["labels"][:, 1:], (0, 1), value=-100)
+
+    def spread(model: Any) -> None:
+        parallelize(model, axis)
+
+    def loss(model: Any, data: Any) -> Tensor:
+        found: Tensor = model(**data, shift_labels=data["labels"]).loss
+        return found
+
+    def reduce(model: Any) -> None:
+        for x in model.parameters():
+            dist.all_reduce(x.grad, group=axis.get_group())
+
+    with mock.patch.dict(FUNCTIONS, MISTAKES[mistake][2]):
+        try:
+            report = verify_model(
+                partial(build, HYBRIDS[family], "sdpa"), spread, given, axis,
+                loss=loss, reduce_gradients=reduce, dtype=torch.float32, reference=case != "packed",
+            )  # fmt: skip
+        except VerificationError as error:
+            report = error.report
+    return str(report)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("case", ["plain", "packed"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_verify_model(pool: Any, family: str, case: str, mistake: str) -> None:
+    wrong = MISTAKES[mistake][case == "packed"]
+    for report in pool(2).run(verified, family, case, mistake, timeout=120.0):
+        assert re.search(wrong or r"^RIGHT \(", report, re.M), report
