@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import room
 from ranks import mesh
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -272,6 +274,106 @@ def test_what_travels_is_as_large_as_states(pool: Any) -> None:
             assert of_rule == [state, 2 * state]  # gathered forward, summed and scattered backward
             assert of_conv == [6 * 3 * 4, 2 * 6 * 3 * 4]
         assert all(found == ([], []) for found in pool(2).run(traffic, S, "cut nowhere"))
+
+
+class Left(TorchDispatchMode):
+    """Bytes that leave this rank in collectives of a group of this size."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size, self.bytes = rank, size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
+            x = args[0]
+            own, others = x.numel() * x.element_size(), self.size - 1
+            match func.__name__.partition(".")[0]:
+                case "all_gather_into_tensor":
+                    self.bytes += own * others
+                case "reduce_scatter_tensor":
+                    self.bytes += own // self.size * others
+                case "all_to_all_single":
+                    self.bytes += own * (sum(args[2]) - args[2][self.rank]) // sum(args[2])
+                case other:
+                    raise NotImplementedError(other)
+        return func(*args, **(kwargs or {}))
+
+
+def instantly(inputs: Any, initial: Tensor, lens: list[int], scale: float) -> tuple[Tensor, Tensor]:
+    """In the place of a kernel: of the same shapes, and with gradients of all inputs."""
+    count = sum(x.sum() for x in inputs if x is not None) + initial.sum()
+    return inputs.v + count.to(inputs.v.dtype), initial + count
+
+
+PACKINGS: dict[str, Any] = {
+    "one": lambda S: None,
+    "packed": lambda S: torch.arange(S).mul(7).div(S // 9, rounding_mode="floor"),
+    "excluded": lambda S: torch.where(torch.arange(S) < S // 3, -1, torch.arange(S) // (S // 5)),
+    "of each row": lambda S: torch.arange(2)[:, None] * 5 + torch.arange(S).add(11) // torch.tensor([[S // 4], [S]]),
+}
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated_delta_rule": ("gated_delta_rule", {}),
+    "kda": ("kda", {"decay": "channel"}),
+    "delta_rule": ("delta_rule", {"decay": None}),
+    "gla": ("gla", {"delta": False}),
+    "gla of channels": ("gla", {"delta": False, "decay": "channel"}),
+    "gla without decay": ("gla", {"delta": False, "decay": None}),
+}
+
+
+def left(rank: int, size: int, S: int, layout: str, packing: str, what: str, dtype: torch.dtype) -> list[str]:
+    """Where `mixers.explain` says other bytes than leave this rank."""
+    axis, documents, B, heads = mesh((size,), ("cp",)), PACKINGS[packing](S), 2, 6
+    mask = Mask() if documents is None else Mask(documents=documents)
+    sequence = ShardedSequence(axis, layout=LAYOUTS[layout], length=S, pad=False)
+    num_rows = len(sequence.positions(S))
+    shapes = {"q": (heads, K), "k": (heads, K), "v": (2 * heads, V), "g": (2 * heads,), "gk": (2 * heads, K)}
+    x = {name: torch.zeros(B, num_rows, *shape, dtype=dtype) for name, shape in shapes.items()}
+    x |= {"g": x["g"].float(), "gk": x["gk"].float(), "beta": x["v"][..., 0].clone()}
+    function, options = LAYERS[what]
+    told = mixers.explain(
+        S, size, heads=heads, v_heads=2 * heads, k_dim=K, v_dim=V, layout=LAYOUTS[layout], mask=mask, batch=B,
+        dtype=dtype, conv_channels=5, **options,
+    )  # fmt: skip
+    found = []
+    with mock.patch.object(room("mixers.rules"), "choose_kernel", lambda *args: instantly):
+        for method in ("states", "heads", "auto"):
+            inputs = [y.requires_grad_() for y in given(what, x)]
+            with Left(rank, size) as forward:
+                out, _ = getattr(mixers, function)(*inputs, sequence=sequence, mask=mask, method=method)
+            with Left(rank, size) as backward:
+                out.sum().backward()
+            found.append((told.method if method == "auto" else method, forward.bytes, backward.bytes))
+    rows, weight = torch.zeros(B, num_rows, 5, dtype=dtype, requires_grad=True), torch.zeros(5, 4, dtype=dtype)
+    with Left(rank, size) as forward:
+        out = mixers.causal_conv1d(rows, weight, sequence=sequence, mask=mask)
+    with Left(rank, size) as backward:
+        out.sum().backward()
+    found.append(("convolution", forward.bytes, backward.bytes))
+    return [
+        f"{name} {layout} {packing}: {told.sent[name].forward[rank]}, {told.sent[name].backward[rank]}; {counted}"
+        for name, *counted in found
+        if counted != [told.sent[name].forward[rank], told.sent[name].backward[rank]]
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_explain_tells_the_bytes_that_leave_a_rank(pool: Any, full: bool, size: int, layout: str) -> None:
+    for what in LAYERS:
+        for packing in PACKINGS if full or what == "kda" else ("packed",):
+            for dtype in (torch.float32, torch.bfloat16):
+                for problems in pool(size).run(
+                    left, size, 254 if layout == "striped" else 1022, layout, packing, what, dtype
+                ):
+                    assert not problems, (what, dtype, problems)
+
+
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.full), "zigzag"])
+def test_explain_of_a_million_tokens(pool: Any, layout: str) -> None:
+    for packing in ("one", "packed"):
+        for problems in pool(2).run(left, 2, 2**20, layout, packing, "gated_delta_rule", torch.bfloat16, timeout=120.0):
+            assert not problems, problems
 
 
 REFUSED = {

@@ -114,7 +114,9 @@ def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
 SUBMODULES = {
     "compat": ("context_parallel", "context_parallel_unshard", "set_rotate_method"),
     "layouts": ("LAYOUTS", "Run", "chunk_bounds"),
-    "mixers": (*("causal_conv1d", "delta_rule", "gated_delta_rule", "gla", "kda", "roll", "ssd", "token_shift"),),
+    "mixers": (
+        *("causal_conv1d", "delta_rule", "explain", "gated_delta_rule", "gla", "kda", "roll", "ssd", "token_shift"),
+    ),
     "transport": ("release", "symmetric_memory_bytes"),
     "integrations.diffusers": ("parallelize",),
     "integrations.torchtitan": ("context_parallel",),

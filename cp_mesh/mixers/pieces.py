@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.host_tensors import Content
-from cp_mesh.geometry.layouts import parse_layout
+from cp_mesh.geometry.layouts import Layout, parse_layout
 from cp_mesh.geometry.mask import EXCLUDED, Documents, Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -226,7 +226,12 @@ def pieces_of(sequence: ShardedSequence, mask: Mask | None, batch: int, rows: in
     seq_len = sequence._len_of_local(rows)
     mask = sequence.mask(Mask() if mask is None else mask)
     length = min(x for x in (mask.length, sequence.length, seq_len) if x is not None)
-    layout, contents = sequence.layout, []
+    return pieces_in(sequence.layout, mask, seq_len, length, sequence.cp_size, sequence.cp_rank, batch)
+
+
+def pieces_in(layout: Layout, mask: Mask, seq_len: int, length: int, cp_size: int, cp_rank: int, batch: int) -> Pieces:
+    """The same, of a mask of the whole sequence whose tokens from ``length`` on are padding."""
+    contents = []
     if layout.replicated:
         hint = "use a layout without streams that every rank holds"
         refuse("layout", "one that holds each token once", layout.spec(), hint, UnsupportedError)
@@ -237,7 +242,7 @@ def pieces_of(sequence: ShardedSequence, mask: Mask | None, batch: int, rows: in
             refuse(f"mask.{name}", expected, tuple(x.shape), "pass that of the whole sequence")
         contents.append(None if x is None else Content.of(x))
     tensor = None if layout.tensor is None else Content.of(layout.tensor)
-    return _find(layout.spec(), tensor, seq_len, length, sequence.cp_size, sequence.cp_rank, batch, *contents)
+    return _find(layout.spec(), tensor, seq_len, length, cp_size, cp_rank, batch, *contents)
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces, pieces_of
 from cp_mesh.mixers.recurrence import Inputs
 from cp_mesh.mixers.states import by_states
+from cp_mesh.mixers.traffic import Sizes, choose_method
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
 Method = Literal["auto", "states", "heads"]
@@ -306,14 +307,11 @@ def _check(options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, 
 
 
 def _choose(options: Options, pieces: Pieces, q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> Method:
-    """By the numbers that a rank receives."""
-    what, size = options.what, len(pieces.shard_lens)
-    (HV, K, V), H = _state(q, v), q.shape[2]
-    if options.method == "heads" and H % size:
+    """By the bytes that a rank sends."""
+    what, (HV, K, V), H = options.what, _state(q, v), q.shape[2]
+    if options.method == "heads" and H % (size := len(pieces.shard_lens)):
         refuse(f"{what}: method", f"{size} ranks that divide {H} heads", "heads", 'method="states"', UnsupportedError)
     if options.method != "auto":
         return options.method
-    of_a = K if beta is not None else 1 if g is None or g.ndim == 3 else 0
-    states = int(pieces.sends.sum()) * HV * (of_a * K + K * V)
-    rows = pieces.seq_len // size * v.shape[0] * (2 * H * K + 2 * HV * V)
-    return "heads" if H % size == 0 and states > rows else "states"
+    decays = 0 if g is None else 1 if g.ndim == 3 else K
+    return choose_method(pieces, Sizes(len(v), H, HV, K, V, decays, beta is not None, v.dtype))
