@@ -7,6 +7,7 @@ kernels it ignores documents. Both cast to float32 in norms and recurrences; her
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,9 +29,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from cp_mesh import Contiguous, Striped, VerificationError, ZigZag, sum_gradients, verify_model  # noqa: E402
+from cp_mesh import Contiguous, Striped, UnsupportedError, VerificationError, ZigZag, sum_gradients, verify_model  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
 
+check_model = inner("families", "check_model")
 FUNCTIONS = inner("transformers.mixers", "FUNCTIONS")
 
 pytestmark = pytest.mark.skipif(OLD, reason="Transformers 4 computes recurrences inline")
@@ -186,6 +188,61 @@ def _sharded(family: str) -> float:
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_hybrids_under_fsdp(pool: Any, family: str) -> None:
     assert max(pool(2).run(sharded, family, timeout=120.0)) < BOUND
+
+
+# ---- kernels of one device, and other versions of Transformers
+
+
+class Fused(Exception):
+    """A kernel of one device was called."""
+
+
+def with_kernels(rank: int, family: str) -> list[str]:
+    """Who calls kernels that were installed: the family's own model, and the parallel one."""
+
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        raise Fused
+
+    found, given = [], batch("packed")
+    alone = build(HYBRIDS[family], "eager", torch.float32)
+    model = parallelize(build(HYBRIDS[family], "eager", torch.float32), mesh((2,), ("cp",)))
+    names = {*FUNCTIONS, *inner("transformers.mixers", "_OF_ONE_TOKEN")} - {"apply_mask_to_padding_states"}
+    file = sys.modules[type(model).__module__]
+    with mock.patch.multiple(file, **dict.fromkeys(names & vars(file).keys(), fused)):
+        for name, each in {"alone": alone, "parallel": model}.items():
+            try:
+                each(**given).loss.backward()
+            except Fused:
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(HYBRIDS.keys() - {"minimax"}))
+def test_kernels_of_one_device_are_not_called(pool: Any, family: str) -> None:
+    """MiniMax computes its recurrence inline."""
+    assert pool(2).run(with_kernels, family, timeout=120.0) == [["alone"]] * 2
+
+
+def of_attributes(self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+    """As in Transformers 4.57 to 5.5, which keep kernels in their modules."""
+    return self.chunk_gated_delta_rule(self.causal_conv1d_fn(hidden_states))
+
+
+def inline(self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+    return causal_conv1d_fn(hidden_states, self.conv1d.weight).cumsum(1)  # type: ignore[name-defined] # noqa: F821
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize(
+    ("forward", "words"), [(of_attributes, "it mixes rows of one shard only"), (inline, "calls no function for its recurrence")]
+)
+def test_recurrences_in_other_places_are_refused(family: str, forward: Any, words: str) -> None:
+    model = build(HYBRIDS[family], "eager")
+    check_model(model)
+    (mixer,) = (x for x in model.modules() if hasattr(x, "A_log"))
+    mixer.__class__ = type(type(mixer).__name__, (type(mixer),), {"forward": forward})
+    with pytest.raises(UnsupportedError, match=words):
+        check_model(model)
 
 
 # ---- verify_model

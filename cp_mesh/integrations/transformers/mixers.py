@@ -7,11 +7,12 @@ layers hand on; so layers that are recomputed see the same one.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType
+from functools import lru_cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -100,12 +101,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """What takes the place of functions of Transformers; each is given the batch first."""
 _MAIN = FUNCTIONS.keys() - {"apply_mask_to_padding_states"}
+_RULES = _MAIN - {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"}
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Names that a module's forward reads, as its class wrote it."""
-    code = getattr(_own_forward(module), "__code__", None)
-    return () if code is None else code.co_names
+    """Globals that a module's forward reads, as its class wrote it; attributes of these names are not replaced."""
+    return _globals_in(getattr(_own_forward(module), "__code__", None))
+
+
+@lru_cache(maxsize=1024)
+def _globals_in(code: CodeType | None) -> tuple[str, ...]:
+    return () if code is None else tuple(x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -115,6 +121,8 @@ def is_mixer(module: nn.Module) -> bool:
 
 def unknown_functions(module: nn.Module) -> list[str]:
     """Functions of its file that a mixer calls and that are not replaced."""
+    if hasattr(module, "A_log") and not _RULES.intersection(_names(module)):
+        return ["no function for its recurrence"]
     own, forward = type(module), inspect.unwrap(type(module).forward)
     found = (name for name in _names(module) if inspect.isfunction(forward.__globals__.get(name)))
     of_file = [name for name in found if forward.__globals__[name].__module__ == own.__module__]
