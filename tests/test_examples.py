@@ -141,6 +141,16 @@ def test_generated_tokens_equal_one_device_on_two_ranks() -> None:
 
 
 @pytest.mark.full
+def test_a_hybrid_trains_on_three_ranks_as_on_one() -> None:
+    """200 rows do not divide by 3 zigzag pairs: the sequence is padded."""
+    done = run_script(ROOT / "examples" / "train_hybrid.py", shlex.split("--steps 5 --seq-len 200"), 3)
+    assert done.returncode == 0 and "Warning" not in done.printed, done.printed
+    first, last, alone = re.findall(r"loss (\d\.\d+) -> (\d\.\d+) on 3 ranks, (\d\.\d+) on one", done.printed)[0]
+    assert float(last) < float(first) - 0.2 and float(alone) == pytest.approx(float(last), abs=1e-4)
+    assert "SAME: they differ by at most" in done.printed
+
+
+@pytest.mark.full
 def test_minimal_example() -> None:
     """The file of README, whose figures tests/test_docs.py compares."""
     done = run_script(ROOT / "examples" / "minimal.py", [], 2)

@@ -234,7 +234,8 @@ def inline(self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwarg
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
 @pytest.mark.parametrize(
-    ("forward", "words"), [(of_attributes, "it mixes rows of one shard only"), (inline, "calls no function for its recurrence")]
+    ("forward", "words"),
+    [(of_attributes, "it mixes rows of one shard only"), (inline, "calls no function for its recurrence")],
 )
 def test_recurrences_in_other_places_are_refused(family: str, forward: Any, words: str) -> None:
     model = build(HYBRIDS[family], "eager")
