@@ -1,9 +1,10 @@
 """Random uses of everything public that computes: what is drawn, on which ranks it runs, and what is wrong with it.
 
-There are three kinds: a `Trial` is a call of `attention`, a `Filling` a cache that tokens are appended to or one call
-of `decode`, a `Batch` goes from whole tensors through `ShardedSequence`, attention and loss back to whole tensors. Each
-is data: its `line` is Python that makes it again. `run` is called on every rank and compares with the tests' own
-oracle; `reason` says why the documents allow a refusal, or None where a refusal is a bug.
+There are four kinds: a `Trial` is a call of `attention`, a `Filling` a cache that tokens are appended to or one call
+of `decode`, a `Batch` goes from whole tensors through `ShardedSequence`, attention and loss back to whole tensors, a
+`Mixing` calls a recurrent layer. Each is data: its `line` is Python that makes it again. `run` is called on every rank
+and compares with the tests' own oracle; `reason` says why the documents allow a refusal, or None where a refusal is a
+bug.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from cp_mesh import (
     balance,
     cross_entropy,
     decode,
+    mixers,
 )
 from cp_mesh.geometry.layouts import LAYOUTS, Run, chunk_bounds
 
@@ -717,9 +719,192 @@ def draw_batch(r: Random, size: int) -> Batch:
     )  # fmt: skip
 
 
+# --- recurrent layers
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A call of a function of `cp_mesh.mixers`, with the names of `gated_delta_rule`.
+
+    Attributes:
+        size: number of ranks.
+        layout, S: as in `Batch`.
+        rule: the function.
+        mask: as in `Case`; documents, padding and length count.
+        heads, sizes: H and HV; B, K and V.
+        decay: of each "head" or "channel", or "none", where the function lets choose.
+        states: whether there are initial and final ones.
+        width: of a convolution; how far `roll` moves rows.
+    """
+
+    size: int
+    layout: str | list[int] | Layout
+    S: int
+    rule: str = "gla"
+    mask: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (1, 1)
+    sizes: tuple[int, int, int] = (1, 3, 4)
+    decay: str = "head"
+    method: str = "auto"
+    kernel: str = "auto"
+    scale: float | None = None
+    states: bool = False
+    pad: bool = True
+    width: int = 3
+
+    @property
+    def ids(self) -> Tensor:
+        """[B, S], -1 for tokens of no document."""
+        ids = self.mask.get("documents", torch.zeros(1, self.S)).long().expand(self.sizes[0], self.S)
+        kept = self.mask.get("key_padding", torch.ones(1, self.S, dtype=torch.bool)).expand(ids.shape)
+        inside = torch.arange(self.S) < self.mask.get("length", self.S)
+        return ids.where((ids >= 0) & kept & inside, torch.tensor(-1))
+
+    @property
+    def runs(self) -> list[tuple[int, slice]]:
+        """Batch row and positions of each document."""
+        found = []
+        for b, ids in enumerate(self.ids.tolist()):
+            edges = [0, *(t for t in range(1, self.S) if ids[t] != ids[t - 1]), self.S]
+            found += [(b, slice(*edge)) for edge in pairwise(edges) if ids[edge[0]] >= 0]
+        return found
+
+    @property
+    def reason(self) -> str | None:
+        ids = self.ids
+        if any((b, int(ids[b, at.start])) in {(c, int(ids[c, x.start])) for c, x in self.runs[:i]}
+               for i, (b, at) in enumerate(self.runs)):  # fmt: skip
+            return "documents that come back"
+        if self.method == "heads" and self.heads[0] % self.size and self.rule in RULES:
+            return "heads or batch that an axis does not divide"
+        return None
+
+    def run(self, rank: int) -> list[str]:
+        with mock.patch.dict(LAYOUTS, OWN):
+            return self._run()
+
+    def _given(self) -> dict[str, Tensor]:
+        made, (H, HV), (B, K, V) = torch.Generator().manual_seed(0), self.heads, self.sizes
+        names = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": (HV, K)[: 1 + (self.decay == "channel")], "beta": (HV,)}
+        x = {n: torch.randn(B, self.S, *of, dtype=torch.float64, generator=made) for n, of in names.items()}
+        x |= {"k": F.normalize(x["k"], dim=-1), "g": -x["g"].abs(), "beta": x["beta"].sigmoid()}
+        if self.rule == "ssd":
+            x |= {"dt": -x.pop("g"), "A": -torch.rand(HV, dtype=torch.float64, generator=made)}
+        if self.rule not in DELTA:
+            x.pop("beta")
+        if self.rule == "delta_rule" or self.decay == "none":
+            x.pop("g", None)
+        if self.rule not in RULES:
+            weights = torch.randn(K, self.width, dtype=torch.float64, generator=made)
+            x = {"x": x["q"][:, :, 0]} | ({"weight": weights} if self.rule == "causal_conv1d" else {})
+        return {name: y.contiguous().requires_grad_() for name, y in x.items()}
+
+    def _want(self, x: dict[str, Tensor], initial: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Each document by itself, token by token."""
+        (H, HV), (B, K, V), states = self.heads, self.sizes, []
+        out = torch.zeros(B, self.S, *((HV, V) if self.rule in RULES else (K,)), dtype=torch.float64)
+        for n, (b, at) in enumerate(self.runs):
+            if self.rule not in RULES:
+                rows, w = x["x"][b, at], x.get("weight")
+                taps = {-self.width: 1} if w is None else {j: w[:, -1 - j] for j in range(self.width)}
+                moved = {j: F.pad(rows, (0, 0, j, -j)) for j in taps if abs(j) < len(rows)}
+                mine = sum((taps[j] * y for j, y in moved.items()), torch.zeros_like(rows))
+            else:
+                state = torch.zeros(HV, K, V, dtype=torch.float64) if initial is None else initial[n]
+                q, k = (x[name][b, at].repeat_interleave(HV // H, 1) for name in "qk")
+                v, g, beta = x["v"][b, at], x["g"][b, at] if "g" in x else None, x.get("beta")
+                if self.rule == "ssd":
+                    dt = x["dt"][b, at]
+                    v, g = v * dt[..., None], dt * x["A"]
+                found = []
+                for t in range(len(v)):
+                    state = state if g is None else g[t].exp().view(HV, -1, 1) * state
+                    u = v[t] if beta is None else beta[b, at][t, :, None] * (v[t] - (k[t, :, :, None] * state).sum(1))
+                    state = state + k[t, :, :, None] * u[:, None]
+                    found.append((q[t, :, :, None] * state).sum(1))
+                scale = 1.0 if self.rule == "ssd" else K**-0.5 if self.scale is None else self.scale
+                mine = torch.stack(found) * scale
+                states.append(state)
+            out = out.index_put((torch.tensor(b), torch.arange(at.start, at.stop)), mine)
+        return out, torch.stack(states) if self.states and states else None
+
+    def _run(self) -> list[str]:
+        x, HV, (B, K, V), S = self._given(), self.heads[1], self.sizes, self.S
+        made = torch.Generator().manual_seed(1)
+        initial = torch.randn(len(self.runs), HV, K, V, dtype=torch.float64, generator=made).requires_grad_()
+        initial = initial if self.states and self.rule in RULES else None
+        layout = Case(self.layout, {}, S).make_layout()
+        sequence = ShardedSequence(mesh((self.size,), ("cp",)), layout, S, self.pad)
+        local = {name: y if name in ("A", "weight") else sequence.shard(y, pad_value=0) for name, y in x.items()}
+        given: dict[str, Any] = {"sequence": sequence, "mask": mask_of(self.mask)}
+        if self.rule in RULES:
+            given |= {"initial_state": initial, "output_final_state": self.states}
+            given |= {"method": self.method, "kernel": self.kernel} | (
+                {"scale": self.scale} if self.rule != "ssd" else {}
+            )
+            if self.rule == "ssd":
+                local = {{"q": "C", "k": "B", "v": "x"}.get(name, name): y for name, y in local.items()}
+        elif self.rule == "roll":
+            given["shifts"] = -self.width
+        found = getattr(mixers, self.rule)(**local, **given)
+        out, final = found if self.rule in RULES else (found, None)
+        want, last = self._want(x, initial)
+        kept = (self.ids >= 0).view(B, S, *[1] * (want.ndim - 2))
+        dout, dlast = (
+            torch.randn(y.shape, dtype=y.dtype, generator=made) for y in (want, want if last is None else last)
+        )
+        whole = sequence.unshard(out)
+        problems = differences(("out",), (whole * kept,), (want * kept,))
+        if self.rule in RULES and bool((whole * ~kept).any()):
+            problems.append("rows of no document are not 0")
+        loss, other = (out * sequence.shard(dout * kept, pad_value=0)).sum(), (want * dout * kept).sum()
+        if final is not None and last is not None:
+            problems += differences(("final state",), (final,), (last,))
+            loss, other = loss + (final * dlast).sum() / self.size, other + (last * dlast).sum()
+        inputs = [*x.values(), *([] if initial is None else [initial])]
+        zeros = {"allow_unused": True, "materialize_grads": True}
+        grads = [y.contiguous() for y in torch.autograd.grad(loss, inputs, **zeros)]
+        for y in grads:
+            dist.all_reduce(y)
+        wanted = (
+            torch.autograd.grad(other, inputs, **zeros) if other.requires_grad else [torch.zeros_like(y) for y in grads]
+        )
+        return problems + differences([f"d{name}" for name in (*x, "initial")][: len(inputs)], grads, wanted)
+
+
+DELTA = ("gated_delta_rule", "kda", "delta_rule")
+RULES = (*DELTA, "gla", "ssd")
+
+
+def draw_mixing(r: Random, size: int) -> Mixing:
+    """A recurrent layer, convolution or roll on so many ranks."""
+    rule, S, B = (
+        r.choice((*RULES, "causal_conv1d", "roll")),
+        r.choice((1, r.randint(1, 9), r.randint(2, 48))),
+        r.randint(1, 3),
+    )
+    of_one_length = ("permuted", "zigzag_documents", "joint")
+    kind = r.choice(("contiguous", "zigzag", "striped", "own", "runs", *of_one_length))
+    H = r.choice((1, 2, 3, size))
+    shapes = (H, H * r.randint(1, 3)), (B, r.randint(1, 4), r.randint(1, 4))
+    decay = {"kda": "channel", "gla": r.choice(("head", "channel", "none"))}.get(rule, "head")
+    methods = ("auto", "states", *(("heads",) if H % size == 0 or r.random() < 0.1 else ()))
+    made = Mixing(
+        size, draw_layout(r, kind, {}, S, size), S, rule, {}, *shapes, decay, r.choice(methods),
+        r.choice(("auto", "reference")), None if rule == "ssd" else r.choice((None, 0.7)), r.random() < 0.5,
+        r.random() < 0.5 and kind not in (*of_one_length, "runs"), r.choice((1, 2, 4, 9)),
+    )  # fmt: skip
+    for _ in range(10):  # most masks do not bring a document back
+        options = {name: x for name, x in draw_mask(r, B, S).items() if name not in ("cu_seqlens", "blocks")}
+        masked = replace(made, mask=options)
+        if masked.reason is None or r.random() < 0.1:
+            return masked
+    return made
+
+
 # --- any of them
 
-Use = Trial | Filling | Batch
+Use = Trial | Filling | Batch | Mixing
 
 
 @cache
@@ -746,12 +931,14 @@ def draw(seed: str, size: int) -> Use:
     r = Random(seed)
     if INTERPRETED:
         return in_triton(draw_trial(r, size))
+    if Random(f"{seed} mixes").random() < 0.1:
+        return draw_mixing(r, size)
     return r.choices((draw_trial, draw_filling, draw_batch), (8, 1, 1))[0](r, size)
 
 
 def line(x: Any) -> str:
     """One line of Python that makes it again, without what is as by default."""
-    if isinstance(x, Trial | Filling | Batch | Case):
+    if isinstance(x, Trial | Filling | Batch | Mixing | Case):
         given = ((field, getattr(x, field.name)) for field in fields(x))
         told = [f"{field.name}={line(value)}" for field, value in given if not is_default(field, value)]
         return f"{type(x).__name__}({', '.join(told)})"
@@ -773,7 +960,7 @@ def is_default(field: Any, value: Any) -> bool:
 
 def read(text: str) -> Use:
     """The inverse of `line`."""
-    names = {x.__name__: x for x in (Trial, Filling, Batch, Case, Backwards, Dealt, Balanced, Permuted)}
+    names = {x.__name__: x for x in (Trial, Filling, Batch, Mixing, Case, Backwards, Dealt, Balanced, Permuted)}
     names |= {x.__name__: x for x in (Contiguous, Joint, Striped, ZigZag, ZigZagDocuments)}
     return eval(text, names | {"tensor": _tensor, "torch": torch})
 

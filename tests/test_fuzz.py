@@ -20,6 +20,7 @@ from checks import GQA, MHA, WAYS, Case, coverage, report
 from drawing import (
     Batch,
     Filling,
+    Mixing,
     Trial,
     Use,
     draw,
@@ -46,6 +47,10 @@ ROWS: list[Use] = [
     Trial(Case("striped", "full", 13, MHA), (6,)),
     # A checkpoint lets saved tensors be asked for once, and Ulysses keeps one more.
     Trial(Case("zigzag", "causal", 13, (3, 3), method="ulysses", way="selective checkpoint"), (3,)),
+    # A convolution of a rank without rows.
+    Mixing(2, "contiguous", 1, "causal_conv1d", pad=False, width=1),
+    # Documents of bytes in a shorter sequence: -1 is 255 there.
+    Mixing(2, "contiguous", 4, mask={"length": 2, "documents": torch.zeros(4, dtype=torch.uint8)}, states=True),
 ]
 """Cases that are run every time: what the fuzzer found."""
 
@@ -70,7 +75,7 @@ def test_cases_are_served_and_of_all_kinds():
     uses = [draw(f"0:{i}", 1 + i % 4) for i in range(2000)]
     refused = [use for use in uses if use.reason is not None]
     assert len(refused) < 0.15 * len(uses), Counter(use.reason for use in refused)
-    assert all(sum(isinstance(use, kind) for use in uses) > 100 for kind in (Trial, Filling, Batch))
+    assert all(sum(isinstance(use, kind) for use in uses) > 100 for kind in (Trial, Filling, Batch, Mixing))
     trials = [use for use in uses if isinstance(use, Trial) and use.reason is None]
     drawn = Counter(x for use in trials for x in (use.case.way, use.case.method, use.told, use.case.kernel, use.names))
     drawn += Counter(name for use in trials for name in (*use.case.mask, *use.case.scores, *use.case.frozen))

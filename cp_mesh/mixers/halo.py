@@ -31,5 +31,6 @@ def with_halo(
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces, group_name: str, what: str) -> Tensor:
     """Causal, of each channel by itself: x [B * rows, D], weight [D, W]."""
     rows, at = with_halo(x, pieces, weight.shape[1] - 1, 0, group_name, what)
+    rows = rows if len(rows) else F.pad(rows, (0, 0, 0, weight.shape[1]))  # of a rank that holds none
     found = F.conv1d(rows.t()[None], weight[:, None], bias, groups=len(weight))
     return found[0].t()[at - (weight.shape[1] - 1)]

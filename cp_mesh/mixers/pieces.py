@@ -258,11 +258,11 @@ def _find(
     key_padding: Content | None,
 ) -> Pieces:
     layout = parse_layout(spec, None if tensor is None else tensor.tensor)
-    ids = torch.zeros(1, seq_len, dtype=torch.int64) if documents is None else torch.atleast_2d(documents.tensor)
+    ids = torch.zeros(1, seq_len, dtype=torch.int64) if documents is None else torch.atleast_2d(documents.tensor).long()
     if key_padding is not None:
-        ids = torch.where(torch.atleast_2d(key_padding.tensor), ids.to(torch.int64), EXCLUDED)
+        ids = torch.where(torch.atleast_2d(key_padding.tensor), ids, EXCLUDED)
     if length < seq_len:
-        ids = torch.cat([ids[:, :length].to(torch.int64), ids.new_full((len(ids), seq_len - length), -1)], 1)
+        ids = torch.cat([ids[:, :length], ids.new_full((len(ids), seq_len - length), -1)], 1)
     of_row = [Documents.of(row) for row in ids.numpy()]
     if any(row.come_back for row in of_row):
         hint = "give each part an id of its own; padding may be before or after a document, not within it"

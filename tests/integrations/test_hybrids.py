@@ -29,7 +29,16 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from cp_mesh import Contiguous, Striped, UnsupportedError, VerificationError, ZigZag, sum_gradients, verify_model  # noqa: E402
+from cp_mesh import (  # noqa: E402
+    ArgumentError,
+    Contiguous,
+    Striped,
+    UnsupportedError,
+    VerificationError,
+    ZigZag,
+    sum_gradients,
+    verify_model,
+)
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
 
 check_model = inner("families", "check_model")
@@ -147,19 +156,46 @@ def test_hybrids(pool: Any, full: bool, family: str, case: str, layout: str, siz
         assert one_rank < BOUND and own < (TABLES if family == "minimax" else BOUND), (one_rank, own)
 
 
-def recomputed(rank: int, family: str) -> tuple[float, float]:
+def recomputed(rank: int, family: str, reentrant: bool) -> tuple[float, float]:
     """In the backward no mode widens anything, so nothing does here."""
+
+    def checkpointed(model: Any) -> None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
     return _compare(family, "packed", ZigZag(), checkpointed)
 
 
-def checkpointed(model: Any) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba", "lfm2", "minimax", "mamba2"])
-def test_layers_that_are_recomputed(pool: Any, family: str) -> None:
-    for found in pool(2).run(recomputed, family, timeout=120.0):
+def test_layers_that_are_recomputed(pool: Any, family: str, reentrant: bool) -> None:
+    for found in pool(2).run(recomputed, family, reentrant, timeout=120.0):
         assert all(x < bound for x, bound in zip(found, OF_FLOAT32, strict=True)), found
+
+
+def evaluated(rank: int, family: str, case: str) -> tuple[float, str]:
+    """How far logits are from the family's own code, in evaluation and without labels; and what `generate` says."""
+    given = batch(case)
+    kept = given.get("attention_mask", torch.ones(B, S)).bool()
+    with Wide():
+        wanted, _ = by_documents(build(HYBRIDS[family], "eager").eval(), given)
+        del given["labels"]
+        model = parallelize(build(HYBRIDS[family], "eager"), mesh((2,), ("cp",))).eval()
+        found = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                output = model(**given)
+                assert output.loss is None
+                found.append(apart(sequence_of(model).unshard(output.logits)[kept], wanted[kept]))
+    with pytest.raises((ArgumentError, UnsupportedError)) as refused:
+        model.generate(given["input_ids"], max_new_tokens=2)
+    return max(found), str(refused.value)
+
+
+@pytest.mark.parametrize("case", [pytest.param("packed", marks=pytest.mark.full), "left padded"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "lfm2"])
+def test_evaluation_and_generation(pool: Any, family: str, case: str) -> None:
+    for far, words in pool(2).run(evaluated, family, case, timeout=120.0):
+        assert far < BOUND and "cache" in words, (far, words)
 
 
 def sharded(rank: int, family: str) -> float:
