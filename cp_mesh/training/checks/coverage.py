@@ -67,9 +67,11 @@ class Watch(TorchFunctionMode):
 
     def look(self, name: str, args: Any, kwargs: Any) -> None:
         """Warn, once, if the model counts positions from 0 up to the local length, or slices a table so."""
-        rows, caller = self.local_rows, sys._getframe(2)
-        if rows is None or name not in self.tells or caller.f_globals.get("__name__", "").startswith("cp_mesh."):
-            return  # such as recurrent layers, which count rows of documents
+        rows = self.local_rows
+        if rows is None or name not in self.tells:
+            return
+        if sys._getframe(2).f_globals.get("__name__", "").startswith("cp_mesh."):
+            return  # recurrent layers count rows of documents
         if name == "arange":
             found = "counts" if _end_of_range(*args, **kwargs) == rows else ""
         else:
