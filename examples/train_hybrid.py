@@ -43,8 +43,7 @@ class GatedDelta(nn.Module):
         mixed = mixers.causal_conv1d(self.qkv(x), self.conv, activation="silu", **options)
         q, k, v = mixed.unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
         g, beta = -F.softplus(self.decay(x)), self.beta(x).sigmoid()
-        options |= {"use_qk_l2norm_in_kernel": True, "kernel": "reference"}  # on GPUs, too
-        out, _ = mixers.gated_delta_rule(q, k, v, g, beta, **options)
+        out, _ = mixers.gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **options)
         return self.out(self.norm(out).flatten(2) * F.silu(self.gate(x)))
 
 

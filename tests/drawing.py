@@ -891,7 +891,7 @@ def draw_mixing(r: Random, size: int) -> Mixing:
     methods = ("auto", "states", *(("heads",) if H % size == 0 or r.random() < 0.1 else ()))
     made = Mixing(
         size, draw_layout(r, kind, {}, S, size), S, rule, {}, *shapes, decay, r.choice(methods),
-        r.choice(("auto", "reference")), None if rule == "ssd" else r.choice((None, 0.7)), r.random() < 0.5,
+        r.choice(("auto", "torch", "reference")), None if rule == "ssd" else r.choice((None, 0.7)), r.random() < 0.5,
         r.random() < 0.5 and kind not in (*of_one_length, "runs"), r.choice((1, 2, 4, 9)),
     )  # fmt: skip
     for _ in range(10):  # most masks do not bring a document back
