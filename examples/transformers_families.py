@@ -6,8 +6,9 @@ Each family is first built without weights and may be refused: a small config wi
 (transformers_released.py), else the default config. Otherwise a small model with random weights runs in fp64 on the
 ranks, plain and packed, with images if it takes them. Its logits, loss and gradients are compared with one rank, as in
 tests/integrations; without tp, casts to float32 are to float64. This script made
-docs/results/transformers_families.csv; with named families it replaces only their rows. --tp 2 also runs linears over tp, as in
-docs/results/transformers_families_tp.csv, made by 4 ranks. Exits with 1 if a family is neither exact nor refused.
+docs/results/transformers_families.csv; with named families it replaces only their rows. --tp 2 also runs linears over
+tp, as in docs/results/transformers_families_tp.csv, made by 4 ranks. Exits with 1 if a family is neither exact nor
+refused.
 """
 
 from __future__ import annotations
