@@ -51,6 +51,7 @@ if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
     from cp_mesh.training.loss import cross_entropy, valid_tokens
     from cp_mesh.training.parallelize import checkpoint_context_fn, parallelize, sum_gradients
     from cp_mesh.training.probe import probe
+    from cp_mesh.training.recurrent_parallel import RecurrentParallel
     from cp_mesh.training.sharded_model import ShardedModel
     from cp_mesh.training.tiled import TiledMLP
 
@@ -68,6 +69,7 @@ __all__ = [
     "OverlappedRowwise",
     "Permuted",
     "RankMismatchError",
+    "RecurrentParallel",
     "Replicated",
     "ShardInput",
     "ShardedCache",
@@ -119,6 +121,7 @@ _HOMES = {
     "GatherOutput": "training.boundaries",
     "OverlappedColwise": "tensor_parallel.styles",
     "OverlappedRowwise": "tensor_parallel.styles",
+    "RecurrentParallel": "training.recurrent_parallel",
     "ShardInput": "training.boundaries",
     "ShardedCache": "inference.cache",
     "ShardedModel": "training.sharded_model",
@@ -150,7 +153,7 @@ _HOMES = {
     "warm_up": "tools.warm_up",
 }
 """Public name -> module that defines it; loaded on first access."""
-_FOLDERS = ("flex", "hosts", "inference", "integrations", "tools", "wrap")
+_FOLDERS = ("flex", "hosts", "inference", "integrations", "mixers", "tools", "wrap")
 """Subpackages and modules that `import cp_mesh` does not load."""
 
 _aliases.register()

@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import sys
 from collections.abc import Callable
 from functools import partial, partialmethod
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from cp_mesh._torch import COMPILED
@@ -80,6 +83,19 @@ def check_plain(what: str, module: nn.Module) -> None:
     if COMPILED in dict(module.named_children()):
         hint = "cp_mesh.parallelize applies it to the module inside; compile the module that holds all of the linears"
         refuse(what, "a plain module", "one that torch.compile made", hint)
+
+
+def inside_checkpoint() -> bool:
+    """Whether a checkpoint began between the innermost forward that is replaced and here; in traces they are operators.
+
+    What it recomputes in the backward would run outside of that forward.
+    """
+    frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != FILE:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def plain_name(path: str) -> str:

@@ -86,9 +86,10 @@ def test_links_and_names_in_the_documents_exist() -> None:
 
 def test_every_public_name_is_in_the_api() -> None:
     listed = re.findall(r"^::: cp_mesh\.([\w.]+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert sorted(name for _, name in listed) == sorted(cp_mesh.__all__)
+    assert sorted(name for _, name in listed) == sorted([*cp_mesh.__all__, *cp_mesh.mixers.__all__])
     for module, name in listed:
-        assert getattr(cp_mesh, name).__module__ == f"cp_mesh.{module}", name
+        home = cp_mesh.mixers if module.startswith("mixers") else cp_mesh
+        assert getattr(home, name).__module__ == f"cp_mesh.{module}", name
 
 
 def navigation() -> list[str]:
@@ -795,6 +796,30 @@ def check_linears(names: dict[str, Any]) -> None:
         close(found.grad.full_tensor(), parameter.grad, 1e-5 * float(parameter.grad.abs().max()))
 
 
+class MixerModel(nn.Module):
+    """With one recurrent layer, in the words of docs/mixers.md."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = MixerModel.Mixer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mixer(x)
+
+    class Mixer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.unflatten(-1, (2, 4))
+            return cp_mesh.mixers.gla(rows, rows, rows)[0].flatten(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(5, 8), nn.Sequential(MixerModel.Layer(), MixerModel.Layer())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.embed(tokens))
+
+
 def mixer_names(rank: int) -> dict[str, Any]:
     made = torch.Generator().manual_seed(0)
     shapes = {"q": (2, 16, 2, 4), "k": (2, 16, 2, 4), "v": (2, 16, 4, 8), "g": (2, 16, 4), "beta": (2, 16, 4)}
@@ -804,7 +829,10 @@ def mixer_names(rank: int) -> dict[str, Any]:
     sequence = cp_mesh.ShardedSequence(axes, length=16)
     found |= {"labels": sequence.shard(found["whole_labels"]), "x": torch.rand(2, 8, 6, generator=made)}
     documents = torch.tensor([0] * 5 + [1] * 11)
-    return found | {"mesh": {"cp": axes}, "tokens": torch.zeros(2, 16), "documents": documents}
+    torch.manual_seed(0)
+    found |= {"model": MixerModel(), "plain": None, "tokens": torch.arange(32).view(2, 16) % 5}
+    found["plain"] = copy.deepcopy(found["model"])
+    return found | {"mesh": {"cp": axes}, "documents": documents}
 
 
 def check_mixers(names: dict[str, Any]) -> None:
@@ -812,6 +840,8 @@ def check_mixers(names: dict[str, Any]) -> None:
     whole[:, 4] = -100  # the last token of the first document
     assert torch.equal(names["sequence"].unshard(names["labels"]), whole)
     assert names["out"].shape == (2, 8, 4, 8) and names["x"].shape == (2, 8, 6)
+    parts = [names["plain"](names["tokens"][:, at]) for at in (slice(5), slice(5, None))]
+    close(names["sequence"].unshard(names["model"](names["tokens"])), torch.cat(parts, 1), 1e-5)
 
 
 PAGES = {

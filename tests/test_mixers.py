@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from inside import room
 from ranks import mesh
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, mixers
@@ -384,6 +385,22 @@ REFUSED = {
     "other documents": ({"mask": Mask(documents=torch.zeros(30, dtype=torch.int64))}, "32"),
     "one state too many": ({"initial_state": torch.zeros(2, HV, K, V)}, "one state for each document"),
     "beta of other rows": ({"beta": torch.zeros(1, 3, HV)}, "gated_delta_rule: beta"),
+    "no beta": ({"beta": None}, "gated_delta_rule: beta"),
+    "q without a batch": ({"q": torch.zeros(16, H, K)}, "gated_delta_rule: q"),
+    "integers": ({"v": torch.zeros(1, 16, HV, V, dtype=torch.int64)}, "gated_delta_rule: v"),
+    "two dtypes": ({"k": torch.zeros(1, 16, H, K)}, "torch.float64"),
+    "another device": ({"g": torch.zeros(1, 16, HV, device="meta")}, "a tensor on cpu"),
+    "a decay per channel": ({"g": torch.zeros(1, 16, HV, K)}, "gated_delta_rule: g"),
+    "an unknown option": ({"chunk_size": 64}, "chunk_size"),
+    "kda with a decay per head": ({"what": "kda"}, "kda: g"),
+    "heads that do not fit": ({"v": torch.zeros(1, 16, 3, V, dtype=torch.float64)}, "gated_delta_rule: g"),
+    "half a head": (
+        {
+            "q": torch.zeros(1, 16, 3, K, dtype=torch.float64),
+            "k": torch.zeros(1, 16, 3, K, dtype=torch.float64),
+        },
+        "a multiple of 3",
+    ),
 }
 
 
@@ -393,9 +410,10 @@ def refused(rank: int, name: str, alone: bool) -> None:
     sequence = ShardedSequence(mesh((size,), ("cp",)), length=32, pad=False)
     x = batch_of(32, 1)
     local = dict(zip(("q", "k", "v", "g", "beta"), sequence.shard(given("gated_delta_rule", x)), strict=True))
+    what = options.get("what", "gated_delta_rule") if rank == 0 or not alone else "gated_delta_rule"
     if rank == 0 or not alone:
-        local |= {key: y for key, y in options.items() if key != "size"}
-    mixers.gated_delta_rule(**local, sequence=sequence)
+        local |= {key: y for key, y in options.items() if key not in ("size", "what")}
+    getattr(mixers, what)(**local, sequence=sequence)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -441,3 +459,245 @@ def unlike(rank: int) -> None:
 
 def test_unlike_documents_are_refused(pool: Any) -> None:
     assert all("documents" in error.message for error in pool(2).run_expecting_error(unlike))
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "D of other heads": ("ssd", {"D": torch.zeros(3, dtype=torch.float64)}, "ssd: D"),
+    "A of other heads": ("ssd", {"A": torch.zeros(3, dtype=torch.float64)}, "ssd: A"),
+    "dt of other rows": ("ssd", {"dt": torch.zeros(1, 3, HV, dtype=torch.float64)}, "ssd: dt"),
+    "C of another width": ("ssd", {"C": torch.zeros(1, 16, 2, 4, dtype=torch.float64)}, "ssd: B"),
+    "B in another dtype": ("ssd", {"B": torch.zeros(1, 16, 2, 5)}, "ssd: B"),
+    "groups that do not fit": (
+        "ssd",
+        {name: torch.zeros(1, 16, 3, 5, dtype=torch.float64) for name in "BC"},
+        "ssd: heads: expected a multiple of 3",
+    ),
+    "a scale of ssd": ("ssd", {"scale": 1.0}, "scale"),
+    "A of integers": ("ssd", {"A": torch.zeros(HV, dtype=torch.int64)}, "floating-point"),
+    "a convolution over time first": ("causal_conv1d", {"x": torch.zeros(1, 6, 16, dtype=torch.float64)}, "weight"),
+    "a bias of other channels": ("causal_conv1d", {"bias": torch.zeros(5, dtype=torch.float64)}, "causal_conv1d: bias"),
+    "a weight in another dtype": ("causal_conv1d", {"weight": torch.zeros(6, W)}, "causal_conv1d: weight"),
+    "a bias elsewhere": ("causal_conv1d", {"bias": torch.zeros(6, device="meta")}, "a tensor on cpu"),
+    "another activation": ("causal_conv1d", {"activation": "gelu"}, "activation"),
+    "a state of W - 1": ("causal_conv1d", {"initial_state": torch.zeros(1, 6, W - 1)}, "causal_conv1d: initial_state"),
+    "states of other documents": ("causal_conv1d", {"initial_state": torch.zeros(2, 6, W)}, "one state for each"),
+    "no batch": ("roll", {"x": torch.zeros(16)}, "roll: x"),
+    "half a token": ("roll", {"shifts": 0.5}, "roll: shifts"),
+    "no tensor": ("token_shift", {"x": [1, 2]}, "token_shift: x"),
+}
+
+
+def refused_by(rank: int, name: str, alone: bool) -> None:
+    what, options, _ = OTHERS[name]
+    sequence, x = ShardedSequence(mesh((2,), ("cp",)), length=32, pad=False), torch.zeros(1, 16, 6, dtype=torch.float64)
+    right: dict[str, dict[str, Any]] = {
+        "ssd": {
+            **{"x": x[..., None, :3].expand(1, 16, HV, 3), "dt": x[..., :HV], "A": x[0, 0, :HV]},
+            **{"B": x[..., None, :5].expand(1, 16, 2, 5), "C": x[..., None, :5].expand(1, 16, 2, 5)},
+        },
+        "causal_conv1d": {"x": x, "weight": x[0, :6, :W]},
+        "roll": {"x": x, "shifts": 1},
+        "token_shift": {"x": x},
+    }
+    given = right[what] | (options if rank == 0 or not alone else {})
+    getattr(mixers, what)(**given, sequence=sequence)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_others_refuse_on_every_rank(pool: Any, name: str) -> None:
+    for alone in (False, True):
+        errors = pool(2).run_expecting_error(refused_by, name, alone, timeout=20.0)
+        assert all(error is not None and OTHERS[name][2] in error.message for error in errors), errors
+
+
+def states_of_convolutions(rank: int, size: int, layout: str, which: str, width: int) -> float:
+    """Outputs, states and gradients against documents that are convolved one by one."""
+    B, S, documents = 2, 31, DOCUMENTS[which]
+    sequence = ShardedSequence(mesh((size,), ("cp",)), layout=LAYOUTS[layout], length=S, pad=layout == "striped")
+    mask = None if documents is None else Mask(documents=torch.tensor(documents))
+    made, runs = torch.Generator().manual_seed(0), runs_of(documents, B, S)
+    x, weight, bias, initial = (
+        torch.randn(*shape, dtype=torch.float64, generator=made, requires_grad=True)
+        for shape in ((B, S, 6), (6, width), (6,), (len(runs), 6, width))
+    )
+    want, states = torch.zeros(B, S, 6, dtype=torch.float64), []
+    for n, (b, begin, end) in enumerate(runs):
+        rows = torch.cat([initial[n].t(), x[b, begin:end]])
+        found = sum(weight[:, j] * rows[j + 1 : j + 1 + end - begin] for j in range(width)) + bias
+        want = want.index_put((torch.tensor(b), torch.arange(begin, end)), found)
+        states.append(rows[len(rows) - width :].t())
+    grad, of_states = (torch.randn(y.shape, dtype=y.dtype, generator=made) for y in (want, torch.stack(states)))
+    ids = torch.zeros(1, S) if documents is None else torch.atleast_2d(torch.tensor(documents))
+    grad = grad * (ids.expand(B, S) >= 0)[..., None]
+    inputs = (x, weight, bias, initial)
+    want_grads = torch.autograd.grad((want * grad).sum() + (torch.stack(states) * of_states).sum(), inputs)
+    out, final = mixers.causal_conv1d(
+        *(sequence.shard(x), weight, bias), sequence=sequence, mask=mask, initial_state=initial, output_final_state=True
+    )
+    worst = [((sequence.unshard(out) - want) * (grad != 0)).abs().max(), (final - torch.stack(states)).abs().max()]
+    loss = (out * sequence.shard(grad)).sum() + (final * of_states).sum() / size
+    for own, whole in zip(torch.autograd.grad(loss, inputs), want_grads, strict=True):
+        own = own.contiguous()
+        torch.distributed.all_reduce(own)
+        worst.append((own - whole).abs().max())
+    alone, nothing = sequence.shard(x), mixers.causal_conv1d(sequence.shard(x), weight, sequence=sequence, mask=mask)
+    assert isinstance(nothing, Tensor)
+    zeros = torch.zeros_like(initial)
+    same = mixers.causal_conv1d(alone, weight, sequence=sequence, mask=mask, initial_state=zeros)
+    return float(max(*worst, ((nothing - same) * sequence.shard((grad != 0) * 1.0)).abs().max()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_of_convolutions_are_those_of_one_rank(pool: Any, size: int, layout: str) -> None:
+    for which in DOCUMENTS:
+        for width in (1, 2, 4, 9):
+            found = pool(size).run(states_of_convolutions, size, layout, which, width)
+            assert max(found) < 1e-12, (which, width, found)
+
+
+CALLS = ("gated_delta_rule", "kda", "gla without decay", "ssd", "causal_conv1d", "token_shift")
+
+
+def whole_call(what: str, x: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """Tensors of a call in their order, by dims of rows or of heads alone, and keywords."""
+    if what == "ssd":
+        shape = x["v"]
+        return [shape, x["dt"], x["A"], x["q"], x["k"]], {"D": x["D"]}
+    if what == "causal_conv1d":
+        return [x["x"], x["weight"], x["bias"]], {"activation": "silu"}
+    return ([x["x"]], {}) if what == "token_shift" else (given(what, x), {})
+
+
+def placed(rank: int, what: str, over: str, states: bool) -> float:
+    """DTensors over heads, and over rows too, against one rank."""
+    axes, B, S, documents = mesh((2, 2), ("cp", "tp")), 2, 32, [0] * 5 + [1] * 11 + [2] * 16
+    sequence, mask = ShardedSequence(axes["cp"], layout=LAYOUTS["zigzag"]), Mask(documents=torch.tensor(documents))
+    x, made = batch_of(S, B), torch.Generator().manual_seed(5)
+    x |= {"dt": x["beta"], "A": -x["beta"][0, 0].exp(), "D": x["beta"][0, 1], "bias": x["x"][0, 0]}
+    x |= {"weight": torch.randn(6, W, dtype=torch.float64, generator=made)}
+    wide = {"causal_conv1d": (6, W)}.get(what, (HV, K, V))
+    initial = torch.randn(6, *wide, dtype=torch.float64, generator=made)
+    run, on = getattr(mixers, what.split()[0]), axes if over == "both" else axes["tp"]
+    x = {name: y.requires_grad_() for name, y in x.items()}
+    tensors, options = whole_call(what, x)
+    keywords = {name: y for name, y in options.items() if isinstance(y, Tensor)}
+    tensors = [y.requires_grad_() for y in [*tensors, *keywords.values()]]
+    more: dict[str, Any] = {"initial_state": initial.requires_grad_(), "output_final_state": True} if states else {}
+    plain = {name: y for name, y in options.items() if name not in keywords}
+
+    def called(arguments: list[Tensor], **others: Any) -> Any:
+        own = dict(zip(keywords, arguments[len(arguments) - len(keywords) :], strict=True))
+        return run(*arguments[: len(arguments) - len(keywords)], **own, **plain, **others)
+
+    def split(result: Any) -> tuple[Any, Any]:
+        return result if isinstance(result, tuple) else (result, None)
+
+    want, want_state = split(called(tensors, mask=mask, **more))
+    grad = torch.randn(want.shape, dtype=want.dtype, generator=made)
+    loss = (want * grad).sum() + (0 if want_state is None else want_state.square().sum())
+    inputs = [*tensors, *([initial] if states else [])]
+    want_grads = torch.autograd.grad(loss, inputs)
+
+    def spread(y: Tensor) -> DTensor:
+        rows = y.ndim > 2
+        at = {True: 2, False: 0}[rows] if y is not initial else 1
+        over_rows = [Shard(1) if rows and y is not initial else Replicate()] if over == "both" else []
+        if rows and y is not initial and over != "both":
+            y = sequence.shard(y)
+        elif rows and y is not initial:
+            y = y.index_select(1, sequence.layout.permutation(S, 2))
+        return distribute_tensor(y.detach(), on, [*over_rows, Shard(at)]).requires_grad_()
+
+    local = [spread(y) for y in tensors]
+    if states:
+        more["initial_state"] = spread(initial)
+    out, state = split(called(local, sequence=sequence, mask=mask, **more))
+    assert isinstance(out, DTensor) and out.placements == local[0].placements and out.device_mesh == on
+    found = out.full_tensor()
+    rows = sequence.unshard(found) if over != "both" else found.index_select(1, sequence.layout.inverse(S, 2))
+    worst = [(rows - want).abs().max()]
+    own_grad = sequence.shard(grad) if over != "both" else grad.index_select(1, sequence.layout.permutation(S, 2))
+    total = (out * distribute_tensor(own_grad, on, out.placements)).sum()
+    if states:
+        worst.append((state.full_tensor() - want_state).abs().max())
+        total = total + state.square().sum() / 2
+    total = total.full_tensor() if isinstance(total, DTensor) else total
+    given_grads = torch.autograd.grad(total, [*local, *([more["initial_state"]] if states else [])])
+    for y, (own, whole) in zip(inputs, zip(given_grads, want_grads, strict=True), strict=True):
+        full = own.full_tensor()
+        if over != "both":
+            full = full.contiguous()
+            if y.ndim > 2 and y is not initial:
+                full = sequence.unshard(full)
+            else:
+                torch.distributed.all_reduce(full, group=axes["cp"].get_group())
+        elif y.ndim > 2 and y is not initial:
+            full = full.index_select(1, sequence.layout.inverse(S, 2))
+        worst.append((full - whole).abs().max())
+    return float(max(worst))
+
+
+@pytest.mark.parametrize("over", ["tp", "both"])
+@pytest.mark.parametrize("what", CALLS)
+def test_dtensors_over_heads(pool: Any, what: str, over: str) -> None:
+    for states in (False, True)[: 2 - (over == "both" or what in ("ssd", "token_shift"))]:
+        found = pool(4).run(placed, what, over, states)
+        assert max(found) < 1e-12, (what, over, states, found)
+
+
+MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
+    "a local one beside": ({"beta": None}, "all DTensors or all local"),
+    "replicated keys": ({"k": [Shard(1), Replicate()]}, "gated_delta_rule: k"),
+    "a sum of parts": ({name: [Shard(1), Partial()] for name in "qkv"}, "Shard of heads or batch, or Replicate"),
+    "rows over tp": (
+        {name: [Replicate(), Shard(1)] for name in ("q", "k", "v", "g", "beta")},
+        "Shard(1), the sequence",
+    ),
+    "states over rows": ({"output_final_state": True}, "tensors sharded by heads"),
+    "an odd length": ({"layout": "zigzag", "S": 35}, "torch.chunk"),
+}
+
+
+def misplaced(rank: int, name: str) -> None:
+    axes, options = mesh((2, 2), ("cp", "tp")), dict(MISPLACED[name][0])
+    sequence = ShardedSequence(axes["cp"], layout=LAYOUTS[options.pop("layout", "contiguous")])
+    x = dict(
+        zip(("q", "k", "v", "g", "beta"), given("gated_delta_rule", batch_of(options.pop("S", 32), 2)), strict=True)
+    )
+    spread: dict[str, Any] = {}
+    for key, y in x.items():
+        placements = options.pop(key, [Shard(1), Shard(2)])
+        if placements is None:
+            spread[key] = y
+        elif Partial() in placements:
+            spread[key] = DTensor.from_local(y, axes, placements)
+        else:
+            spread[key] = distribute_tensor(y, axes, placements)
+    mixers.gated_delta_rule(**spread, **options, sequence=sequence)
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_dtensors_that_are_refused(pool: Any, name: str) -> None:
+    errors = pool(4).run_expecting_error(misplaced, name, timeout=20.0)
+    assert all(error is not None and MISPLACED[name][1] in error.message for error in errors), errors
+
+
+def test_one_rank_without_a_sequence() -> None:
+    """A model of one GPU, whose documents are the mask's."""
+    for which, documents in DOCUMENTS.items():
+        x = batch_of(31, 2)
+        mask = None if documents is None else Mask(documents=torch.tensor(documents))
+        want, want_state = expected("gated_delta_rule", x, documents, None)
+        out, state = mixers.gated_delta_rule(*given("gated_delta_rule", x), mask=mask, output_final_state=True)
+        assert (out - want).abs().max() < 1e-12 and (state - want_state).abs().max() < 1e-12, which
+
+
+def rolled(rank: int) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=32)
+    mixers.roll(sequence.shard(torch.arange(32)[None]), -1)
+
+
+def test_labels_are_not_rolled_within_a_shard(pool: Any) -> None:
+    errors = pool(2).run_expecting_error(rolled)
+    assert all("the sequence of x" in error.message for error in errors), errors

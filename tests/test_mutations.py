@@ -57,6 +57,7 @@ import test_op
 import test_parity
 import test_probe
 import test_reached
+import test_recurrent_style
 import test_seeds
 import test_segments
 import test_sequence
@@ -422,6 +423,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "recurrent layers": of(test_mixers.some_rules, "states"),
     "recurrent layers by heads": of(test_mixers.some_rules, "heads"),
     "convolutions": of(test_mixers.test_convolutions_and_shifts_are_those_of_one_rank, 2, "zigzag"),
+    "states of convolutions": of(test_mixers.test_states_of_convolutions_are_those_of_one_rank, 2, "zigzag"),
+    "mixers over heads": of(test_mixers.test_dtensors_over_heads, "causal_conv1d", "both"),
+    "a recurrent plan": of(test_recurrent_style.test_a_hybrid_is_that_of_one_rank, 2, "zigzag"),
+    "outside of recurrent plans": of(test_recurrent_style.test_what_the_style_refuses, "others outside of the plan"),
     "norm on several meshes": test_clipping.test_every_entry_counts_once,
     "gradients of one rank": of(test_gradients.test_gradients_are_those_of_one_rank, test_gradients.Setup(cp=3, S=22)),
 }

@@ -115,7 +115,8 @@ SUBMODULES = {
     "compat": ("context_parallel", "context_parallel_unshard", "set_rotate_method"),
     "layouts": ("LAYOUTS", "Run", "chunk_bounds"),
     "mixers": (
-        *("causal_conv1d", "delta_rule", "explain", "gated_delta_rule", "gla", "kda", "roll", "ssd", "token_shift"),
+        *("Options", "causal_conv1d", "delta_rule", "explain", "gated_delta_rule", "gla", "kda", "roll", "ssd"),
+        "token_shift",
     ),
     "transport": ("release", "symmetric_memory_bytes"),
     "integrations.diffusers": ("parallelize",),
@@ -164,7 +165,9 @@ def members(cls: type) -> Record:
     found: Record = {"": f"class({', '.join(bases)})"}
     if dataclasses.is_dataclass(cls):
         found["fields"] = ", ".join(field.name for field in dataclasses.fields(cls))
-    if not issubclass(cls, BaseException):
+    if issubclass(cls, dict):
+        found["keys"] = ", ".join(cls.__annotations__)
+    elif not issubclass(cls, BaseException):
         found["__init__"] = signature(cls)
     for name in DOCUMENTED.get(cls.__name__, "").split(", "):
         member = inspect.getattr_static(cls, name) if name else None

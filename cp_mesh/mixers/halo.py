@@ -11,9 +11,19 @@ from cp_mesh.mixers.pieces import Pieces
 
 
 def with_halo(
-    x: Tensor, pieces: Pieces, before: int, after: int, group_name: str, what: str, fill: int = 0
+    x: Tensor,
+    pieces: Pieces,
+    before: int,
+    after: int,
+    group_name: str,
+    what: str,
+    fill: float = 0,
+    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows [B * rows, ...] piece by piece, each between its neighbours of the same document; ``fill`` where are none.
+
+    Args:
+        initial: the rows before each document, [num_documents * before, ...]; None: these are ``fill``.
 
     Returns:
         The rows, and where among them each row of this rank is.
@@ -24,13 +34,41 @@ def with_halo(
     if sum(halo.sent.lens):
         gathered = gather_rows(gathered, halo.sent.lens, pieces.cp_rank, group_name, what)
     source = pieces.on(device, (*key, "source"), lambda: halo.source)
-    rows = torch.cat([x, gathered, x.new_full((1, *x.shape[1:]), fill)])[source]
+    rows = _rows([x, gathered], initial, source, fill)
     return rows, pieces.on(device, (*key, "rows"), lambda: halo.rows)
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces, group_name: str, what: str) -> Tensor:
-    """Causal, of each channel by itself: x [B * rows, D], weight [D, W]."""
-    rows, at = with_halo(x, pieces, weight.shape[1] - 1, 0, group_name, what)
-    rows = rows if len(rows) else F.pad(rows, (0, 0, 0, weight.shape[1]))  # of a rank that holds none
-    found = F.conv1d(rows.t()[None], weight[:, None], bias, groups=len(weight))
-    return found[0].t()[at - (weight.shape[1] - 1)]
+def _rows(known: list[Tensor], initial: Tensor | None, index: Tensor, fill: float = 0) -> Tensor:
+    """Rows of what is known, then of one of ``fill``, then of ``initial``, for which ``fill`` stands if it is None."""
+    one = known[0].new_full((1, *known[0].shape[1:]), fill)
+    if initial is None:
+        return torch.cat([*known, one])[index.clamp(max=sum(map(len, known)))]
+    return torch.cat([*known, one, initial.to(one.dtype)])[index]
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pieces: Pieces,
+    group_name: str,
+    what: str,
+    initial: Tensor | None = None,
+) -> Tensor:
+    """Causal, of each channel by itself: x [B * rows, D], weight [D, W], initial [num_documents, D, W]."""
+    before = weight.shape[1] - 1
+    begins = None if initial is None else initial[..., 1:].transpose(1, 2).flatten(0, 1)
+    rows, at = with_halo(x, pieces, before, 0, group_name, what, initial=begins)
+    rows = rows if len(rows) else F.pad(rows, (0, 0, 0, before + 1))  # of a rank that holds none
+    # by another name than conv1d, which watches read as one over the rows of this rank alone
+    found = torch.convolution(rows.t()[None], weight[:, None], bias, [1], [0], [1], False, [0], len(weight))
+    return found[0].t()[at - before]
+
+
+def last_rows(x: Tensor, width: int, initial: Tensor | None, pieces: Pieces, group_name: str, what: str) -> Tensor:
+    """The last rows of each document, [num_documents, D, width], on every rank; x and ``initial`` as `convolution`."""
+    sent, index = pieces.tails(width)
+    own = x[pieces.on(x.device, ("tails", width, "sent"), lambda: sent.own)]
+    gathered = gather_rows(own, sent.lens, pieces.cp_rank, group_name, what)
+    begins = None if initial is None else initial.transpose(1, 2).flatten(0, 1)
+    return _rows([gathered], begins, pieces.on(x.device, ("tails", width), lambda: index)).transpose(1, 2)

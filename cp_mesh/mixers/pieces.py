@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.host_tensors import Content
-from cp_mesh.geometry.layouts import Layout, parse_layout
+from cp_mesh.geometry.layouts import Contiguous, Layout, parse_layout
 from cp_mesh.geometry.mask import EXCLUDED, Documents, Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -55,7 +55,7 @@ class Halo(NamedTuple):
     Attributes:
         sent: rows that ranks gather.
         source: for each row of the pieces with their halos an index of this rank's rows [B * rows], then of the rows
-            that were gathered, then of one row of zeros.
+            that were gathered, then of one row of zeros, then of ``before`` rows before each document that is kept.
         rows: where among these each row of this rank is.
     """
 
@@ -161,16 +161,19 @@ class Pieces:
         """Rows of the same document next to each piece, where there are any."""
 
         def near(pieces: Ints) -> tuple[Ints, Ints]:
-            """Positions [pieces, before + after] beside each piece; -1: none of its document."""
+            """Positions [pieces, before + after] beside each piece; -1: none of its document, less: before it."""
             left = self.start[pieces, None] + np.arange(-before, 0)
             right = self.end[pieces, None] + np.arange(after)
             found = np.concatenate([left, right], 1)
             inside = (found >= self.first[pieces, None]) & (found < self.last[pieces, None])
             inside &= self.kept[pieces, None]
-            return np.where(inside, found, -1), np.broadcast_to(self.batch[pieces, None], found.shape)
+            opens = self.kept[pieces, None] & (found < self.first[pieces, None])
+            early = -2 - (self.document[pieces, None] * before + found - self.first[pieces, None] + before)
+            found = np.where(inside, found, np.where(opens, early, -1))
+            return found, np.broadcast_to(self.batch[pieces, None], found.shape)
 
         found, batch = near(np.arange(len(self.rank)))
-        away = (found >= 0) & (self.owner[found] != self.rank[:, None])
+        away = (found >= 0) & (self.owner[np.maximum(found, 0)] != self.rank[:, None])
         keys = np.unique(np.stack([self.owner[found[away]], batch[away], found[away]]), axis=1)
         owners, batches, positions = keys
         lens = tuple(np.bincount(owners, minlength=len(self.shard_lens)).tolist())
@@ -181,11 +184,12 @@ class Pieces:
         num_own = int(self.lens.sum())
         zero = num_own + len(positions)
         found, batch = near(self.own)
-        here = batch * self.shard_lens[self.cp_rank] + self.local[found]
-        source = np.where(self.owner[found] == self.cp_rank, here, zero)
-        for i, j in zip(*np.nonzero((found >= 0) & (self.owner[found] != self.cp_rank)), strict=True):
+        held = np.maximum(found, 0)
+        here = batch * self.shard_lens[self.cp_rank] + self.local[held]
+        source = np.where(self.owner[held] == self.cp_rank, here, zero)
+        for i, j in zip(*np.nonzero((found >= 0) & (self.owner[held] != self.cp_rank)), strict=True):
             source[i, j] = num_own + place[int(batch[i, j]), int(found[i, j])]
-        source = np.where(found < 0, zero, source)
+        source = np.where(found < 0, zero - 1 - found, source)
 
         parts, at, shift = [], np.empty(num_own, np.int64), 0
         for i, (row, length) in enumerate(zip(self.row[self.own], self.lens, strict=True)):
@@ -194,6 +198,21 @@ class Pieces:
             at[own] = shift + before + np.arange(length)
             shift += before + after + length
         return Halo(sent, np.concatenate(parts) if parts else np.empty(0, np.int64), at)
+
+    def tails(self, width: int) -> tuple[Sent, Ints]:
+        """The last ``width`` rows of each document that is kept: those that this rank sends, and for each an index
+        [num_documents, width] of all that are sent, then of one row of zeros, then of ``width`` rows before each.
+        """
+        opens = np.flatnonzero(self.kept & (self.start == self.first))
+        at = self.last[opens, None] - width + np.arange(width)
+        inside = at >= self.first[opens, None]
+        held, batch = at[inside], np.broadcast_to(self.batch[opens, None], at.shape)[inside]
+        owners = self.owner[held]
+        rows, order = batch * np.array(self.shard_lens)[owners] + self.local[held], np.argsort(owners, kind="stable")
+        index = len(held) + 1 + (self.document[opens, None] + 1) * width + at - self.first[opens, None]
+        index[np.nonzero(inside)[0][order], np.nonzero(inside)[1][order]] = np.arange(len(held))
+        lens = tuple(np.bincount(owners, minlength=len(self.shard_lens)).tolist())
+        return Sent(rows[order][owners[order] == self.cp_rank], lens), index
 
     def halo_of(self, before: int, after: int) -> Halo:
         """`halo`, made once."""
@@ -211,11 +230,11 @@ class Pieces:
         return found
 
 
-def pieces_of(sequence: ShardedSequence, mask: Mask | None, batch: int, rows: int) -> Pieces:
+def pieces_of(sequence: ShardedSequence | None, mask: Mask | None, batch: int, rows: int) -> Pieces:
     """The pieces of a batch.
 
     Args:
-        sequence: how it is sharded.
+        sequence: how it is sharded; None: this rank has all tokens.
         mask: its documents, its padding and its length, if it has any; nothing else is read.
         batch, rows: of this rank's tensors.
 
@@ -223,8 +242,10 @@ def pieces_of(sequence: ShardedSequence, mask: Mask | None, batch: int, rows: in
         ArgumentError: on rows that are not those of the sequence.
         UnsupportedError: on a document whose tokens do not follow one another, and on layouts with copies.
     """
-    seq_len = sequence._len_of_local(rows)
-    mask = sequence.mask(Mask() if mask is None else mask)
+    mask = Mask() if mask is None else mask
+    if sequence is None:
+        return pieces_in(Contiguous(), mask, rows, rows if mask.length is None else min(mask.length, rows), 1, 0, batch)
+    seq_len, mask = sequence._len_of_local(rows), sequence.mask(mask)
     length = min(x for x in (mask.length, sequence.length, seq_len) if x is not None)
     return pieces_in(sequence.layout, mask, seq_len, length, sequence.cp_size, sequence.cp_rank, batch)
 

@@ -3,142 +3,135 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypedDict, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import untraced
-from cp_mesh.comm.agreement import refusing
+from cp_mesh.call.spec import check_dense
 from cp_mesh.comm.first_calls import agree_once
+from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.mixers.halo import convolution, with_halo
+from cp_mesh.mixers.halo import convolution, last_rows, with_halo
 from cp_mesh.mixers.kernels import Kernel, choose_kernel
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
-from cp_mesh.mixers.pieces import Pieces, pieces_of
+from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs
+from cp_mesh.mixers.scope import Place, place_of
 from cp_mesh.mixers.states import by_states
+from cp_mesh.mixers.tensors import Tensors, check, to_local
 from cp_mesh.mixers.traffic import Sizes, choose_method
+from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
 Method = Literal["auto", "states", "heads"]
 METHODS = "auto", "states", "heads"
 
 
+class Options(TypedDict, total=False):
+    """Keywords of `gated_delta_rule`, `kda`, `delta_rule`, `gla` and `ssd`.
+
+    Attributes:
+        sequence: how the whole sequence is sharded. None: as the `RecurrentParallel` of the module that calls says; in
+            a model without a plan this rank has all tokens.
+        mask: documents, padding and length of the whole sequence; nothing else is read. A document begins from
+            ``initial_state``, and rows of no document are 0. None: one document, or that of `RecurrentParallel`.
+        scale: of q; None: K ** -0.5. Not of `ssd`.
+        initial_state: before each document, [N, HV, K, V], equal on every cp rank; its gradient is this rank's share.
+            N counts documents of the batch rows in order, B if there are none.
+        output_final_state: return the state after each document, [N, HV, K, V] in float32, on every rank.
+        use_qk_l2norm_in_kernel: normalize q and k first. Not of `ssd`.
+        method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
+            "auto", the default, takes the one that sends less.
+        kernel: "torch" computes in chunks, in plain PyTorch; "fla" by the package fla-core, half precision on GPUs;
+            "reference" token by token; "auto", the default, takes "torch".
+    """
+
+    sequence: ShardedSequence | None
+    mask: Mask | None
+    scale: float | None
+    initial_state: Tensor | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    method: Method
+    kernel: Kernel
+
+
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    sequence: ShardedSequence,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    method: Method = "auto",
-    kernel: Kernel = "auto",
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid) over a sharded sequence.
 
     ``S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - k_t exp(g_t) S_{t-1})``, ``o_t = scale q_t S_t``.
 
     Args:
-        q, k: this rank's rows, [B, T, H, K].
+        q, k: this rank's rows, [B, T, H, K], local or DTensors over an axis that shards heads, Shard(2), and over the
+            cp axis, Shard(1); all others alike. q, k and v have one dtype.
         v: [B, T, HV, V]; HV is a multiple of H.
-        g: logarithm of the decay, [B, T, HV]; with [B, T, HV, K] it is `kda`.
+        g: logarithm of the decay, [B, T, HV].
         beta: [B, T, HV].
-        sequence: how the whole sequence is sharded.
-        mask: its documents, its padding and its length; nothing else is read. A document begins from ``initial_state``,
-            and rows of no document are 0.
-        scale: of q; None: K ** -0.5.
-        initial_state: before each document, [N, HV, K, V], equal on every cp rank; its gradient is this rank's share.
-            N counts documents of the batch rows in order, B if there are none.
-        output_final_state: return the state after each document, [N, HV, K, V] in float32, on every rank.
-        use_qk_l2norm_in_kernel: normalize q and k first.
-        method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
-            "auto" takes the one that sends less.
-        kernel: "torch" computes in chunks, in plain PyTorch; "fla" by the package fla-core, half precision on GPUs;
-            "reference" token by token; "auto" takes "torch".
+        **options: `Options`.
 
     Returns:
-        [B, T, HV, V] in v's dtype, and the final state or None.
+        [B, T, HV, V] in v's dtype, and the final state or None; DTensors if the arguments are.
 
     Raises:
-        ArgumentError: on shapes that do not fit.
+        ArgumentError: on shapes, dtypes, devices and placements that do not fit.
         UnsupportedError: on documents that come back, layouts with copies, and heads that cp does not divide where the
             layout needs "heads". All ranks raise before the first collective.
     """
-    if use_qk_l2norm_in_kernel:
-        q, k = _normalized(q), _normalized(k)
-    options = Options("gated_delta_rule", sequence, mask, scale, initial_state, output_final_state, method, kernel)
-    return mix(options, q, k, v, g, beta)
+    return mix("gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, options)
 
 
 def kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool = False, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention: `gated_delta_rule` with a decay for each channel, g [B, T, HV, K]."""
-    if use_qk_l2norm_in_kernel:
-        q, k = _normalized(q), _normalized(k)
-    return mix(options_of("kda", **options), q, k, v, g, beta)
+    return mix("kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, options)
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool = False, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """`gated_delta_rule` without decay."""
-    if use_qk_l2norm_in_kernel:
-        q, k = _normalized(q), _normalized(k)
-    return mix(options_of("delta_rule", **options), q, k, v, None, beta)
+    return mix("delta_rule", {"q": q, "k": k, "v": v, "beta": beta}, options)
 
 
-def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor | None]:
+def gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention: ``S_t = exp(g_t) S_{t-1} + k_t v_t``, ``o_t = scale q_t S_t``.
 
     Args:
         q, k, v: as in `gated_delta_rule`.
         g: logarithm of the decay, [B, T, HV] for each head (RetNet, lightning attention, simple GLA) or [B, T, HV, K]
             for each channel (GLA); None: none.
-        **options: those of `gated_delta_rule`.
+        **options: `Options`.
     """
-    return mix(options_of("gla", **options), q, k, v, g, None)
+    return mix("gla", {"q": q, "k": k, "v": v} | ({} if g is None else {"g": g}), options)
 
 
 def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = None,
-    **options: Any,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """State space duality (Mamba-2): ``S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t``, ``y_t = C_t S_t + D x_t``.
 
     Args:
-        x: this rank's rows, [B, T, H, P].
+        x: this rank's rows, [B, T, H, P]. DTensors as in `gated_delta_rule`; then A and D are sharded by heads, too.
         dt: [B, T, H], positive: after its bias and softplus.
         A: [H], negative.
-        B, C: [B, T, G, N], for groups of heads.
+        B, C: [B, T, G, N], for groups of heads, in x's dtype.
         D: [H] or [H, P]; None: none.
-        **options: those of `gated_delta_rule`, without ``scale``. States are [N, H, N of B, P].
+        **options: `Options` without scale and normalization. States are [N, H, N of B, P].
 
     Returns:
         [B, T, H, P] in x's dtype, and the final state or None.
     """
-    dtype = accumulation_dtype(x.dtype)
-    u = (x.to(dtype) * dt[..., None].to(dtype)).to(x.dtype)
-    out, state = mix(options_of("ssd", scale=1.0, **options), C, B, u, dt.to(dtype) * A.to(dtype), None)
-    if D is not None:
-        out = out + (D if D.ndim == 2 else D[:, None]) * x
-    return out, state
+    return mix("ssd", {"C": C, "B": B, "x": x, "dt": dt, "A": A, "D": D}, options)
 
 
 def causal_conv1d(
@@ -146,51 +139,176 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    sequence: ShardedSequence,
+    sequence: ShardedSequence | None = None,
     mask: Mask | None = None,
     activation: Literal["silu", "swish"] | None = None,
-) -> Tensor:
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> Any:
     """Causal convolution of each channel over a sharded sequence, which does not reach into other documents.
 
     Args:
-        x: this rank's rows, [B, T, D].
+        x: this rank's rows, [B, T, D]; a DTensor may be sharded by channels, Shard(2), and weight and bias then, too.
         weight: [D, W]; its gradient, and that of the bias, is this rank's share.
         bias: [D].
-        sequence, mask: as in `gated_delta_rule`.
+        sequence, mask: as in `Options`.
         activation: applied to what comes out.
+        initial_state: the inputs before each document, [N, D, W] as in flash-linear-attention, of which the last W - 1
+            are read; equal on every cp rank, and its gradient is this rank's share. None: zeros.
+        output_final_state: return the last W inputs of each document, too.
 
     Returns:
-        [B, T, D]. Rows of no document are as if each run of them were one.
+        [B, T, D]; with ``output_final_state`` that and [N, D, W], on every rank. Rows of no document are as if each run
+        of them were one.
     """
-    what = "causal_conv1d"
-    with refusing(sequence.mesh.get_group().group_name):
-        if x.ndim != 3 or weight.shape[:1] != x.shape[2:]:
-            refuse(what, "x [B, T, D] and weight [D, W]", f"{tuple(x.shape)} and {tuple(weight.shape)}", "transpose x")
-        if activation not in (None, "silu", "swish"):
-            refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
-    pieces, name = agreed_pieces(what, x, sequence, mask, weight.shape)
-    out = convolution(x.flatten(0, 1), weight, bias, pieces, name, what).unflatten(0, x.shape[:2])
-    return out if activation is None else F.silu(out)
+    tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
+    options = {"sequence": sequence, "mask": mask}
+    out, state = _convolve(tensors, options, activation, output_final_state)
+    return (out, state) if output_final_state else out
 
 
-def token_shift(x: Tensor, *, sequence: ShardedSequence, mask: Mask | None = None) -> Tensor:
+def token_shift(x: Tensor, *, sequence: ShardedSequence | None = None, mask: Mask | None = None) -> Tensor:
     """The row before each row of its document, 0 before the first (RWKV): `roll` by 1."""
-    return roll(x, 1, sequence=sequence, mask=mask)
+    return _roll("token_shift", x, 1, {"sequence": sequence, "mask": mask})
 
 
-def roll(x: Tensor, shifts: int, *, sequence: ShardedSequence, mask: Mask | None = None, fill_value: int = 0) -> Tensor:
+def roll(
+    x: Tensor,
+    shifts: int,
+    *,
+    sequence: ShardedSequence | None = None,
+    mask: Mask | None = None,
+    fill_value: float = 0,
+) -> Tensor:
     """Rows of a sharded sequence moved by some positions, as `torch.roll` along dim 1, within their document.
 
     Args:
         x: this rank's rows, [B, T, ...]: labels or tokens of multi-token prediction, or states.
         shifts: row p gets what row ``p - shifts`` had; -1 gets the next token.
-        sequence, mask: as in `gated_delta_rule`.
+        sequence, mask: as in `Options`.
         fill_value: of rows that get none; -100 for labels.
     """
-    pieces, name = agreed_pieces("roll", x, sequence, mask, (shifts,))
+    return _roll("roll", x, shifts, {"sequence": sequence, "mask": mask}, fill_value)
+
+
+_SHAPES = {"q": "B T H K", "k": "B T H K", "v": "B T HV V", "g": "B T HV", "beta": "B T HV"}
+_OF_SSD = {"C": "B T G N", "B": "B T G N", "x": "B T H P", "dt": "B T H", "A": "H", "D": "H"}
+_OF_CONVOLUTION = {"x": "B T D", "weight": "D W", "bias": "D", "initial_state": "documents D W"}
+
+
+@untraced
+def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Any of the rules, of its tensors by name."""
+    place = place_of(what, options)
+    with place.refusing():
+        for name in options:
+            if name not in Options.__annotations__ or (what == "ssd" and name in ("scale", "use_qk_l2norm_in_kernel")):
+                refuse(what, "options of cp_mesh.mixers", name, f"it has {', '.join(Options.__annotations__)}")
+        final, scale = options.get("output_final_state", False), options.get("scale")
+        initial = options.get("initial_state")
+        given, wrap = to_local(
+            what, {**tensors, "initial_state": initial}, place.sequence, final or initial is not None
+        )
+        q, k, v, g, beta = _inputs(what, given, options.get("use_qk_l2norm_in_kernel", False))
+        initial = given["initial_state"]
+        pieces = _pieces(what, place, v, initial)
+        compute = choose_kernel(what, place.kernel, q, k, v, g)
+        method = _choose(what, place.method, pieces, q, v, g, beta)
+        scale = 1.0 if what == "ssd" else q.shape[-1] ** -0.5 if scale is None else scale
+    batch = len(v)
+    _agree(what, place, pieces, (batch, q.shape[2:], v.shape[2:], v.dtype, method, scale, initial is None, final))
+    run = partial(compute, scale=scale)
+    inputs: list[Tensor | None] = [q, k, v, g, beta]
+    name, size = place.name, len(pieces.shard_lens)
+    heads = method == "heads" and size > 1
+    if heads:
+        inverse = pieces.on(v.device, "inverse", lambda: pieces.inverse)
+        inputs = [None if x is None else to_heads(x, pieces.shard_lens, inverse, name, what) for x in inputs]
+        if initial is not None:
+            initial = initial.chunk(size, 1)[pieces.cp_rank]
+    here = pieces.whole if heads and pieces.whole is not None else pieces
+    flat = Inputs(*(None if x is None else x.flatten(0, 1) for x in inputs))  # type: ignore[arg-type]
+    with torch.autocast(v.device.type, enabled=False):
+        out, states = by_states(run, flat, initial, here, name, what, final)
+    out = out.unflatten(0, (batch, -1))
+    if heads:
+        order = pieces.on(v.device, "order", lambda: pieces.order)
+        out = to_rows(out, pieces.shard_lens, order, pieces.cp_rank, name, what)
+        if states is not None:
+            lens = (states.shape[1],) * size
+            states = gather_rows(states.transpose(0, 1), lens, pieces.cp_rank, name, what).transpose(0, 1)
+    if (D := given.get("D")) is not None and (x := given["x"]) is not None:
+        out = (out + (D if D.ndim == 2 else D[:, None]) * x).to(x.dtype)
+    return (out, states) if wrap is None else (wrap.rows(out), None if states is None else wrap.states(states))
+
+
+def _inputs(what: str, given: Tensors, normalize: bool) -> Inputs:
+    """As [B, T, ...], after the tensors were checked."""
+    if what == "ssd":
+        D = given["D"]
+        of_heads = "H P" if isinstance(D, Tensor) and D.ndim == 2 else "H"
+        sizes = check(what, given, _OF_SSD | {"D": of_heads, "initial_state": "documents H N P"}, ("B", "x"))
+        x, dt, A, B, C = (given[name] for name in ("x", "dt", "A", "B", "C"))
+        assert x is not None and dt is not None and A is not None and B is not None and C is not None
+        groups, heads, dtype = sizes["G"], sizes["H"], accumulation_dtype(x.dtype)
+        u = (x.to(dtype) * dt[..., None].to(dtype)).to(x.dtype)
+        found = Inputs(C, B, u, dt.to(dtype) * A.to(dtype), None)
+    else:
+        g = given.get("g")
+        by_channel = what == "kda" or (what == "gla" and isinstance(g, Tensor) and g.ndim == 4)
+        shapes = _SHAPES | {"initial_state": "documents HV K V"} | ({"g": "B T HV K"} if by_channel else {})
+        sizes = check(what, given, shapes, ("k", "v"))
+        q, k, v = given["q"], given["k"], given["v"]
+        assert q is not None and k is not None and v is not None
+        q, k = (_normalized(q), _normalized(k)) if normalize else (q, k)
+        groups, heads, found = sizes["H"], sizes["HV"], Inputs(q, k, v, g, given.get("beta"))
+    if heads % groups:
+        refuse(f"{what}: heads", f"a multiple of {groups}", heads, "repeat heads, or groups")
+    return found
+
+
+@untraced
+def _convolve(
+    tensors: Tensors, options: dict[str, Any], activation: str | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    what, place = "causal_conv1d", place_of("causal_conv1d", options)
+    with place.refusing():
+        given, wrap = to_local(what, tensors, place.sequence, final or tensors["initial_state"] is not None)
+        autocast = given["x"] is not None and torch.is_autocast_enabled(given["x"].device.type)
+        check(what, given, _OF_CONVOLUTION, () if autocast else ("weight", "bias"))
+        x, weight, bias, initial = given.values()
+        assert x is not None and weight is not None
+        if activation not in (None, "silu", "swish"):
+            refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
+        pieces = _pieces(what, place, x, initial)
+    _agree(what, place, pieces, (len(x), x.dtype, *weight.shape, bias is None, initial is None, final))
+    rows = x.flatten(0, 1)
+    out = convolution(rows, weight, bias, pieces, place.name, what, initial).unflatten(0, x.shape[:2])
+    out = out if activation is None else F.silu(out)
+    state = last_rows(rows, weight.shape[1], initial, pieces, place.name, what) if final else None
+    return (out, state) if wrap is None else (wrap.rows(out), None if state is None else wrap.states(state))
+
+
+@untraced
+def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value: float = 0) -> Tensor:
+    place = place_of(what, options)
+    if what == "roll" and place.sequence is None and any(cuts.last for cuts in states_of_all(Cuts)):
+        hint = "pass sequence=; of whole tokens torch.roll, or a ShardedSequence over a mesh of one rank"
+        refuse(what, "the sequence of x, in a process that shards sequences", None, hint)
+    with place.refusing():
+        given, wrap = to_local(what, {"x": x}, place.sequence, False)
+        own = given["x"]
+        check_dense(**{f"{what}: x": own})
+        if own is None or own.ndim < 2:
+            refuse(f"{what}: x", "[B, T, ...]", [*x.shape], "add a batch dim")
+        if isinstance(shifts, bool) or not isinstance(shifts, int):
+            refuse(f"{what}: shifts", "an int", shifts, "-1 gets the next token")
+        pieces = _pieces(what, place, own, None)
+    _agree(what, place, pieces, (len(own), own.shape[2:], own.dtype, shifts, fill_value))
     before, after = max(shifts, 0), max(-shifts, 0)
-    rows, at = with_halo(x.flatten(0, 1), pieces, before, after, name, "roll", fill_value)
-    return rows[at - shifts].unflatten(0, x.shape[:2])
+    rows, at = with_halo(own.flatten(0, 1), pieces, before, after, place.name, what, fill_value)
+    out = rows[at - shifts].unflatten(0, own.shape[:2])
+    return out if wrap is None else wrap.rows(out)
 
 
 @untraced
@@ -198,78 +316,26 @@ def agreed_pieces(
     what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None, own: tuple[int, ...]
 ) -> tuple[Pieces, str]:
     """The pieces of rows x [B, T, ...], compared over the ranks with ``own`` in a first call; and the group's name."""
-    group = sequence.mesh.get_group()
-    with refusing(group.group_name):
-        pieces = pieces_of(sequence, mask, *x.shape[:2])
-    kind = what, len(x), x.shape[2:], x.dtype, tuple(own), sequence.layout.spec(), pieces.seq_len
-    agree_once(group, kind, lambda: {"call": what, "arguments": repr(kind), "documents": pieces.digest})
-    return pieces, group.group_name
+    place = Place(sequence, mask)
+    with place.refusing():
+        pieces = _pieces(what, place, x, None)
+    _agree(what, place, pieces, (len(x), x.shape[2:], x.dtype, own))
+    return pieces, place.name
 
 
-class Options(NamedTuple):
-    """What functions share; see `gated_delta_rule`."""
-
-    what: str
-    sequence: ShardedSequence
-    mask: Mask | None
-    scale: float | None
-    initial_state: Tensor | None
-    output_final_state: bool
-    method: Method
-    kernel: Kernel
+def _pieces(what: str, place: Place, x: Tensor, initial: Tensor | None) -> Pieces:
+    pieces = place.pieces(what, *x.shape[:2])
+    if initial is not None and len(initial) != pieces.num_documents:
+        refuse(f"{what}: initial_state", pieces.num_documents, len(initial), "one state for each document")
+    return pieces
 
 
-def options_of(
-    what: str,
-    *,
-    sequence: ShardedSequence,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    method: Method = "auto",
-    kernel: Kernel = "auto",
-) -> Options:
-    return Options(what, sequence, mask, scale, initial_state, output_final_state, method, kernel)
-
-
-@untraced
-def mix(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Any of the rules; shapes as of `gated_delta_rule`."""
-    what, sequence, mask, scale, initial, final, _, kernel = options
-    group = sequence.mesh.get_group()
-    with refusing(group.group_name):
-        _check(options, q, k, v, g, beta)
-        batch, rows = v.shape[:2]
-        pieces = pieces_of(sequence, mask, batch, rows)
-        if initial is not None and initial.shape != (expected := (pieces.num_documents, *_state(q, v))):
-            refuse(f"{what}: initial_state", expected, tuple(initial.shape), "one state for each document")
-        compute = choose_kernel(what, kernel, q, k, v, g)
-        chosen = _choose(options, pieces, q, v, g, beta)
-    shapes = batch, q.shape[2:], v.shape[2:], v.dtype, pieces.seq_len
-    kind = what, shapes, chosen, sequence.layout.spec(), scale, initial is None, final
-    agree_once(group, kind, lambda: {"call": what, "arguments": repr(kind), "documents": pieces.digest})
-    run = partial(compute, scale=q.shape[-1] ** -0.5 if scale is None else scale)
-    given: list[Tensor | None] = [q, k, v, g, beta]
-    name, heads = group.group_name, chosen == "heads" and sequence.cp_size > 1
-    if heads:
-        inverse = pieces.on(v.device, "inverse", lambda: pieces.inverse)
-        given = [None if x is None else to_heads(x, pieces.shard_lens, inverse, name, what) for x in given]
-        if initial is not None:
-            initial = initial.chunk(sequence.cp_size, 1)[sequence.cp_rank]
-    here = pieces.whole if heads and pieces.whole is not None else pieces
-    flat = Inputs(*(None if x is None else x.flatten(0, 1) for x in given))  # type: ignore[arg-type]
-    out, states = by_states(run, flat, initial, here, name, what, final)
-    out = out.unflatten(0, (batch, -1))
-    if heads:
-        order = pieces.on(v.device, "order", lambda: pieces.order)
-        out = to_rows(out, pieces.shard_lens, order, sequence.cp_rank, name, what)
-        if states is not None:
-            lens = (states.shape[1],) * sequence.cp_size
-            states = gather_rows(states.transpose(0, 1), lens, sequence.cp_rank, name, what).transpose(0, 1)
-    return out, states
+def _agree(what: str, place: Place, pieces: Pieces, arguments: tuple[Any, ...]) -> None:
+    """Compare a first call over the ranks, by what must be equal."""
+    if place.group is not None and place.sequence is not None:
+        kind = what, *arguments, place.sequence.layout.spec(), pieces.seq_len
+        told = {"call": what, "documents": pieces.digest}
+        agree_once(place.group, kind, lambda: told | {"arguments": repr(kind)})
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -278,40 +344,14 @@ def _normalized(x: Tensor) -> Tensor:
     return (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
-def _state(q: Tensor, v: Tensor) -> tuple[int, int, int]:
-    return v.shape[2], q.shape[3], v.shape[3]
-
-
-def _check(options: Options, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> None:
-    what = options.what
-    if any(isinstance(x, DTensor) for x in (q, k, v, g, beta)):
-        refuse(what, "local tensors", "a DTensor", "pass x.to_local() of each, and wrap what is returned")
-    if v.ndim != 4 or q.ndim != 4:
-        refuse(
-            what, "q, k [B, T, H, K] and v [B, T, HV, V]", f"{tuple(q.shape)} and {tuple(v.shape)}", "add a batch dim"
-        )
-    (B, T, H, K), HV = q.shape, v.shape[2]
-    shapes: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
-        "k": (k, [(B, T, H, K)]),
-        "v": (v, [(B, T, HV, v.shape[3])]),
-        "g": (g, [(B, T, HV), (B, T, HV, K)]),
-        "beta": (beta, [(B, T, HV)]),
-    }
-    for name, (x, expected) in shapes.items():
-        if x is not None and tuple(x.shape) not in expected:
-            refuse(f"{what}: {name}", " or ".join(map(str, expected)), tuple(x.shape), "heads are dim 2, as in FLA")
-    if HV % H:
-        refuse(f"{what}: heads", f"a multiple of {H} heads of v", HV, "repeat heads")
-    if options.method not in METHODS:
-        refuse(f"{what}: method", " or ".join(METHODS), options.method, '"auto" decides by what travels')
-
-
-def _choose(options: Options, pieces: Pieces, q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> Method:
+def _choose(what: str, method: str, pieces: Pieces, q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> str:
     """By the bytes that a rank sends."""
-    what, (HV, K, V), H = options.what, _state(q, v), q.shape[2]
-    if options.method == "heads" and H % (size := len(pieces.shard_lens)):
+    (H, K), (HV, V), size = q.shape[2:], v.shape[2:], len(pieces.shard_lens)
+    if method not in METHODS:
+        refuse(f"{what}: method", " or ".join(METHODS), method, '"auto" decides by what travels')
+    if method == "heads" and H % size:
         refuse(f"{what}: method", f"{size} ranks that divide {H} heads", "heads", 'method="states"', UnsupportedError)
-    if options.method != "auto":
-        return options.method
+    if method != "auto":
+        return method
     decays = 0 if g is None else 1 if g.ndim == 3 else K
     return choose_method(pieces, Sizes(len(v), H, HV, K, V, decays, beta is not None, v.dtype))

@@ -10,7 +10,6 @@ describes how a style replaces the forward of its module.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,7 +29,7 @@ from cp_mesh.call.spec import DEGREES, EXECUTION, SCORE_OPTIONS, check_choice, c
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.model_groups import ranks_of_tp
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.flex.function import Functions, ScoreMod
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
@@ -48,12 +47,14 @@ from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import (
     announced,
+    ask,
     check_layout,
-    check_layout_of_root,
+    check_mask,
+    check_root,
     claim,
     has_axis,
     layout_of_call,
-    styles_of,
+    mask_of_call,
 )
 from cp_mesh.wrap import STYLE, replace_forward, replaced
 
@@ -130,8 +131,7 @@ class ContextParallel(ParallelStyle):
         head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
-        if not isinstance(mask, Mask) and not callable(mask):
-            refuse("ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
+        check_mask("ContextParallel", mask)
         check_layout("ContextParallel", layout)
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
@@ -177,14 +177,12 @@ class ContextParallel(ParallelStyle):
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """Return the arguments of attention for one call of the wrapped module, whose call arguments these are."""
         layout = layout_of_call(self, *args, **kwargs)
-        _check_root(self.sequence, layout)
-        mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
-        if not isinstance(mask, Mask):
-            refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
+        check_root(self.sequence, layout)
+        mask = mask_of_call(self, *args, **kwargs)
         if isinstance(self.scores, Mapping):  # Dynamo cannot evaluate callable() on a dict
             scores = self.scores
         else:
-            scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
+            scores = _check_scores(ask("ContextParallel.scores", self.scores, module, *args, **kwargs))
         first = torch.compiler.is_compiling() or ref(module) not in self._looked_at
         stated = self._first(module, (*args, *kwargs.values())) if first else None
         sequence = self.sequence
@@ -303,34 +301,6 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
 def _over_others(query: Tensor, mesh: DeviceMesh) -> DTensor | None:
     """Return the query if it is a DTensor without the cp axis (tp alone), whose rows are local; else None."""
     return query if isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh) else None
-
-
-def cores_of(module: nn.Module) -> list[ContextParallel]:
-    """Return the styles of the attention cores in a module."""
-    return [style for style in styles_of(module) if isinstance(style, ContextParallel)]
-
-
-def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
-    """Refuse a core's call whose layout differs from the layout in which the root sharded over the same ranks."""
-    found = None if torch.compiler.is_compiling() else ROOT.get()
-    if found is None or found.sequence.mesh != sequence.mesh:
-        return
-    check_layout_of_root(found.sequence, layout, "the core")
-
-
-def _ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a style's function with the arguments of a core's call."""
-    try:
-        return function(*args, **kwargs)
-    except TypeError as error:
-        try:
-            inspect.signature(function).bind(*args, **kwargs)
-        except TypeError:
-            given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
-            expected, hint = f"a function of the core's call arguments, ({', '.join(given)})", "take *args, **kwargs"
-            got = f"one of {inspect.signature(function)}"
-            raise ArgumentError(describe(f"ContextParallel.{name}", expected, got, hint)) from error
-        raise
 
 
 def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cp_mesh._torch import ASKS_TENSORS, ATTENTION_OPS, FLEX, constant_in_traces, loaded_dynamo, sdpa
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.wrap import FILE
+from cp_mesh.wrap import inside_checkpoint
 
 # Attention functions by name (torch.compile guards look-ups by function, not by name), with the sequence dim of query
 # and key; None: always self-attention. `nn.MultiheadAttention` passes [L, N, E].
@@ -78,7 +76,7 @@ class SDPAMode(TorchFunctionMode):
 
     def count(self, in_checkpoint: bool = False) -> None:
         """Count an attention call, and refuse it in a checkpoint or no_grad that begins inside the core."""
-        if in_checkpoint or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
+        if in_checkpoint or (self.graded and not torch.is_grad_enabled()) or inside_checkpoint():
             raise UnsupportedError(
                 "ContextParallel: attention inside of a checkpoint, or of no_grad, that begins inside the core is "
                 "not available: the backward would recompute it outside of the core, from this rank's rows alone; "
@@ -129,13 +127,3 @@ def _asked_by_flex(func: Any, name: str) -> bool:
         return False
     caller = sys._getframe(2)
     return caller.f_globals.get("__name__") == FLEX and caller.f_code.co_name in ASKS_TENSORS
-
-
-def _inside_checkpoint() -> bool:
-    """Whether a checkpoint began between the core's forward and here; in traces, checkpoints are operators."""
-    frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != FILE:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_mesh._torch import constant_in_traces
 from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.geometry.layouts import Layout
@@ -22,9 +23,9 @@ from cp_mesh.sequence.losses import LOSSES
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
-from cp_mesh.training.context_parallel import cores_of
 from cp_mesh.training.probe import probe_once, refuse_compiled
-from cp_mesh.training.style_helpers import announced, check_layout, claim, layout_of_call
+from cp_mesh.training.stand_ins import refuse_unplanned
+from cp_mesh.training.style_helpers import announced, check_layout, claim, cores_of, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
@@ -55,8 +56,10 @@ class ShardedModel(ParallelStyle):
             of query and key. Eager code is checked in the first forward of training and of evaluation, with and without
             gradients. Compiled code is checked whenever it is traced, at no cost at run time. The check does not see
             calls that `ContextParallel` does not see either, or attention with different lengths of query and key,
-            which is taken for cross-attention. Pass False for models that also attend to sequences which are not
-            sharded, such as a vision tower.
+            which is taken for cross-attention. With several cp ranks also recurrences and convolutions outside of
+            `RecurrentParallel`: modules that name functions which that style knows, and `F.conv1d` over as many
+            columns as a rank has tokens; in a root that is compiled as a whole `nn.RNNBase` too. Pass False for
+            models that also mix sequences which are not sharded, such as a vision tower.
         layout: for layouts that change with the batch, a function of the forward's arguments (by name) that returns the
             layout; all attention styles need the same: ``layout=lambda packed, **others: packed.layout``. None: the
             layout of the sequence. With a function, compile the blocks of the root, not the root as a whole.
@@ -104,16 +107,30 @@ class ShardedModel(ParallelStyle):
                     "name the model's own arguments in inputs= and positions=",
                 )
         claim(module, device_mesh, self.sequence, self)
-        replace_forward(module, STYLE, type(self).__name__, functools.partial(self._run, names))
+        own = ref(module)
+        check = constant_in_traces(lambda: None if (root := own()) is None else refuse_unplanned(root, traced=True))
+        replace_forward(module, STYLE, type(self).__name__, functools.partial(self._run, names, check))
         if self.watch:
             watch_encoders(module)
         return module
 
     @announced
     def _run(
-        self, names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        names: list[str],
+        check: Callable[[], None],
+        module: nn.Module,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Run the root's forward on this rank's rows; ``names`` are the names of its arguments."""
+        """Run the root's forward on this rank's rows.
+
+        Args:
+            names: of its arguments.
+            check: refuses recurrent layers outside of the plan, while torch.compile traces the root.
+        """
         given = dict(zip(names, args, strict=False))
         if len(args) > len(names) or given.keys() & kwargs.keys():
             expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
@@ -124,11 +141,13 @@ class ShardedModel(ParallelStyle):
         if torch.compiler.is_compiling():
             if self.probe:
                 refuse_compiled()
+            if self.watch and self.sequence.cp_size > 1:
+                check()
             output = self._run_traced(root, module, forward, arguments)
         else:
             self.compare(named)
             if self.probe:
-                probe_once(self, module, named, functools.partial(self._run, names, module, forward))
+                probe_once(self, module, named, functools.partial(self._run, names, check, module, forward))
             output = self.run_eagerly(root, module, forward, arguments)
         return self.gather(root.sequence, output) if self.gather_output else output
 
@@ -137,7 +156,7 @@ class ShardedModel(ParallelStyle):
         _check_masks(module, arguments)
         if not self.watch:
             return forward(**arguments)
-        with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
+        with Watch(root.sequence.mesh.get_group().group_name, root.seq_len, tokens=self._tokens(arguments)):
             return forward(**arguments)
 
     @announced
@@ -162,7 +181,9 @@ class ShardedModel(ParallelStyle):
             return forward(**arguments)
         _check_masks(module, arguments)
         try:
-            with watching(module, self._local_rows(arguments), self.positions is None):
+            if self.sequence.cp_size > 1:
+                refuse_unplanned(module)
+            with watching(module, self._local_rows(arguments), self.positions is None, self._tokens(arguments)):
                 result = forward(**arguments)
         except IndexError as error:
             if self.sequence.length in (None, self.sequence.seq_len):
@@ -173,6 +194,10 @@ class ShardedModel(ParallelStyle):
         self._warn_of_losses(arguments, result)
         self._looked_at |= {mode}
         return result
+
+    def _tokens(self, arguments: dict[str, Any]) -> int | None:
+        """Return the local length, if it is not the whole length."""
+        return self._local_rows(arguments) if self.sequence.cp_size > 1 else None
 
     def _local_rows(self, arguments: dict[str, Any]) -> int:
         if not self.inputs:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +15,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.comm.agreement import announce_error, refusing
 from cp_mesh.comm.groups import names_of_axes
-from cp_mesh.errors import refuse, written
+from cp_mesh.errors import ArgumentError, describe, refuse, written
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
 
 SUMS = "_cp_mesh_sums"  # attribute of FSDP2 modules that sum gradients
@@ -38,6 +41,43 @@ def check_layout(style: str, layout: Any) -> None:
         refuse(f"{style}.layout", "a function that returns a Layout", layout, hint)
 
 
+def check_mask(style: str, mask: Any) -> None:
+    if not isinstance(mask, Mask) and not callable(mask):
+        refuse(f"{style}.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
+
+
+def mask_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Mask:
+    """Return the style's mask, or the one that its function gives for the arguments of a module's call."""
+    name = type(style).__name__
+    mask = style.mask if isinstance(style.mask, Mask) else ask(f"{name}.mask", style.mask, *args, **kwargs)
+    if not isinstance(mask, Mask):
+        refuse(f"{name}.mask", "a function that returns a Mask", type(mask).__name__, "return one")
+    return mask
+
+
+def ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a style's function with the arguments of a module's call."""
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError:
+            given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
+            expected, hint = f"a function of the core's call arguments, ({', '.join(given)})", "take *args, **kwargs"
+            got = f"one of {inspect.signature(function)}"
+            raise ArgumentError(describe(name, expected, got, hint)) from error
+        raise
+
+
+def check_root(sequence: ShardedSequence, layout: Layout) -> None:
+    """Refuse a core's call whose layout differs from the layout in which the root sharded over the same ranks."""
+    found = None if torch.compiler.is_compiling() else ROOT.get()
+    if found is None or found.sequence.mesh != sequence.mesh:
+        return
+    check_layout_of_root(found.sequence, layout, "the core")
+
+
 def check_layout_of_root(root: ShardedSequence, layout: Layout, where: str) -> None:
     """Refuse a layout that differs from the layout in which the root of a forward sharded the rows."""
     if root.layout != layout:
@@ -50,6 +90,11 @@ def styles_of(model: nn.Module) -> Iterator[Any]:
     """Yield the cp_mesh styles that were applied to a model."""
     for module in model.modules():
         yield from (style for key in (STYLE, INPUT, OUTPUT) if (style := style_of(module, key)) is not None)
+
+
+def cores_of(model: nn.Module) -> list[Any]:
+    """Return the styles of modules that mix tokens, which have masks."""
+    return [style for style in styles_of(model) if hasattr(style, "mask")]
 
 
 def style_of(module: nn.Module, key: str = STYLE) -> Any:

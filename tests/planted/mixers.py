@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.tensor import Replicate
+
 from planted.seams import in_area, with_result
 
 plant = in_area("recurrent layers")
@@ -49,3 +51,31 @@ plant("heads come back to other rows", "mixers.moving:to_rows", "recurrent layer
 plant("a row of a chunk decays by its own decay, too", "mixers.chunks:_later", "recurrent layers")(
     lambda later: lambda g: later(g) + g
 )
+plant("a document is convolved from zeros", "mixers.halo:convolution", "states of convolutions")(
+    lambda convolution: lambda *args: convolution(*args[:6])
+)
+plant("the gradient of a parameter of heads is that of one rank", "mixers.tensors:Partial", "mixers over heads")(
+    lambda partial: Replicate
+)
+
+
+plant = in_area("recurrent layers in a plan")
+
+
+def of_no_documents(scope: Any) -> Any:
+    scope.mask = None
+    return scope
+
+
+plant("the mask of a recurrent style is not read", "recurrent_parallel:RecurrentParallel.prepare", "a recurrent plan")(
+    lambda prepare: with_result(prepare, of_no_documents)
+)
+plant("functions of a file call what they import", "stand_ins:with_names", "a recurrent plan")(
+    lambda with_names: lambda own, names: with_names(own, names) if "self" in own.__code__.co_varnames else own
+)
+plant("modules below one with a style call their own functions", "stand_ins:StandIns.within", "a recurrent plan")(
+    lambda within: lambda self, module, skip: within(self, module, lambda part: True)
+)
+plant(
+    "recurrent layers outside of the plan are let through", "stand_ins:refuse_unplanned", "outside of recurrent plans"
+)(lambda refuse_unplanned: lambda *args, **kwargs: None)

@@ -291,7 +291,7 @@ plant("a part's output has the gradients of all losses", "boundaries:GatherOutpu
 plant("a part is gathered in the layout of another batch", "boundaries:_Boundary.of_call", "layouts of parts")(
     lambda of_call: lambda self, *args, **kwargs: self.sequence
 )
-plant("a core may have another layout than its root", "context_parallel:_check_root", "layouts agree")(
+plant("a core may have another layout than its root", "style_helpers:check_root", "layouts agree")(
     lambda check_root: lambda sequence, layout: None
 )
 plant("a copy that the module's class makes has no style", "wrap:_like", "copies")(
@@ -332,7 +332,7 @@ plant(
     "what a core asks",
     new_ranks="Dynamo keeps for ever what it was told of a function",
 )(lambda keep_uncompiled: lambda *_: None)
-plant("a core may checkpoint its attention", "sdpa_mode:_inside_checkpoint", "checkpoints in cores")(
+plant("a core may checkpoint its attention", "wrap:inside_checkpoint", "checkpoints in cores")(
     lambda inside_checkpoint: lambda: False
 )
 

@@ -1,8 +1,6 @@
-"""Recurrent layers and convolutions of Transformers' hybrids: their modules run with other functions.
+"""Recurrent layers and convolutions of Transformers' hybrids: `RecurrentParallel` with the batch of the model.
 
-The modules call functions of their file by name, such as ``torch_chunk_gated_delta_rule``. A planned module runs the
-same code with names of its own, so nothing changes for other models. The batch comes as attention_mask, a `Rows`, which
-layers hand on; so layers that are recomputed see the same one.
+The batch comes as attention_mask, a `Rows`, which layers hand on; so layers that are recomputed see the same one.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,8 +20,12 @@ from transformers.activations import ACT2FN
 from cp_mesh._torch import untraced
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.masks import Batch, Rows
-from cp_mesh.mixers.rules import causal_conv1d, gated_delta_rule, gla, kda, ssd
+from cp_mesh.mixers.rules import gla
+from cp_mesh.mixers.scope import Scope
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.training.recurrent_parallel import RecurrentParallel
+from cp_mesh.training.stand_ins import FUNCTIONS as OF_ALL
+from cp_mesh.training.stand_ins import of_channels_first, with_names
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 LIGHTNING = "MiniMaxLightningAttention"
@@ -36,70 +37,17 @@ _OF_ONE_TOKEN = {
 """What modules call with a cache alone, which a parallel model has not."""
 
 
-def _no_state(given: Tensor | None, returned: bool) -> None:
-    if given is not None or returned:
-        refuse("Transformers", "a model without a cache", "a state of a cache", "pass use_cache=False")
+def _convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: str | None = None) -> Tensor:
+    out = of_channels_first(x, weight, bias)
+    return out if activation is None else ACT2FN[activation](out)
 
 
-def _convolution(
-    rows: Rows, hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: str | None = None, **_: Any
-) -> Tensor:
-    x = hidden_states.transpose(1, 2).to(weight.dtype)
-    out = causal_conv1d(x, weight, bias, sequence=rows.sequence, mask=rows.mask)
-    return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype).transpose(1, 2)
-
-
-def _delta(
-    rule: Callable[..., Any],
-    rows: Rows,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    _no_state(initial_state, output_final_state)
-    options: dict[str, Any] = {"sequence": rows.sequence, "mask": rows.mask}
-    out, _state = rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-    return out, None
-
-
-def _scan(
-    rows: Rows,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **_: Any,
-) -> Tensor:
-    _no_state(initial_states, return_final_states)
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    wide = torch.promote_types(hidden_states.dtype, torch.float32)  # as in Transformers
-    x, dt, B, C = (x.to(wide) for x in (hidden_states, dt, B, C))
-    return ssd(x, dt, A, B, C, D=D, sequence=rows.sequence, mask=rows.mask)[0]
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = OF_ALL | {
     "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
-    "chunk_kimi_delta_attention": partial(_delta, kda),
-    "mamba2_chunk_scan": _scan,
-    "mamba2_split_conv1d_scan_combined": lambda rows, *args, **kwargs: None,  # a kernel of the shard alone
-    "apply_mask_to_padding_states": lambda rows, hidden_states, mask: hidden_states,  # padding is in no document
+    "mamba2_split_conv1d_scan_combined": lambda: None,  # a kernel of the shard alone
+    "apply_mask_to_padding_states": lambda x: x,  # padding is in no document
 }
-"""What takes the place of functions of Transformers; each is given the batch first."""
+"""What stands for functions of Transformers."""
 _MAIN = FUNCTIONS.keys() - {"apply_mask_to_padding_states"}
 _RULES = _MAIN - {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"}
 
@@ -134,7 +82,7 @@ def apply(model: nn.Module, sequence: ShardedSequence) -> None:
     style = _Mixers(sequence)
     for module in model.modules():
         if is_mixer(module):
-            replace_forward(module, STYLE, "cp_mesh.integrations.transformers.parallelize", style.run)
+            replace_forward(module, STYLE, "cp_mesh.integrations.transformers.parallelize", style.run_layer)
         elif "create_recurrent_attention_mask" in _names(module) and not _takes_masks(module):
             replace_forward(module, INPUT, "cp_mesh.integrations.transformers.parallelize", style.run_with_mask)
 
@@ -156,39 +104,40 @@ def _own_forward(module: nn.Module) -> FunctionType:
     return own
 
 
-def _with(own: FunctionType, **others: Any) -> FunctionType:
-    """The function with other functions for some of its file."""
-    made = FunctionType(own.__code__, own.__globals__ | others, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__ = own.__kwdefaults__
-    return made
+class _Mixers(RecurrentParallel):
+    """The style of recurrent layers, whose sequence and mask are those of each batch."""
 
-
-@dataclass(eq=False)
-class _Mixers:
-    """What recurrent layers of a parallel model run instead of their forwards."""
-
-    sequence: ShardedSequence
+    functions = FUNCTIONS
+    strict = False  # layers hand on arguments of the model, which `inputs` has read
 
     @untraced
     def run_with_mask(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a model that has recurrent layers alone."""
-        own = _with(_own_forward(module), create_recurrent_attention_mask=lambda attention_mask, **_: attention_mask)
-        return own(module, *args, **kwargs)
+        own = _own_forward(module)
+        others = {"create_recurrent_attention_mask": lambda attention_mask, **_: attention_mask}
+        return with_names(own, own.__globals__ | others)(module, *args, **kwargs)
 
     @untraced
-    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        own = _own_forward(module)
-        given = inspect.signature(own).bind(module, *args, **kwargs).arguments
-        rows = given.get("attention_mask")
-        if not isinstance(rows, Rows):
-            hint = "call the parallel model, with attention_mask [B, S] or none"
-            refuse(type(module).__name__, "the mask of the batch", type(rows).__name__, hint, UnsupportedError)
+    def run_layer(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if (batch := Batch.now()) is not None:
             batch.cores += 1
         if type(module).__name__ == LIGHTNING:
-            return _lightning(module, given["hidden_states"], rows)
-        of_batch = {name: partial(function, rows) for name, function in FUNCTIONS.items()}
-        return _with(own, **of_batch)(module, *args, **kwargs)
+            given = inspect.signature(_own_forward(module)).bind(module, *args, **kwargs).arguments
+            return _lightning(module, given["hidden_states"], _rows(module, args, kwargs))
+        return self.run(module, forward, *args, **kwargs)
+
+    def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Scope:
+        rows = _rows(module, args, kwargs)
+        return Scope(rows.sequence, rows.mask)
+
+
+def _rows(module: nn.Module, args: Any, kwargs: Any) -> Rows:
+    """The batch, of the arguments of a layer."""
+    rows = inspect.signature(_own_forward(module)).bind(module, *args, **kwargs).arguments.get("attention_mask")
+    if not isinstance(rows, Rows):
+        hint = "call the parallel model, with attention_mask [B, S] or none"
+        refuse(type(module).__name__, "the mask of the batch", type(rows).__name__, hint, UnsupportedError)
+    return rows
 
 
 def _lightning(module: Any, hidden_states: Tensor, rows: Rows) -> tuple[Tensor, None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from cp_mesh._torch import COMPILED, COMPILED_CALL, function_mode, loaded_dynamo
+from cp_mesh._torch import COMPILED, COMPILED_CALL, constant_in_traces, function_mode, loaded_dynamo
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
 from cp_mesh.errors import refuse, warn
@@ -33,6 +33,7 @@ class Watch(TorchFunctionMode):
         local_rows: the local length in an eager forward. A `ShardInput` sets it when it shards.
         counts: whether to warn of torch.arange too: False if positions are passed to the model.
         root: the module that runs, in an eager forward; errors name the calling submodule.
+        tokens: the local length, to find convolutions over tokens; None: they are not looked for.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Watch(TorchFunctionMode):
         local_rows: int | None = None,
         counts: bool = True,
         root: nn.Module | None = None,
+        tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.group_name, self.seq_len, self.local_rows, self.root = group_name, seq_len, local_rows, root
+        self.tokens = tokens
         self.tells = ("__getitem__", "narrow", "arange")[: 2 + counts]
         self.buffers = {id(x) for x in root.buffers()} if root is not None else set()
 
@@ -55,12 +58,14 @@ class Watch(TorchFunctionMode):
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
                 _refuse(name, self.root)
         elif name in CHECKPOINTS:  # only in traces: Dynamo hides the body from modes outside of it
-            body = functools.partial(_run_watched, self.group_name, self.seq_len, args[0])
+            body = functools.partial(_run_watched, self.group_name, self.seq_len, self.tokens, args[0])
             return func(body, *args[1:], **kwargs)
         elif func is attention_op and self.seq_len is not None:
             group_name, seq_len = length_of_call(args)
             if seq_len is not None and group_name == self.group_name:
                 check_length(seq_len, self.seq_len)
+        elif name == "conv1d" and self.tokens is not None:
+            _look_at_convolution(self.tokens, self.root, *args, **kwargs)
         else:
             self.look(name, args, kwargs)
         return call_function(func, args, kwargs)
@@ -112,6 +117,23 @@ def _rows(name: str, place: int, dim: int, args: Any, kwargs: Any) -> int | None
     return None if given is None else given.shape[dim]
 
 
+def _look_at_convolution(
+    tokens: int, root: nn.Module | None, input: Tensor, weight: Tensor, *_: Any, **__: Any
+) -> None:
+    """Refuse a convolution over the rows of this rank alone, with or without padding."""
+    width = weight.shape[-1]
+    if width > 1 and tokens <= input.shape[-1] < tokens + width:
+        where = "" if root is None or torch.compiler.is_compiling() else f", in {_calling(root)!r}"
+        _refuse_convolution(width, tokens, where)
+
+
+@constant_in_traces  # so that Dynamo raises the error, and does not fall back to eager code
+def _refuse_convolution(width: int, tokens: int, where: str) -> NoReturn:
+    hint = "name its module in the plan, RecurrentParallel(sequence); watch=False if these are no tokens"
+    got = f"a convolution of {width} over the {tokens} of this rank{where}"
+    refuse("plan", "every convolution over tokens in a RecurrentParallel module", got, hint)
+
+
 def _refuse(name: str, root: nn.Module | None = None) -> NoReturn:
     caller = "" if root is None or torch.compiler.is_compiling() else _calling(root)
     hint = f"add {caller!r}: ContextParallel(sequence)" if caller else "name the module that calls it in the plan"
@@ -152,7 +174,9 @@ def _encode(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
 
 
 @contextmanager
-def watching(root: nn.Module, local_rows: int | None = None, counts: bool = True) -> Iterator[None]:
+def watching(
+    root: nn.Module, local_rows: int | None = None, counts: bool = True, tokens: int | None = None
+) -> Iterator[None]:
     """Refuse attention outside of the plan in one eager forward of ``root``.
 
     Compiled submodules are traced inside of a watch of their own, in this forward and in later traces. They are called
@@ -160,7 +184,7 @@ def watching(root: nn.Module, local_rows: int | None = None, counts: bool = True
     watch costs nothing at run time.
     """
     keep_uncompiled(Watch.__torch_function__, Watch.look)
-    watch = Watch(local_rows=local_rows, counts=counts, root=root)
+    watch = Watch(local_rows=local_rows, counts=counts, root=root, tokens=tokens)
     with ExitStack() as stack:
         for part in root.modules():
             check_class(part)
@@ -196,14 +220,19 @@ def _without(watch: Watch) -> Iterator[None]:
 
 
 def _run_watched(
-    group_name: str | None, seq_len: int | None, body: Callable[..., Any], *args: Any, **kwargs: Any
+    group_name: str | None,
+    seq_len: int | None,
+    tokens: int | None,
+    body: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    with Watch(group_name, seq_len):
+    with Watch(group_name, seq_len, tokens=tokens):
         return body(*args, **kwargs)
 
 
 def _watched(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _run_watched(None, None, forward, *args, **kwargs)
+    return _run_watched(None, None, None, forward, *args, **kwargs)
 
 
 def _run_unwatched(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

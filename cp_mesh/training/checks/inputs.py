@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from cp_mesh.comm.agreement import compare_first
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import refuse, warn
+from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
-from cp_mesh.training.context_parallel import ContextParallel, cores_of
 from cp_mesh.training.sharded_model import POSITIONS
-from cp_mesh.training.style_helpers import announcing
+from cp_mesh.training.stand_ins import refuse_unplanned
+from cp_mesh.training.style_helpers import announcing, cores_of
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 
 
@@ -49,13 +50,20 @@ def _run(looked_at: set[Any], module: nn.Module, forward: Callable[..., Any], /,
     with announcing(styles[0].sequence) if styles else nullcontext():
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a ShardInput takes whole tokens
         rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
-        with watching(module, rows):
-            result = forward(*args, **kwargs)
+        outside = Scope() if styles and styles[0].sequence.cp_size > 1 else None
+        token = SCOPE.set(outside)
+        try:
+            if outside is not None:
+                refuse_unplanned(module)
+            with watching(module, rows, tokens=rows if outside is not None else None):
+                result = forward(*args, **kwargs)
+        finally:
+            SCOPE.reset(token)
     looked_at.add(ref(module))
     return result
 
 
-def _check(styles: list[ContextParallel], names: list[str], given: dict[str, Any]) -> int | None:
+def _check(styles: list[Any], names: list[str], given: dict[str, Any]) -> int | None:
     """Refuse whole tokens, and positions counted on each rank; return the local length if the forward takes none."""
     sequence = styles[0].sequence
     tokens = next((x for name, x in given.items() if name not in (*POSITIONS, *WHOLE) and _is_ids(x)), None)

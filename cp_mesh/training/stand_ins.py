@@ -1,0 +1,352 @@
+"""Functions of other packages that stand for ours: modules run copies of their methods, with others for these names.
+
+Modules of flash-linear-attention, mamba-ssm and Transformers call functions that their file imports by name, such as
+``chunk_gated_delta_rule``. Copies of the methods read the same file, where these names are ours, so nothing changes for
+other models. Each of our functions takes the sequence and the mask of the style that runs the module (`SCOPE`).
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cp_mesh.mixers as mixers
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.mixers.rules import causal_conv1d, delta_rule, gated_delta_rule, gla, kda, ssd
+from cp_mesh.training.style_helpers import style_of
+
+_SAME = {
+    **{"query": "q", "key": "k", "value": "v", "hidden_states": "x"},
+    **{"initial_states": "initial_state", "return_final_states": "output_final_state", "cache": "initial_state"},
+}
+_HARMLESS = ("chunk_size", "cu_seqlens_cpu", "chunk_indices", "disable_recompute", "safe_gate", "backend")
+_OTHERS = ("fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
+_HELPERS = ("fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate")
+
+
+def _delta(
+    rule: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    *,
+    mask: Mask | None = None,
+) -> tuple[Tensor, None]:
+    """The rules with beta; gates of KDA and of the gated delta rule as in `fla.ops.kda.gate`, fla-core 0.6."""
+    if beta is not None and use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+    if g is not None and use_gate_in_kernel:
+        g = g.to(torch.promote_types(g.dtype, torch.float32))
+        g = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
+        decay = None if A_log is None else A_log.to(g.dtype).exp().view(-1, *[1] * (g.ndim - 3))
+        if lower_bound is not None:
+            g = lower_bound * F.sigmoid(g if decay is None else decay * g)
+        else:
+            g = -decay * F.softplus(g)  # type: ignore[operator]
+    own = (q, k, v, beta) if rule is delta_rule else (q, k, v, g, beta)
+    return rule(*own, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, mask=mask)[0], None
+
+
+def _gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None, *, mask: Mask | None = None
+) -> tuple[Tensor, None]:
+    return gla(q, k, v, g, scale=scale, mask=mask)[0], None
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, mask: Mask | None = None
+) -> Tensor:
+    return causal_conv1d(x.to(weight.dtype), weight, bias, activation=activation, mask=mask).to(x.dtype)
+
+
+def _of_fla(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: Any = None,
+    *,
+    mask: Mask | None = None,
+) -> tuple[Tensor, None]:
+    out = _convolve(x, weight, bias, activation, mask)
+    return out if residual is None else out + residual, None
+
+
+def of_channels_first(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None) -> Tensor:
+    """`causal_conv1d_fn` of causal-conv1d and of Transformers, on [B, D, T]."""
+    return _convolve(x.transpose(1, 2), weight, bias, activation).transpose(1, 2)
+
+
+def _scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    *,
+    mask: Mask | None = None,
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    return ssd(x.to(wide), dt.to(wide), A, B.to(wide), C.to(wide), D=D, mask=mask)[0]
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d": _of_fla,
+    "causal_conv1d_fn": of_channels_first,
+    "chunk_delta_rule": partial(_delta, delta_rule),
+    "chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
+    "chunk_gla": _gla,
+    "chunk_kda": partial(_delta, kda),
+    "chunk_kimi_delta_attention": partial(_delta, kda),
+    "chunk_simple_gla": _gla,
+    "fused_recurrent_gated_delta_rule": partial(_delta, gated_delta_rule),
+    "mamba2_chunk_scan": _scan,
+    "mamba_chunk_scan_combined": _scan,
+    "torch_chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
+}
+"""What stands for a function of another package, by its name there."""
+
+
+def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``own`` with the arguments of a call of ``original``.
+
+    Raises:
+        UnsupportedError: on a state of a cache and, if ``strict``, on arguments that are not known.
+    """
+    known = inspect.signature(own).parameters
+    parameters = inspect.signature(original).parameters if callable(original) else known
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        parameters = known
+    bound = dict(zip([*parameters][: len(args)], args, strict=True)) | kwargs
+    said = {
+        _SAME.get(key, key): x for key, x in bound.items() if key not in parameters or x is not parameters[key].default
+    }
+    for key in ("initial_state", "output_final_state"):
+        if said.pop(key, None) not in (None, False):
+            refuse(name, "a model without a cache", f"{key} of a cache", "pass use_cache=False", UnsupportedError)
+    if "mask" in known and said.get("cu_seqlens") is not None and strict:
+        said["mask"] = Mask.from_cu_seqlens(said.pop("cu_seqlens").cpu())
+    unknown = [key for key, x in said.items() if key not in (*known, *_HARMLESS) and x is not None and x is not False]
+    if strict and unknown:
+        refuse(name, f"arguments among {', '.join(known)}", unknown[0], "leave it out", UnsupportedError)
+    return own(**{key: x for key, x in said.items() if key in known})
+
+
+def _unknown(name: str, *_: Any, **__: Any) -> Any:
+    hint = f"cp_mesh has {', '.join(FUNCTIONS)}, called by the names that the file imports"
+    refuse("RecurrentParallel", "functions that cp_mesh has", name, hint, UnsupportedError)
+
+
+def check_convolution(module: nn.Conv1d) -> None:
+    """Refuse an `nn.Conv1d` that is no causal convolution of each channel."""
+    (width,), channels = module.kernel_size, module.in_channels
+    causal = (module.stride, module.dilation, module.padding, module.padding_mode) == (
+        (1,),
+        (1,),
+        (width - 1,),
+        "zeros",
+    )
+    if not causal or not channels == module.groups == module.out_channels:
+        expected = "one of each channel, causal by padding: Conv1d(D, D, W, groups=D, padding=W - 1), trimmed behind"
+        refuse("RecurrentParallel", expected, module, "cp_mesh.mixers.causal_conv1d in the module", UnsupportedError)
+
+
+def _convolution(module: nn.Conv1d, input: Tensor) -> Tensor:
+    """`nn.Conv1d.forward` on [B, D, T]: T columns, then W - 1 of nan, which callers of a causal convolution trim."""
+    if module.kernel_size == (1,):
+        return nn.Conv1d.forward(module, input)
+    check_convolution(module)
+    out = of_channels_first(input, module.weight[:, 0], module.bias)
+    return F.pad(out, (0, module.kernel_size[0] - 1), value=float("nan"))
+
+
+def _names(code: CodeType, of_file: bool = True) -> set[str]:
+    """Names that a function reads from its file, or else from objects, with those of functions inside of it."""
+    found = {x.argval for x in dis.get_instructions(code) if (x.opname == "LOAD_GLOBAL") == of_file}
+    inside = (_names(x, of_file) for x in code.co_consts if isinstance(x, CodeType))
+    return (found & {*code.co_names}).union(*inside)
+
+
+def _function(x: Any) -> FunctionType | None:
+    """The function that a decorated one, or a static method, is of."""
+    x = inspect.unwrap(x.__func__ if isinstance(x, staticmethod) else x) if callable(x) else None
+    return x if isinstance(x, FunctionType) else None
+
+
+def with_names(own: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """The function with another file around it."""
+    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
+
+
+class StandIns:
+    """Copies of functions and methods, for one style; those of a file and of a class are made once.
+
+    Args:
+        functions: `FUNCTIONS`, or more.
+        strict: refuse arguments that are not known.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]] = FUNCTIONS, strict: bool = True) -> None:
+        self.functions, self.strict = functions, strict
+        self._files: dict[int, tuple[Any, dict[str, Any], set[str]]] = {}
+        self._classes: dict[type[nn.Module], tuple[dict[str, Any], set[str]]] = {}
+
+    @contextmanager
+    def within(self, module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[None]:
+        """Let a module and those below run copies, but for the forward of the module itself."""
+        put: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for part in module.modules():
+                if part is not module and skip(part):
+                    continue
+                for name, other in self._of_part(part, part is module).items():
+                    put.append((vars(part), name, vars(part).get(name, put)))
+                    vars(part)[name] = other
+            yield
+        finally:
+            for own, name, before in reversed(put):
+                own[name] = before
+                if before is put:
+                    del own[name]
+
+    def _of_part(self, part: nn.Module, is_planned: bool) -> dict[str, Any]:
+        copies, dotted = self.of_class(type(part))
+        if far := [name for name in dotted if not hasattr(part, name)]:
+            _unknown(f"{far[0]}, which {type(part).__name__} reads from another object")
+        found = {name: x if isinstance(x, staticmethod) else MethodType(x, part) for name, x in copies.items()}
+        found |= {name: x for name in vars(part) if (x := self._stand_in(name, vars(part)[name])) is not None}
+        if is_planned:
+            found.pop("forward", None)
+        elif "forward" in found and "forward" in vars(part):
+            hint = "remove it, or give this module a style of its own"
+            refuse(type(part).__name__, "the forward of its class", "one of the instance", hint, UnsupportedError)
+        return found
+
+    def of_class(self, kind: type[nn.Module]) -> tuple[dict[str, Any], set[str]]:
+        """Copies of methods that call functions with stand-ins, and names of these that are not of the file."""
+        if kind not in self._classes:
+            first: dict[str, FunctionType] = {}
+            copies, dotted = dict[str, Any](), set[str]()
+            for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+                for name, method in vars(base).items():
+                    own = None if name.startswith("__") else _function(method)
+                    if own is None or first.get(name) is own:
+                        continue
+                    made, far = self._copy(own)
+                    if first.setdefault(name, own) is own:
+                        copies |= {} if made is None else {name: made}
+                        dotted |= far
+                    elif (made or far) and "super" in _names(first[name].__code__):
+                        _unknown(f"super().{name} of {kind.__name__}")
+            statics = {name for name in copies if isinstance(inspect.getattr_static(kind, name), staticmethod)}
+            copies |= {name: staticmethod(copies[name]) for name in statics}
+            self._classes[kind] = copies, dotted
+        return self._classes[kind]
+
+    def _copy(self, own: FunctionType) -> tuple[Any, set[str]]:
+        if own is nn.Conv1d.forward:
+            return _convolution, set()
+        file, names, others = self._file(own.__globals__)
+        return with_names(own, names) if _names(own.__code__) & others else None, self._dotted(own.__code__, file)
+
+    def _dotted(self, code: CodeType, file: dict[str, Any]) -> set[str]:
+        """Functions with stand-ins that a function reads from other objects than its file."""
+        ours = any(getattr(file.get(name), "__name__", "").startswith("cp_mesh") for name in _names(code))
+        return _names(code, of_file=False) & (self.functions.keys() - ({*mixers.__all__} if ours else set()))
+
+    def _file(self, file: dict[str, Any]) -> tuple[Any, dict[str, Any], set[str]]:
+        """A file, its names with stand-ins and with copies of functions that reach them, and these names."""
+        if id(file) not in self._files:
+            names = dict(file)
+            others = {name: x for name in file if (x := self._stand_in(name, file[name])) is not None}
+            found = {name: own for name, x in file.items() if not isinstance(x, type) and (own := _function(x))}
+            found = {name: own for name, own in found.items() if own.__globals__ is file and name not in others}
+            others |= {
+                name: partial(_unknown, f"{far.pop()}, which {name} reads from another object")
+                for name, own in found.items()
+                if (far := self._dotted(own.__code__, file))
+            }
+            while more := {name for name in found.keys() - others if _names(found[name].__code__) & others.keys()}:
+                others |= {name: with_names(found[name], names) for name in more}
+            names |= others
+            self._files[id(file)] = file, names, {*others}
+        return self._files[id(file)]
+
+    def _stand_in(self, name: str, value: Any) -> Any:
+        where = getattr(value, "__module__", None) or ""
+        if (
+            isinstance(value, type | nn.Module)
+            or where.startswith("cp_mesh.")
+            or not (callable(value) or value is None)
+        ):
+            return None
+        if (own := self.functions.get(name)) is not None:
+            return partial(stand_in, name, own, value, self.strict)
+        is_other = self.strict and where.startswith(_OTHERS) and not where.startswith(_HELPERS)
+        return partial(_unknown, name) if is_other else None
+
+
+def refuse_unplanned(root: nn.Module, traced: bool = False) -> None:
+    """Refuse modules outside of `RecurrentParallel` that call functions which have stand-ins.
+
+    With ``traced``, for code that no probe can run, also recurrent layers of PyTorch, and functions of `cp_mesh.mixers`
+    that get no sequence.
+
+    Raises:
+        ArgumentError: with the name of the module.
+    """
+    known, inside = StandIns(), set[nn.Module]()
+    for path, part in root.named_modules():
+        if hasattr(style_of(part), "stand_ins"):
+            inside.update(part.modules())
+        if part in inside:
+            continue
+        copies, dotted = known.of_class(type(part))
+        found = [f"{name} calls such a function" for name, made in copies.items() if made is not _convolution]
+        found += [f"a call of {name}" for name in dotted if not hasattr(part, name)]
+        if traced:
+            found += ["which is recurrent"] * isinstance(part, nn.RNNBase)
+            found += [f"a call of {name} without sequence=" for name in _without_sequence(type(part))]
+        if found:
+            hint = f"add {path!r}: RecurrentParallel(sequence); watch=False if its tokens are not sharded"
+            expected = "every recurrence and convolution over tokens in a RecurrentParallel module"
+            refuse("plan", expected, f"{path!r}, a {type(part).__name__}: {found[0]}", hint)
+
+
+def _without_sequence(kind: type[nn.Module]) -> Iterator[str]:
+    """Functions of `cp_mesh.mixers` that methods of a class call without the keyword ``sequence``."""
+    for name in {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}:
+        if (own := _function(inspect.getattr_static(kind, name))) is not None:
+            said = any(x == "sequence" or (isinstance(x, tuple) and "sequence" in x) for x in own.__code__.co_consts)
+            file, names = own.__globals__, set[str]() if said else {*mixers.__all__}
+            yield from (x for x in names & _names(own.__code__) if file[x] is getattr(mixers, x))
+            if any(getattr(file.get(x), "__name__", "").startswith("cp_mesh") for x in _names(own.__code__)):
+                yield from names & _names(own.__code__, of_file=False)
