@@ -143,7 +143,7 @@ def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /,
     parameters = inspect.signature(original).parameters if callable(original) else known
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         parameters = known
-    bound = dict(zip([*parameters][: len(args)], args, strict=True)) | kwargs
+    bound = dict(zip([*parameters][: len(args)], args, strict=strict)) | kwargs
     said = {
         _SAME.get(key, key): x for key, x in bound.items() if key not in parameters or x is not parameters[key].default
     }
