@@ -721,8 +721,8 @@ def check_long(names: dict[str, Any]) -> None:
     model, head = names["twin"]
     expected = F.cross_entropy(head(model(names["tokens"])).flatten(0, 1), names["labels"].flatten())
     expected.backward()
-    for share in (names["loss"], names["share"]):
-        loss = share.detach().clone()
+    for name in ("loss", "tiled_loss"):
+        loss = names[name].detach().clone()
         dist.all_reduce(loss)
         close(loss, expected.detach(), 1e-5)
     found = [*names["model"].parameters(), *names["head"].parameters()]
@@ -809,7 +809,7 @@ class MixerModel(nn.Module):
 
     class Mixer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            rows = x.unflatten(-1, (2, 4))
+            rows = F.normalize(x.unflatten(-1, (2, 4)), dim=-1)
             return cp_mesh.mixers.gla(rows, rows, rows)[0].flatten(2)
 
     def __init__(self) -> None:

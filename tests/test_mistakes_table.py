@@ -16,7 +16,7 @@ ONE_OF_EACH = {
     "refused": ("labels by chunk", "FSDP2"),
     "at step": ("gradients that nobody reduces", "eager"),
     "warned": ("the mean of a rank's rows", "cores"),
-    "silent": ("a convolution", "eager"),
+    "silent": ("matmul and softmax", "eager"),
 }
 
 
