@@ -6,6 +6,7 @@ The functions of other packages are written anew here, with the signatures of fl
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -351,6 +352,68 @@ class Recurrent(Mixer):
         return self.gru(x)[0]
 
 
+IN_PACKAGE: dict[str, Any] = {"__name__": "fla.ops.rwkv6.chunk"}
+exec("def chunk_rwkv6(rows):\n    return rows.cumsum(1)", IN_PACKAGE)
+TABLE = {"rwkv6": IN_PACKAGE["chunk_rwkv6"]}
+
+
+class Table(Calls):
+    """Finds a function of a package where no name says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return of_packed_call(self, TABLE["rwkv6"](x))
+
+
+class TableAlone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return TABLE["rwkv6"](x)
+
+
+class ClassMethod(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolve(of_packed_call(self, x), self.weight[:C])
+
+    @classmethod
+    def convolve(cls, x: Tensor, weight: Tensor) -> Tensor:
+        return causal_conv1d(x, weight)[0]
+
+
+class Writes(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        global FACTOR
+        FACTOR = float(x.shape[1])
+        return of_packed_call(self, x)
+
+
+FACTOR = 1.0
+
+
+def doubled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def twice(*args: Any, **options: Any) -> Tensor:
+        return 2 * function(*args, **options)
+
+    return twice
+
+
+@doubled
+def decorated_call(mixer: Mixer, x: Tensor) -> Tensor:
+    return of_packed_call(mixer, x)
+
+
+class Decorated(Calls):
+    """With decorators, and a number of its file."""
+
+    @doubled
+    @torch.no_grad()
+    def without_grad(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        return decorated_call(self, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FACTOR * (self.without_grad(x) + of_packed_call(self, x))
+
+
 class CheckpointInside(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -375,6 +438,11 @@ elsewhere = SimpleNamespace(chunk_simple_gla=lambda q, k, v, g: (v, None))
 class Inherits(Calls):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(causal_conv1d(x, self.weight[:C])[0])
+
+
+class InheritsByName(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return Calls.forward(self, causal_conv1d(x, self.weight[:C])[0])
 
 
 class Convolves(nn.Module):
@@ -421,6 +489,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "a convolution with holes": (lambda: Convolves(dilation=2), True, "causal by padding"),
     "a checkpoint inside": (CheckpointInside, True, "a checkpoint around the whole module"),
     "a cache": (lambda: Calls(output_final_state=True), True, "a model without a cache"),
+    "a state of a cache": (lambda: Calls(initial_state=torch.zeros(2, H, D, D)), True, "a model without a cache"),
+    "a function in a table": (Table, True, "one of fla.ops.rwkv6.chunk on the tokens of this rank, in 'mixer'"),
+    "a function in a table outside of the plan": (TableAlone, False, "one of fla.ops.rwkv6.chunk on the tokens"),
+    "a class method": (ClassMethod, True, "those in convolve, a classmethod"),
+    "a function that writes to its file": (Writes, True, "forward, which writes to its file"),
     "other documents": (lambda: Calls(cu_seqlens=OTHERS), True, "the documents of the style's mask"),
     "another mask": (lambda: CallsOurs(mask=Mask()), True, "the documents of the style's mask"),
     "an argument of a kernel": (lambda: Calls(state_v_first=True), True, "state_v_first"),
@@ -428,16 +501,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "a function that we lack": (Unknown, True, "chunk_rwkv7"),
     "a function of an object": (Dotted, True, "chunk_simple_gla, which Dotted reads from another object"),
     "a forward of a base": (Inherits, True, "super().forward of Inherits"),
+    "a forward of a base by name": (InheritsByName, True, "super().forward of InheritsByName"),
 }
 
 
-def of_one(rank: int, name: str, compiled: bool = False) -> None:
+def of_one(rank: int, name: str, compiled: str = "") -> None:
     make, is_planned, _ = (COMPILED if compiled else REFUSED)[name]
     sequence, model = ShardedSequence(mesh((2,), ("cp",))), OneMixer(make())
     plan: dict[str, Any] = {"": ShardedModel(sequence, positions=None)}
     plan |= {"mixer": RecurrentParallel(sequence, mask=PACKED)} if is_planned else {}
     model = parallelize(model, sequence.mesh, plan)
-    torch.compile(model, backend="eager")(batch()[0]) if compiled else model(batch()[0])
+    if compiled == "block":
+        model.mixer.compile(backend="eager")
+    torch.compile(model, backend="eager")(batch()[0]) if compiled == "root" else model(batch()[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -454,9 +530,9 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_what_a_compiled_root_refuses(pool: Any, name: str) -> None:
-    errors = pool(2).run_expecting_error(of_one, name, True, timeout=60.0)
+@pytest.mark.parametrize(("name", "what"), [*((name, "root") for name in COMPILED), ("a convolution", "block")])
+def test_what_compiled_models_refuse(pool: Any, name: str, what: str) -> None:
+    errors = pool(2).run_expecting_error(of_one, name, what, timeout=60.0)
     assert all(error is not None and COMPILED[name][2] in error.message for error in errors), errors
 
 
@@ -491,6 +567,25 @@ def let_through(rank: int) -> None:
 
 def test_what_is_let_through(pool: Any) -> None:
     pool(2).run(let_through)
+
+
+def with_decorators(rank: int) -> float:
+    global FACTOR
+    sequence, x = ShardedSequence(mesh((1,), ("cp",))), torch.ones(2, S, C, dtype=torch.float64)
+    plain = built(Decorated)
+    model, worst = parallelize(copy.deepcopy(plain), sequence.mesh, {"": RecurrentParallel(sequence)}), 0.0
+    try:
+        for factor in (1.0, 3.0):
+            FACTOR = factor
+            want = plain(x).detach()
+            worst = max(worst, float((model(x).detach() - want).abs().max() / want.abs().max()))
+    finally:
+        FACTOR = 1.0
+    return worst
+
+
+def test_decorators_and_numbers_of_a_file_stay(pool: Any) -> None:
+    assert max(pool(1).run(with_decorators)) < 1e-12
 
 
 def of_call(rank: int, what: str) -> float:
@@ -586,15 +681,17 @@ def test_a_compiled_root(pool: Any) -> None:
     assert max(pool(2).run(compiled_root, timeout=120.0)) < 1e-12
 
 
-def without_a_root(rank: int, is_planned: bool) -> float:
+def without_a_root(rank: int, is_planned: bool, compiled: bool = False) -> float:
     sequence, x = ShardedSequence(mesh((2,), ("cp",))), torch.ones(2, S // 2, C, dtype=torch.float64)
     model = built(lambda: nn.Sequential(Mixer(), Mixer()))
     places = "01" if is_planned else "0"
     parallelize(model, sequence.mesh, {place: RecurrentParallel(sequence, mask=PACKED) for place in places})
-    return float(model(x).abs().max())
+    return float((torch.compile(model, backend="eager") if compiled else model)(x).abs().max())
 
 
 def test_what_is_refused_without_a_root(pool: Any) -> None:
     assert max(pool(2).run(without_a_root, True)) > 0
     errors = pool(2).run_expecting_error(without_a_root, False, timeout=30.0)
     assert all("a module with RecurrentParallel" in error.message for error in errors), errors
+    errors = pool(2).run_expecting_error(without_a_root, False, True, timeout=60.0)
+    assert all("without sequence=" in error.message for error in errors), errors
