@@ -414,6 +414,43 @@ class Decorated(Calls):
         return FACTOR * (self.without_grad(x) + of_packed_call(self, x))
 
 
+OF_MAMBA: dict[str, Any] = {"__name__": "mamba_ssm.ops.triton.layer_norm"}
+exec("def rms_norm_fn(x):\n    return x / x.square().mean(-1, keepdim=True).sqrt()", OF_MAMBA)
+rms_norm_fn = OF_MAMBA["rms_norm_fn"]
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
+) -> Tensor:
+    """Of one document; as in mamba_ssm.ops.triton.ssd_combined."""
+    dt = F.softplus(dt.float() + options["dt_bias"])
+    state, out = x.new_zeros(len(x), H, D, D, dtype=torch.float32), []
+    for t in range(x.shape[1]):
+        k, v = B[:, t].float() * dt[:, t, :, None], x[:, t].float()
+        state = (dt[:, t] * A).exp()[..., None, None] * state + k[..., None] * v[:, :, None]
+        out.append(torch.einsum("bhk,bhkv->bhv", C[:, t].float(), state))
+    return torch.stack(out, 1).to(x.dtype)
+
+
+class Mamba(Mixer):
+    """As Mamba2 of mamba-ssm in bfloat16, whose last linear takes what the kernel returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, dt, _ = self.split(x)
+        v, B, C = self.heads(rows)
+        A, bias = -torch.ones(H), torch.full((H,), -4.03)
+        return self.out(mamba_chunk_scan_combined(v, dt, A, B, C, 8, dt_bias=bias, dt_softplus=True).flatten(2))
+
+
+class Norms(nn.Module):
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.inner = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(rms_norm_fn(x))
+
+
 class CheckpointInside(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -567,6 +604,21 @@ def let_through(rank: int) -> None:
 
 def test_what_is_let_through(pool: Any) -> None:
     pool(2).run(let_through)
+
+
+def of_mamba(rank: int) -> float:
+    """In bfloat16, with a function of the package that mixes no tokens outside of the plan."""
+    sequence, model = ShardedSequence(mesh((2,), ("cp",))), built(lambda: OneMixer(Norms(Mamba()))).bfloat16()
+    tokens, plain = batch()[0], copy.deepcopy(model)
+    plan = {"": ShardedModel(sequence, positions=None), "mixer.inner": RecurrentParallel(sequence)}
+    with torch.no_grad():
+        out, want = sequence.unshard(parallelize(model, sequence.mesh, plan)(tokens)), plain(tokens)
+    assert out.dtype == torch.bfloat16
+    return float((out - want).abs().max() / want.abs().max())
+
+
+def test_a_mamba_in_bfloat16(pool: Any) -> None:
+    assert max(pool(2).run(of_mamba)) < 2**-8
 
 
 def with_decorators(rank: int) -> float:

@@ -11,7 +11,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial, partialmethod
+from functools import cached_property, partial, partialmethod, wraps
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -126,6 +126,13 @@ def _scan(
     return ssd(x.to(wide), dt.to(wide), A, B.to(wide), C.to(wide), D=D, mask=mask)[0]
 
 
+@wraps(_scan)
+def _combined(**given: Any) -> Tensor:
+    """As the kernel of mamba-ssm: dt in float32 before its bias, and the dtype of x."""
+    x, dt = given["x"], given["dt"]
+    return _scan(**given | {"dt": dt.to(torch.promote_types(dt.dtype, torch.float32))}).to(x.dtype)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d": _of_fla,
     "causal_conv1d_fn": of_channels_first,
@@ -137,7 +144,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_simple_gla": _gla,
     "fused_recurrent_gated_delta_rule": partial(_delta, gated_delta_rule),
     "mamba2_chunk_scan": _scan,
-    "mamba_chunk_scan_combined": _scan,
+    "mamba_chunk_scan_combined": _combined,
     "torch_chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
 }
 """What stands for a function of another package, by its name there."""
