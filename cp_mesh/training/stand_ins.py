@@ -187,7 +187,7 @@ def _is_other(where: str) -> bool:
 
 def runs_alone(frame: FrameType | None) -> str | None:
     """The file of a frame, if it is a function of another package that mixes tokens, and not called by our kernels."""
-    files = []
+    files: list[str] = []
     while frame is not None and (not files or _is_other(files[0])):
         files.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
