@@ -6,6 +6,7 @@ The functions of other packages are written anew here, with the signatures of fl
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -351,6 +352,105 @@ class Recurrent(Mixer):
         return self.gru(x)[0]
 
 
+IN_PACKAGE: dict[str, Any] = {"__name__": "fla.ops.rwkv6.chunk"}
+exec("def chunk_rwkv6(rows):\n    return rows.cumsum(1)", IN_PACKAGE)
+TABLE = {"rwkv6": IN_PACKAGE["chunk_rwkv6"]}
+
+
+class Table(Calls):
+    """Finds a function of a package where no name says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return of_packed_call(self, TABLE["rwkv6"](x))
+
+
+class TableAlone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return TABLE["rwkv6"](x)
+
+
+class ClassMethod(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolve(of_packed_call(self, x), self.weight[:C])
+
+    @classmethod
+    def convolve(cls, x: Tensor, weight: Tensor) -> Tensor:
+        return causal_conv1d(x, weight)[0]
+
+
+class Writes(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        global FACTOR
+        FACTOR = float(x.shape[1])
+        return of_packed_call(self, x)
+
+
+FACTOR = 1.0
+
+
+def doubled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def twice(*args: Any, **options: Any) -> Tensor:
+        return 2 * function(*args, **options)
+
+    return twice
+
+
+@doubled
+def decorated_call(mixer: Mixer, x: Tensor) -> Tensor:
+    return of_packed_call(mixer, x)
+
+
+class Decorated(Calls):
+    """With decorators, and a number of its file."""
+
+    @doubled
+    @torch.no_grad()
+    def without_grad(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        return decorated_call(self, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FACTOR * (self.without_grad(x) + of_packed_call(self, x))
+
+
+OF_MAMBA: dict[str, Any] = {"__name__": "mamba_ssm.ops.triton.layer_norm"}
+exec("def rms_norm_fn(x):\n    return x / x.square().mean(-1, keepdim=True).sqrt()", OF_MAMBA)
+rms_norm_fn = OF_MAMBA["rms_norm_fn"]
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any
+) -> Tensor:
+    """Of one document; as in mamba_ssm.ops.triton.ssd_combined."""
+    dt = F.softplus(dt.float() + options["dt_bias"])
+    state, out = x.new_zeros(len(x), H, D, D, dtype=torch.float32), []
+    for t in range(x.shape[1]):
+        k, v = B[:, t].float() * dt[:, t, :, None], x[:, t].float()
+        state = (dt[:, t] * A).exp()[..., None, None] * state + k[..., None] * v[:, :, None]
+        out.append(torch.einsum("bhk,bhkv->bhv", C[:, t].float(), state))
+    return torch.stack(out, 1).to(x.dtype)
+
+
+class Mamba(Mixer):
+    """As Mamba2 of mamba-ssm in bfloat16, whose last linear takes what the kernel returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, dt, _ = self.split(x)
+        v, B, C = self.heads(rows)
+        A, bias = -torch.ones(H), torch.full((H,), -4.03)
+        return self.out(mamba_chunk_scan_combined(v, dt, A, B, C, 8, dt_bias=bias, dt_softplus=True).flatten(2))
+
+
+class Norms(nn.Module):
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.inner = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(rms_norm_fn(x))
+
+
 class CheckpointInside(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -375,6 +475,11 @@ elsewhere = SimpleNamespace(chunk_simple_gla=lambda q, k, v, g: (v, None))
 class Inherits(Calls):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(causal_conv1d(x, self.weight[:C])[0])
+
+
+class InheritsByName(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return Calls.forward(self, causal_conv1d(x, self.weight[:C])[0])
 
 
 class Convolves(nn.Module):
@@ -421,6 +526,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "a convolution with holes": (lambda: Convolves(dilation=2), True, "causal by padding"),
     "a checkpoint inside": (CheckpointInside, True, "a checkpoint around the whole module"),
     "a cache": (lambda: Calls(output_final_state=True), True, "a model without a cache"),
+    "a state of a cache": (lambda: Calls(initial_state=torch.zeros(2, H, D, D)), True, "a model without a cache"),
+    "a function in a table": (Table, True, "one of fla.ops.rwkv6.chunk on the tokens of this rank, in 'mixer'"),
+    "a function in a table outside of the plan": (TableAlone, False, "one of fla.ops.rwkv6.chunk on the tokens"),
+    "a class method": (ClassMethod, True, "those in convolve, a classmethod"),
+    "a function that writes to its file": (Writes, True, "forward, which writes to its file"),
     "other documents": (lambda: Calls(cu_seqlens=OTHERS), True, "the documents of the style's mask"),
     "another mask": (lambda: CallsOurs(mask=Mask()), True, "the documents of the style's mask"),
     "an argument of a kernel": (lambda: Calls(state_v_first=True), True, "state_v_first"),
@@ -428,16 +538,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "a function that we lack": (Unknown, True, "chunk_rwkv7"),
     "a function of an object": (Dotted, True, "chunk_simple_gla, which Dotted reads from another object"),
     "a forward of a base": (Inherits, True, "super().forward of Inherits"),
+    "a forward of a base by name": (InheritsByName, True, "super().forward of InheritsByName"),
 }
 
 
-def of_one(rank: int, name: str, compiled: bool = False) -> None:
+def of_one(rank: int, name: str, compiled: str = "") -> None:
     make, is_planned, _ = (COMPILED if compiled else REFUSED)[name]
     sequence, model = ShardedSequence(mesh((2,), ("cp",))), OneMixer(make())
     plan: dict[str, Any] = {"": ShardedModel(sequence, positions=None)}
     plan |= {"mixer": RecurrentParallel(sequence, mask=PACKED)} if is_planned else {}
     model = parallelize(model, sequence.mesh, plan)
-    torch.compile(model, backend="eager")(batch()[0]) if compiled else model(batch()[0])
+    if compiled == "block":
+        model.mixer.compile(backend="eager")
+    torch.compile(model, backend="eager")(batch()[0]) if compiled == "root" else model(batch()[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -454,9 +567,9 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_what_a_compiled_root_refuses(pool: Any, name: str) -> None:
-    errors = pool(2).run_expecting_error(of_one, name, True, timeout=60.0)
+@pytest.mark.parametrize(("name", "what"), [*((name, "root") for name in COMPILED), ("a convolution", "block")])
+def test_what_compiled_models_refuse(pool: Any, name: str, what: str) -> None:
+    errors = pool(2).run_expecting_error(of_one, name, what, timeout=60.0)
     assert all(error is not None and COMPILED[name][2] in error.message for error in errors), errors
 
 
@@ -491,6 +604,40 @@ def let_through(rank: int) -> None:
 
 def test_what_is_let_through(pool: Any) -> None:
     pool(2).run(let_through)
+
+
+def of_mamba(rank: int) -> float:
+    """In bfloat16, with a function of the package that mixes no tokens outside of the plan."""
+    sequence, model = ShardedSequence(mesh((2,), ("cp",))), built(lambda: OneMixer(Norms(Mamba()))).bfloat16()
+    tokens, plain = batch()[0], copy.deepcopy(model)
+    plan = {"": ShardedModel(sequence, positions=None), "mixer.inner": RecurrentParallel(sequence)}
+    with torch.no_grad():
+        out, want = sequence.unshard(parallelize(model, sequence.mesh, plan)(tokens)), plain(tokens)
+    assert out.dtype == torch.bfloat16
+    return float((out - want).abs().max() / want.abs().max())
+
+
+def test_a_mamba_in_bfloat16(pool: Any) -> None:
+    assert max(pool(2).run(of_mamba)) < 2**-8
+
+
+def with_decorators(rank: int) -> float:
+    global FACTOR
+    sequence, x = ShardedSequence(mesh((1,), ("cp",))), torch.ones(2, S, C, dtype=torch.float64)
+    plain = built(Decorated)
+    model, worst = parallelize(copy.deepcopy(plain), sequence.mesh, {"": RecurrentParallel(sequence)}), 0.0
+    try:
+        for factor in (1.0, 3.0):
+            FACTOR = factor
+            want = plain(x).detach()
+            worst = max(worst, float((model(x).detach() - want).abs().max() / want.abs().max()))
+    finally:
+        FACTOR = 1.0
+    return worst
+
+
+def test_decorators_and_numbers_of_a_file_stay(pool: Any) -> None:
+    assert max(pool(1).run(with_decorators)) < 1e-12
 
 
 def of_call(rank: int, what: str) -> float:
@@ -586,15 +733,17 @@ def test_a_compiled_root(pool: Any) -> None:
     assert max(pool(2).run(compiled_root, timeout=120.0)) < 1e-12
 
 
-def without_a_root(rank: int, is_planned: bool) -> float:
+def without_a_root(rank: int, is_planned: bool, compiled: bool = False) -> float:
     sequence, x = ShardedSequence(mesh((2,), ("cp",))), torch.ones(2, S // 2, C, dtype=torch.float64)
     model = built(lambda: nn.Sequential(Mixer(), Mixer()))
     places = "01" if is_planned else "0"
     parallelize(model, sequence.mesh, {place: RecurrentParallel(sequence, mask=PACKED) for place in places})
-    return float(model(x).abs().max())
+    return float((torch.compile(model, backend="eager") if compiled else model)(x).abs().max())
 
 
 def test_what_is_refused_without_a_root(pool: Any) -> None:
     assert max(pool(2).run(without_a_root, True)) > 0
     errors = pool(2).run_expecting_error(without_a_root, False, timeout=30.0)
     assert all("a module with RecurrentParallel" in error.message for error in errors), errors
+    errors = pool(2).run_expecting_error(without_a_root, False, True, timeout=60.0)
+    assert all("without sequence=" in error.message for error in errors), errors

@@ -406,7 +406,7 @@ class Places(nn.Module):
 class Says(nn.Module):
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.losses = run, list[Tensor]()
 
     def forward(self, *args: Any) -> Any:
         return self.run(self, *args)
@@ -424,6 +424,7 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
 WRITING: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(C)),
     "an attribute": lambda: Says(lambda self, x: setattr(self, "seen", x.sum()) or x),
+    "a list": lambda: Says(lambda self, x: self.losses.append(x.sum()) or x),
     "its input": lambda: Says(lambda _, x: x.mul_(2) if not x.requires_grad else x.data.mul_(2) * 1),
 }
 

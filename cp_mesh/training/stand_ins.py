@@ -11,8 +11,8 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import CodeType, FunctionType, MethodType
+from functools import cached_property, partial, partialmethod, wraps
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,14 +24,24 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.mixers.rules import causal_conv1d, delta_rule, gated_delta_rule, gla, kda, ssd
 from cp_mesh.training.style_helpers import style_of
+from cp_mesh.wrap import FILE
 
 _SAME = {
     **{"query": "q", "key": "k", "value": "v", "hidden_states": "x"},
     **{"initial_states": "initial_state", "return_final_states": "output_final_state", "cache": "initial_state"},
 }
 _HARMLESS = ("chunk_size", "cu_seqlens_cpu", "chunk_indices", "disable_recompute", "safe_gate", "backend")
-_OTHERS = ("fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
-_HELPERS = ("fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate")
+_OTHERS = ("fla.ops.", "fla.modules.token_shift", "mamba_ssm.ops.", "causal_conv1d.")
+_HELPERS = (
+    *("fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate"),
+    *("mamba_ssm.ops.triton.layer", "mamba_ssm.ops.triton.k_activations"),
+)
+_HOLD = {
+    **dict.fromkeys((staticmethod, classmethod, MethodType), "__func__"),
+    **dict.fromkeys((partial, partialmethod, cached_property), "func"),
+    property: "fget",
+}
+"""Where objects that hold a function have it."""
 
 
 def _delta(
@@ -116,6 +126,13 @@ def _scan(
     return ssd(x.to(wide), dt.to(wide), A, B.to(wide), C.to(wide), D=D, mask=mask)[0]
 
 
+@wraps(_scan)
+def _combined(**given: Any) -> Tensor:
+    """As the kernel of mamba-ssm: dt in float32 before its bias, and the dtype of x."""
+    x, dt = given["x"], given["dt"]
+    return _scan(**given | {"dt": dt.to(torch.promote_types(dt.dtype, torch.float32))}).to(x.dtype)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d": _of_fla,
     "causal_conv1d_fn": of_channels_first,
@@ -127,7 +144,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_simple_gla": _gla,
     "fused_recurrent_gated_delta_rule": partial(_delta, gated_delta_rule),
     "mamba2_chunk_scan": _scan,
-    "mamba_chunk_scan_combined": _scan,
+    "mamba_chunk_scan_combined": _combined,
     "torch_chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
 }
 """What stands for a function of another package, by its name there."""
@@ -148,7 +165,8 @@ def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /,
         _SAME.get(key, key): x for key, x in bound.items() if key not in parameters or x is not parameters[key].default
     }
     for key in ("initial_state", "output_final_state"):
-        if said.pop(key, None) not in (None, False):
+        state = said.pop(key, None)
+        if state is not None and state is not False:
             refuse(name, "a model without a cache", f"{key} of a cache", "pass use_cache=False", UnsupportedError)
     if "mask" in known and said.get("cu_seqlens") is not None and strict:
         said["mask"] = Mask.from_cu_seqlens(said.pop("cu_seqlens").cpu())
@@ -161,6 +179,19 @@ def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /,
 def _unknown(name: str, *_: Any, **__: Any) -> Any:
     hint = f"cp_mesh has {', '.join(FUNCTIONS)}, called by the names that the file imports"
     refuse("RecurrentParallel", "functions that cp_mesh has", name, hint, UnsupportedError)
+
+
+def _is_other(where: str) -> bool:
+    return where.startswith(_OTHERS) and not where.startswith(_HELPERS)
+
+
+def runs_alone(frame: FrameType | None) -> str | None:
+    """The file of a frame, if it is a function of another package that mixes tokens, and not called by our kernels."""
+    files: list[str] = []
+    while frame is not None and (not files or _is_other(files[0])):
+        files.append(frame.f_globals.get("__name__") or "")
+        frame = frame.f_back
+    return files[0] if _is_other(files[0]) and "cp_mesh.mixers.fla" not in files else None
 
 
 def check_convolution(module: nn.Conv1d) -> None:
@@ -194,8 +225,10 @@ def _names(code: CodeType, of_file: bool = True) -> set[str]:
 
 
 def _function(x: Any) -> FunctionType | None:
-    """The function that a decorated one, or a static method, is of."""
-    x = inspect.unwrap(x.__func__ if isinstance(x, staticmethod) else x) if callable(x) else None
+    """The function that a decorated one, a method of any kind, or a partial is of."""
+    while type(x) in _HOLD:
+        x = getattr(x, _HOLD[type(x)])
+    x = inspect.unwrap(x) if callable(x) else None
     return x if isinstance(x, FunctionType) else None
 
 
@@ -204,6 +237,24 @@ def with_names(own: FunctionType, names: dict[str, Any]) -> FunctionType:
     made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__
     return made
+
+
+def _copied(x: Any, names: dict[str, Any]) -> Any:
+    """`with_names` of a function, in copies of its decorators; where there is no copy, a call is refused."""
+    if isinstance(x, staticmethod):
+        return staticmethod(_copied(x.__func__, names))
+    inside, cells = getattr(x, "__wrapped__", None), getattr(x, "__closure__", None) or ()
+    if not isinstance(x, FunctionType) or (inside is not None and CellType(inside) not in cells):
+        return partial(_unknown, f"those in {getattr(x, '__name__', type(x).__name__)}, a {type(x).__name__}")
+    if inside is None:
+        writes = any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(x))
+        return partial(_unknown, f"those in {x.__name__}, which writes to its file") if writes else with_names(x, names)
+    made = _copied(inside, names)
+    around = tuple(CellType(made) if cell == CellType(inside) else cell for cell in cells)
+    decorated = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, around)
+    decorated.__kwdefaults__ = x.__kwdefaults__
+    vars(decorated).update(vars(x) | {"__wrapped__": made})
+    return decorated
 
 
 class StandIns:
@@ -216,13 +267,16 @@ class StandIns:
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]] = FUNCTIONS, strict: bool = True) -> None:
         self.functions, self.strict = functions, strict
-        self._files: dict[int, tuple[Any, dict[str, Any], set[str]]] = {}
+        self._files: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         self._classes: dict[type[nn.Module], tuple[dict[str, Any], set[str]]] = {}
 
     @contextmanager
     def within(self, module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[None]:
         """Let a module and those below run copies, but for the forward of the module itself."""
         put: list[tuple[dict[str, Any], str, Any]] = []
+        for file, names, others in self._files.values():
+            names |= file if others else {}  # what others have written there
+            names |= others
         try:
             for part in module.modules():
                 if part is not module and skip(part):
@@ -254,36 +308,41 @@ class StandIns:
         """Copies of methods that call functions with stand-ins, and names of these that are not of the file."""
         if kind not in self._classes:
             first: dict[str, FunctionType] = {}
-            copies, dotted = dict[str, Any](), set[str]()
+            copies, dotted, hidden = dict[str, Any](), set[str](), set[str]()
             for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
                 for name, method in vars(base).items():
                     own = None if name.startswith("__") else _function(method)
-                    if own is None or first.get(name) is own:
+                    if own is None or getattr(method, "__code__", own.__code__).co_filename == FILE:  # a style's
                         continue
-                    made, far = self._copy(own)
+                    made, far = self._copy(method, own)
+                    if made is not None and not isinstance(method, FunctionType | staticmethod):
+                        made, far = None, far | {f"those in {name}, a {type(method).__name__}"}
                     if first.setdefault(name, own) is own:
                         copies |= {} if made is None else {name: made}
                         dotted |= far
-                    elif (made or far) and "super" in _names(first[name].__code__):
+                    elif made or far:
+                        hidden.add(name)
+            for at, own in first.items():
+                for name in hidden & _names(own.__code__, of_file=False):
+                    if at == name or "super" in _names(own.__code__):
                         _unknown(f"super().{name} of {kind.__name__}")
-            statics = {name for name in copies if isinstance(inspect.getattr_static(kind, name), staticmethod)}
-            copies |= {name: staticmethod(copies[name]) for name in statics}
             self._classes[kind] = copies, dotted
         return self._classes[kind]
 
-    def _copy(self, own: FunctionType) -> tuple[Any, set[str]]:
+    def _copy(self, method: Any, own: FunctionType) -> tuple[Any, set[str]]:
         if own is nn.Conv1d.forward:
             return _convolution, set()
         file, names, others = self._file(own.__globals__)
-        return with_names(own, names) if _names(own.__code__) & others else None, self._dotted(own.__code__, file)
+        made = _copied(method, names) if _names(own.__code__) & others.keys() else None
+        return made, self._dotted(own.__code__, file)
 
     def _dotted(self, code: CodeType, file: dict[str, Any]) -> set[str]:
         """Functions with stand-ins that a function reads from other objects than its file."""
         ours = any(getattr(file.get(name), "__name__", "").startswith("cp_mesh") for name in _names(code))
         return _names(code, of_file=False) & (self.functions.keys() - ({*mixers.__all__} if ours else set()))
 
-    def _file(self, file: dict[str, Any]) -> tuple[Any, dict[str, Any], set[str]]:
-        """A file, its names with stand-ins and with copies of functions that reach them, and these names."""
+    def _file(self, file: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """A file, its names with stand-ins and with copies of functions that reach them, and these alone."""
         if id(file) not in self._files:
             names = dict(file)
             others = {name: x for name in file if (x := self._stand_in(name, file[name])) is not None}
@@ -295,23 +354,19 @@ class StandIns:
                 if (far := self._dotted(own.__code__, file))
             }
             while more := {name for name in found.keys() - others if _names(found[name].__code__) & others.keys()}:
-                others |= {name: with_names(found[name], names) for name in more}
+                others |= {name: _copied(file[name], names) for name in more}
             names |= others
-            self._files[id(file)] = file, names, {*others}
+            self._files[id(file)] = file, names, others
         return self._files[id(file)]
 
     def _stand_in(self, name: str, value: Any) -> Any:
-        where = getattr(value, "__module__", None) or ""
-        if (
-            isinstance(value, type | nn.Module)
-            or where.startswith("cp_mesh.")
-            or not (callable(value) or value is None)
-        ):
+        if isinstance(value, type | nn.Module) or not (callable(value) or value is None):
+            return None
+        if (where := getattr(_function(value) or value, "__module__", None) or "").startswith("cp_mesh."):
             return None
         if (own := self.functions.get(name)) is not None:
             return partial(stand_in, name, own, value, self.strict)
-        is_other = self.strict and where.startswith(_OTHERS) and not where.startswith(_HELPERS)
-        return partial(_unknown, name) if is_other else None
+        return partial(_unknown, name) if self.strict and _is_other(where) else None
 
 
 def refuse_unplanned(root: nn.Module, traced: bool = False) -> None:

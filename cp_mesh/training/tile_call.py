@@ -151,7 +151,8 @@ class Call:
         held: dict[Any, Any] = dict(enumerate(rows))
         for part in self.module.modules():
             held |= {(part, name): x for name, x in (*vars(part).items(), *part.named_buffers(recurse=False))}
-        return {name: (id(x), times_written(x)) for name, x in held.items() if isinstance(x, Tensor)}
+        tensors = {name: (id(x), times_written(x)) for name, x in held.items() if isinstance(x, Tensor)}
+        return tensors | {name: len(x) for name, x in held.items() if isinstance(x, list)}
 
     def _check_graph(self, outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         known, seen = {id(x) for x in (*rows, *self.weights)}, set[Any]((None,))

@@ -324,7 +324,7 @@ plant("attention of modules outside of the plan is let through", "coverage:ATTEN
     lambda attention: attention - {"multi_head_attention_forward"}
 )
 plant("compiled blocks are not watched", "coverage:_watched", "outside of the plan, compiled")(
-    lambda watched: lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
+    lambda watched: lambda tokens, module, forward, *args, **kwargs: forward(*args, **kwargs)
 )
 plant(
     "modes are compiled by themselves",

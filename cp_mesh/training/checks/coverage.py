@@ -21,6 +21,7 @@ from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
 from cp_mesh.errors import refuse, warn
 from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, ROWS, call_function, keep_uncompiled
+from cp_mesh.training.stand_ins import runs_alone
 from cp_mesh.wrap import STYLE, WATCH, check_class, replace_forward, replaced
 
 
@@ -53,6 +54,8 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if not torch.compiler.is_compiling() and (file := runs_alone(sys._getframe(1))) is not None:
+            _refuse_function(file, self.root)
         if name in ATTENTION:
             dim = ROWS[name]
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
@@ -127,6 +130,12 @@ def _look_at_convolution(
         _refuse_convolution(width, tokens, where)
 
 
+def _refuse_function(file: str, root: nn.Module | None) -> NoReturn:
+    hint = "call it by a name that the module's file imports, in a RecurrentParallel module; watch=False if these are "
+    got = f"one of {file} on the tokens of this rank{'' if root is None else f', in {_calling(root)!r}'}"
+    refuse("plan", "functions of other packages that RecurrentParallel replaces", got, f"{hint}no tokens")
+
+
 @constant_in_traces  # so that Dynamo raises the error, and does not fall back to eager code
 def _refuse_convolution(width: int, tokens: int, where: str) -> NoReturn:
     hint = "name its module in the plan, RecurrentParallel(sequence); watch=False if these are no tokens"
@@ -192,7 +201,7 @@ def watching(
             inner = part.get_submodule(COMPILED) if entry == "forward" else part
             assert isinstance(inner, nn.Module)
             if replaced(inner, WATCH) is None and replaced(inner, STYLE) is None:
-                replace_forward(inner, WATCH, "Watch", _watched)
+                replace_forward(inner, WATCH, "Watch", functools.partial(_watched, tokens))
             stack.callback(part.__dict__.__setitem__, entry, part.__dict__[entry])
             part.__dict__[entry] = functools.partial(_run_unwatched, part.__dict__[entry])
         stack.enter_context(watch)
@@ -231,8 +240,8 @@ def _run_watched(
         return body(*args, **kwargs)
 
 
-def _watched(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _run_watched(None, None, None, forward, *args, **kwargs)
+def _watched(tokens: int | None, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _run_watched(None, None, tokens, forward, *args, **kwargs)
 
 
 def _run_unwatched(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

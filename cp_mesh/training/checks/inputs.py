@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from cp_mesh._torch import constant_in_traces
 from cp_mesh.comm.agreement import compare_first
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import refuse, warn
@@ -32,14 +33,25 @@ from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 def watch_rootless(module: nn.Module) -> None:
     """Check the first forward of ``module``, which contains attention cores."""
     if replaced(module, STYLE) is None and replaced(module, WATCH) is None:
-        replace_forward(module, WATCH, "Watch", functools.partial(_run, set()))
+        own = ref(module)
+        check = constant_in_traces(lambda: None if (root := own()) is None else refuse_unplanned(root, traced=True))
+        replace_forward(module, WATCH, "Watch", functools.partial(_run, set(), check))
         watch_encoders(module)
 
 
-def _run(looked_at: set[Any], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    looked_at: set[Any],
+    check: Callable[[], None],
+    module: nn.Module,
+    forward: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if replaced(module, STYLE) is not None:  # a ShardedModel was applied later
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
+        check()
         with Watch():
             return forward(*args, **kwargs)
     if ref(module) in looked_at or ROOT.get() is not None:
