@@ -332,6 +332,16 @@ class NoCall(Mixer):
         return self.out(self.split(x)[0][..., : H * D])
 
 
+class ConvolutionAlone(Mixer):
+    """Takes a path of its own behind its convolution, as Mamba-2 of flash-linear-attention does on CPUs."""
+
+    def forward(self, x: Tensor, fast: bool = False) -> Tensor:
+        rows, g, beta = self.split(x)
+        q, k, v = self.heads(causal_conv1d(rows, self.weight, self.bias)[0])
+        out = chunk_gated_delta_rule(q, k, v, g, beta)[0] if fast else v.cumsum(1)
+        return self.out(out.flatten(2))
+
+
 class Loop(Mixer):
     """A recurrence that nobody sees."""
 
@@ -531,9 +541,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "a function in a table outside of the plan": (TableAlone, False, "one of fla.ops.rwkv6.chunk on the tokens"),
     "a class method": (ClassMethod, True, "those in convolve, a classmethod"),
     "a function that writes to its file": (Writes, True, "forward, which writes to its file"),
+    "a path of its own": (
+        ConvolutionAlone,
+        True,
+        "a call of chunk_gated_delta_rule, in its forward, got a convolution",
+    ),
     "other documents": (lambda: Calls(cu_seqlens=OTHERS), True, "the documents of the style's mask"),
     "another mask": (lambda: CallsOurs(mask=Mask()), True, "the documents of the style's mask"),
-    "an argument of a kernel": (lambda: Calls(state_v_first=True), True, "state_v_first"),
+    "an argument of a kernel": (lambda: Calls(head_first=True), True, "head_first"),
     "another method": (lambda: CallsOurs(method="states"), True, "RecurrentParallel(method=, kernel=) has it"),
     "a function that we lack": (Unknown, True, "chunk_rwkv7"),
     "a function of an object": (Dotted, True, "chunk_simple_gla, which Dotted reads from another object"),
@@ -557,6 +572,24 @@ def of_one(rank: int, name: str, compiled: str = "") -> None:
 def test_what_the_style_refuses(pool: Any, name: str) -> None:
     errors = pool(2).run_expecting_error(of_one, name, timeout=30.0)
     assert all(error is not None and REFUSED[name][2] in error.message for error in errors), errors
+
+
+def unlike_styles(rank: int, recurrent: Mask, attention: Mask) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    plan: dict[str, Any] = {f"layers.{i}.mixer": RecurrentParallel(sequence, mask=recurrent) for i in (0, 2)}
+    plan |= {"layers.1.mixer.core": ContextParallel(sequence, mask=attention)}
+    plan |= {
+        "layers.3.mixer.conv1d": RecurrentParallel(sequence, mask=recurrent),
+        "": ShardedModel(sequence, positions=None),
+    }
+    parallelize(built(), sequence.mesh, plan)(batch()[0])
+
+
+def test_documents_of_one_style_alone_are_refused(pool: Any) -> None:
+    for masks in ((Mask(causal=True), PACKED), (PACKED, Mask(causal=True))):
+        errors = pool(2).run_expecting_error(unlike_styles, *masks, timeout=30.0)
+        assert all("as in that of RecurrentParallel" in error.message for error in errors), errors
+    pool(2).run(unlike_styles, Mask(causal=True, documents=torch.zeros(S, dtype=torch.int64)), PACKED)
 
 
 COMPILED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
@@ -591,7 +624,11 @@ def let_through(rank: int) -> None:
     root: Any = ShardedModel(sequence, positions=None)
     parallelize(OneMixer(Halves()), sequence.mesh, {"": root})(batch()[0])
     lengths = torch.tensor([0, 5, 6, 15, S], dtype=torch.int32)
-    for made in (Calls(cu_seqlens=lengths), CallsOurs(mask=Mask(documents=torch.tensor(DOCUMENTS)))):
+    for made in (
+        Calls(cu_seqlens=lengths),
+        Calls(state_v_first=True),
+        CallsOurs(mask=Mask(documents=torch.tensor(DOCUMENTS))),
+    ):
         plan = {"": ShardedModel(sequence, positions=None), "mixer": RecurrentParallel(sequence, mask=PACKED)}
         parallelize(OneMixer(made), sequence.mesh, plan)(batch()[0])
     # nothing is left on modules, and models without a plan call their own functions

@@ -437,6 +437,12 @@ def test_modules_that_mix_tokens_are_refused(name: str, num_rows: int) -> None:
         apply(MIXING[name]())(rows(torch.float32, num_rows))
 
 
+def test_mixing_by_less_than_rounding_is_refused() -> None:
+    module = Says(lambda _, x: x + 0.001 * x.mean(1, keepdim=True))
+    with pytest.raises(UnsupportedError, match=r"a row with a gradient in \d+ others"):
+        apply(module)(rows(torch.bfloat16, 13)[:1])
+
+
 @pytest.mark.parametrize("name", WRITING)
 def test_modules_that_write_are_refused(name: str) -> None:
     x = rows(torch.float32)

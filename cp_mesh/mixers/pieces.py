@@ -266,7 +266,7 @@ def pieces_in(layout: Layout, mask: Mask, seq_len: int, length: int, cp_size: in
     return _find(layout.spec(), tensor, seq_len, length, cp_size, cp_rank, batch, *contents)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _find(
     spec: str,
     tensor: Content | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from cp_mesh.wrap import inside_checkpoint
 
 @dataclass(eq=False)
 class Scope:
-    """One forward of a module with `RecurrentParallel`: what its calls take, and how many came.
+    """One forward of a module with `RecurrentParallel`: what its calls take, and which came.
 
     Without a sequence it is a planned model outside of such modules, where calls without a sequence are refused.
     """
@@ -28,7 +28,7 @@ class Scope:
     mask: Mask | None = None
     method: str = "auto"
     kernel: str = "auto"
-    calls: int = 0
+    called: set[str] = field(default_factory=set)
 
 
 SCOPE: ContextVar[Scope | None] = ContextVar("cp_mesh_mixers", default=None)
@@ -82,7 +82,7 @@ def place_of(what: str, options: Any) -> Place:
     scope, root = SCOPE.get(), ROOT.get()
     given = Place(options.get("sequence"), options.get("mask"), *(options.get(x, "auto") for x in ("method", "kernel")))
     if scope is not None and scope.sequence is not None:
-        scope.calls += 1
+        scope.called.add(what)
         if given.sequence is not None:
             return given
         if inside_checkpoint():

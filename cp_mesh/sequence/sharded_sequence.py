@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -381,10 +381,12 @@ class Root:
     Attributes:
         sequence: its sequence, in the layout of the batch.
         seq_len: tokens of the sequence, with padding.
+        packed: by the name of a style, whether its mask has documents.
     """
 
     sequence: ShardedSequence
     seq_len: int
+    packed: dict[str, bool] = field(default_factory=dict)
 
 
 ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)

@@ -48,6 +48,7 @@ from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, repl
 from cp_mesh.training.style_helpers import (
     announced,
     ask,
+    check_documents,
     check_layout,
     check_mask,
     check_root,
@@ -179,6 +180,7 @@ class ContextParallel(ParallelStyle):
         layout = layout_of_call(self, *args, **kwargs)
         check_root(self.sequence, layout)
         mask = mask_of_call(self, *args, **kwargs)
+        check_documents(self, mask)
         if isinstance(self.scores, Mapping):  # Dynamo cannot evaluate callable() on a dict
             scores = self.scores
         else:

@@ -23,6 +23,7 @@ from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.stand_ins import FUNCTIONS, StandIns, check_convolution
 from cp_mesh.training.style_helpers import (
     announced,
+    check_documents,
     check_layout,
     check_mask,
     check_root,
@@ -98,7 +99,9 @@ class RecurrentParallel(ParallelStyle):
         layout = layout_of_call(self, *args, **kwargs)
         check_root(self.sequence, layout)
         sequence = self.sequence if layout is self.sequence.layout else replace(self.sequence, layout=layout)
-        return Scope(sequence, mask_of_call(self, *args, **kwargs), self.method, self.kernel)
+        mask = mask_of_call(self, *args, **kwargs)
+        check_documents(self, mask)
+        return Scope(sequence, mask, self.method, self.kernel)
 
     @untraced
     @announced
@@ -111,12 +114,14 @@ class RecurrentParallel(ParallelStyle):
                 result = self._own(module, forward)(*args, **kwargs)
         finally:
             SCOPE.reset(token)
-        if scope.calls == 0:
+        rules = self.stand_ins.rules(module) if scope.called <= {"causal_conv1d"} else set()
+        if not scope.called or rules:
             found = replaced(module, STYLE)
             where = f" at {found.where}" if found is not None and found.where else ""
             hint = "apply the style to the module that calls them; a loop over tokens must become such a call"
-            expected = "a call of cp_mesh.mixers, or of a function that stands for one, in its forward"
-            refuse(f"{type(self).__name__}({type(module).__name__}{where})", expected, "none", hint)
+            expected = f"a call of {', '.join(rules) or 'cp_mesh.mixers, or of a function that stands for one'}"
+            got = "none" if not scope.called else "a convolution alone: what else mixes tokens is in other code"
+            refuse(f"{type(self).__name__}({type(module).__name__}{where})", f"{expected}, in its forward", got, hint)
         return result
 
     def _own(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,10 @@ _SAME = {
     **{"query": "q", "key": "k", "value": "v", "hidden_states": "x"},
     **{"initial_states": "initial_state", "return_final_states": "output_final_state", "cache": "initial_state"},
 }
-_HARMLESS = ("chunk_size", "cu_seqlens_cpu", "chunk_indices", "disable_recompute", "safe_gate", "backend")
+_HARMLESS = (
+    *("backend", "chunk_indices", "chunk_size", "cu_seqlens_cpu", "disable_recompute", "safe_gate"),
+    "state_v_first",  # no state goes in or out
+)
 _OTHERS = ("fla.ops.", "fla.modules.token_shift", "mamba_ssm.ops.", "causal_conv1d.")
 _HELPERS = (
     *("fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate"),
@@ -172,7 +175,9 @@ def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /,
         said["mask"] = Mask.from_cu_seqlens(said.pop("cu_seqlens").cpu())
     unknown = [key for key, x in said.items() if key not in (*known, *_HARMLESS) and x is not None and x is not False]
     if strict and unknown:
-        refuse(name, f"arguments among {', '.join(known)}", unknown[0], "leave it out", UnsupportedError)
+        refuse(
+            name, f"arguments among {', '.join((*known, 'cu_seqlens'))}", unknown[0], "leave it out", UnsupportedError
+        )
     return own(**{key: x for key, x in said.items() if key in known})
 
 
@@ -269,6 +274,7 @@ class StandIns:
         self.functions, self.strict = functions, strict
         self._files: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         self._classes: dict[type[nn.Module], tuple[dict[str, Any], set[str]]] = {}
+        self._rules: dict[type[nn.Module], set[str]] = {}
 
     @contextmanager
     def within(self, module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[None]:
@@ -290,6 +296,19 @@ class StandIns:
                 own[name] = before
                 if before is put:
                     del own[name]
+
+    def rules(self, module: nn.Module) -> set[str]:
+        """Recurrences that methods of a module name, or of modules below it."""
+        found = set[str]()
+        for kind in {type(part) for part in module.modules()}:
+            if kind not in self._rules:
+                methods = (
+                    _function(x) for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for x in vars(base).values()
+                )
+                names = set[str]().union(*(_names(own.__code__) for own in methods if own is not None))
+                self._rules[kind] = {name for name in names & self.functions.keys() if "conv1d" not in name}
+            found |= self._rules[kind]
+        return found
 
     def _of_part(self, part: nn.Module, is_planned: bool) -> dict[str, Any]:
         copies, dotted = self.of_class(type(part))

@@ -78,6 +78,20 @@ def check_root(sequence: ShardedSequence, layout: Layout) -> None:
     check_layout_of_root(found.sequence, layout, "the core")
 
 
+def check_documents(style: Any, mask: Mask) -> None:
+    """Refuse a mask with documents beside one of another style without them, in one forward of a root."""
+    root = None if torch.compiler.is_compiling() else ROOT.get()
+    if root is None or root.sequence.mesh != style.sequence.mesh:
+        return
+    name, packed = type(style).__name__, mask.documents is not None
+    root.packed.setdefault(name, packed)
+    for other, theirs in root.packed.items():
+        if theirs != packed and other != name:
+            words = ["no documents", "documents"]
+            hint = "give both the same mask; documents=torch.zeros(length) says that all tokens are of one"
+            refuse(f"{name}.mask", f"{words[theirs]}, as in that of {other}", words[packed], hint)
+
+
 def check_layout_of_root(root: ShardedSequence, layout: Layout, where: str) -> None:
     """Refuse a layout that differs from the layout in which the root of a forward sharded the rows."""
     if root.layout != layout:

@@ -146,13 +146,35 @@ class Call:
             if (wrong := int((~same).sum())) > 16 * eps * same.numel():  # near ties of a router in half precision
                 got = f"{wrong} rows of {same.numel()} that depend on other rows, or on their place"
                 self.refuse("rows that are computed alone", got, _ALONE)
+        if not torch.is_inference_mode_enabled():
+            self._check_gradient(given, random)
+
+    def _check_gradient(self, rows: Sequence[Tensor], random: Random) -> None:
+        """One row of the outputs has a gradient in its own inputs alone: this sees less than rounding, too."""
+        rows = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in rows]
+        with torch.enable_grad(), drawing(random), saved_tensors_hooks(lambda x: x, lambda x: x):
+            outs = [y.flatten(0, self.dim) for y in self.run(rows) if y.requires_grad]
+        number = rows[0].shape[: self.dim + 1].numel()
+        given, own = [x for x in rows if x.requires_grad], number // 2
+        for grad in (
+            torch.autograd.grad([y[own].sum() for y in outs], given, allow_unused=True)
+            if number and outs and given
+            else ()
+        ):
+            if grad is not None:
+                moved = grad.reshape(number, -1).nan_to_num(0.0, 0.0, 0.0).ne(0).any(-1)
+                moved[own] = False
+                if wrong := int(moved.sum()):
+                    self.refuse("rows that are computed alone", f"a row with a gradient in {wrong} others", _ALONE)
 
     def _state(self, rows: Sequence[Tensor]) -> dict[Any, Any]:
         held: dict[Any, Any] = dict(enumerate(rows))
         for part in self.module.modules():
             held |= {(part, name): x for name, x in (*vars(part).items(), *part.named_buffers(recurse=False))}
         tensors = {name: (id(x), times_written(x)) for name, x in held.items() if isinstance(x, Tensor)}
-        return tensors | {name: len(x) for name, x in held.items() if isinstance(x, list)}
+        return tensors | {
+            name: [*map(id, (y for y in x if isinstance(y, Tensor)))] for name, x in held.items() if isinstance(x, list)
+        }
 
     def _check_graph(self, outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         known, seen = {id(x) for x in (*rows, *self.weights)}, set[Any]((None,))

@@ -40,6 +40,7 @@ class TiledMLP(ParallelStyle):
 
     Args:
         tiles: how many, the same on every rank. A module that communicates, as with expert parallelism, needs this.
+            Every rank must call the module in the same step: name the block of experts, not one of them.
         tile_rows: or the most rows of a tile.
         dim: dim of the rows; dims before it belong to the batch.
 

@@ -138,7 +138,8 @@ def _refuse_function(file: str, root: nn.Module | None) -> NoReturn:
 
 @constant_in_traces  # so that Dynamo raises the error, and does not fall back to eager code
 def _refuse_convolution(width: int, tokens: int, where: str) -> NoReturn:
-    hint = "name its module in the plan, RecurrentParallel(sequence); watch=False if these are no tokens"
+    hint = "name its module in the plan, RecurrentParallel(sequence), where it calls nn.Conv1d(D, D, W, groups=D, "
+    hint += "padding=W - 1) or cp_mesh.mixers.causal_conv1d; watch=False if these are no tokens"
     got = f"a convolution of {width} over the {tokens} of this rank{where}"
     refuse("plan", "every convolution over tokens in a RecurrentParallel module", got, hint)
 
