@@ -306,7 +306,7 @@ class StandIns:
                     _function(x) for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for x in vars(base).values()
                 )
                 names = set[str]().union(*(_names(own.__code__) for own in methods if own is not None))
-                self._rules[kind] = {name for name in names & self.functions.keys() if "conv1d" not in name}
+                self._rules[kind] = {name for name in names & FUNCTIONS.keys() if "conv1d" not in name}
             found |= self._rules[kind]
         return found
 

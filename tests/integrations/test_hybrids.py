@@ -287,7 +287,7 @@ def test_recurrences_in_other_places_are_refused(family: str, forward: Any, word
 
 def convolved(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
     """Of these rows alone, [B, D, T]."""
-    inner("scope", "SCOPE").get().calls += 1
+    inner("scope", "SCOPE").get().called.add("a mistake")
     rows = F.pad(x, (weight.shape[1] - 1, 0))  # not by conv1d, which the watch refuses
     found = (rows.unfold(-1, weight.shape[1], 1) * weight[:, None]).sum(-1)
     return F.silu(found if bias is None else found + bias[:, None])
