@@ -56,8 +56,8 @@ comm_hooks = attrgetter("_comm_hooks")  # gradient reductions that a user of Dis
 def uncounted() -> Iterator[None]:
     """Within it, new groups leave PyTorch's count of groups as it is.
 
-    From 2.14 on, a group of some ranks alone advances the count of these ranks. The count names groups of all ranks,
-    and ranks that know a group by unlike names never connect. Before, the names of both were apart, as here.
+    From PyTorch 2.14 on, a group that only some ranks make advances the count on these ranks. Later groups of all ranks
+    are named by the count, and ranks with different names for a group never connect.
     """
     kept, world().group_count = world().group_count, -1 - len(world().pg_names)
     try:

@@ -19,8 +19,7 @@ Kernel = Literal["auto", "torch", "fla", "reference"]
 KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}
 """By name. "auto" does not take "fla", which no GPU has run with cp_mesh."""
 MOST = 2**26
-"""Numbers of v and of k of each head of v that are computed at once; "torch" holds about 25 in float32 for each, and 45
-with a decay for each channel."""
+"""Numbers of v, and of k of each head of v, that are computed at once: a bound of the working memory."""
 
 
 def choose_kernel(

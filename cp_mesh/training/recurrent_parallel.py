@@ -120,7 +120,7 @@ class RecurrentParallel(ParallelStyle):
             where = f" at {found.where}" if found is not None and found.where else ""
             hint = "apply the style to the module that calls them; a loop over tokens must become such a call"
             expected = f"a call of {', '.join(rules) or 'cp_mesh.mixers, or of a function that stands for one'}"
-            got = "none" if not scope.called else "a convolution alone: what else mixes tokens is in other code"
+            got = "a convolution alone, so other code mixes the tokens" if scope.called else "none"
             refuse(f"{type(self).__name__}({type(module).__name__}{where})", f"{expected}, in its forward", got, hint)
         return result
 
