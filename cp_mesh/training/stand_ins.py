@@ -11,7 +11,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial, partialmethod, wraps
+from functools import cached_property, lru_cache, partial, partialmethod, wraps
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -222,11 +222,12 @@ def _convolution(module: nn.Conv1d, input: Tensor) -> Tensor:
     return F.pad(out, (0, module.kernel_size[0] - 1), value=float("nan"))
 
 
-def _names(code: CodeType, of_file: bool = True) -> set[str]:
+@lru_cache(maxsize=1024)
+def names_read(code: CodeType, of_file: bool = True) -> frozenset[str]:
     """Names that a function reads from its file, or else from objects, with those of functions inside of it."""
     found = {x.argval for x in dis.get_instructions(code) if (x.opname == "LOAD_GLOBAL") == of_file}
-    inside = (_names(x, of_file) for x in code.co_consts if isinstance(x, CodeType))
-    return (found & {*code.co_names}).union(*inside)
+    inside = (names_read(x, of_file) for x in code.co_consts if isinstance(x, CodeType))
+    return frozenset(found & {*code.co_names}).union(*inside)
 
 
 def _function(x: Any) -> FunctionType | None:
@@ -305,7 +306,7 @@ class StandIns:
                 methods = (
                     _function(x) for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for x in vars(base).values()
                 )
-                names = set[str]().union(*(_names(own.__code__) for own in methods if own is not None))
+                names = set[str]().union(*(names_read(own.__code__) for own in methods if own is not None))
                 self._rules[kind] = {name for name in names & FUNCTIONS.keys() if "conv1d" not in name}
             found |= self._rules[kind]
         return found
@@ -342,8 +343,8 @@ class StandIns:
                     elif made or far:
                         hidden.add(name)
             for at, own in first.items():
-                for name in hidden & _names(own.__code__, of_file=False):
-                    if at == name or "super" in _names(own.__code__):
+                for name in hidden & names_read(own.__code__, of_file=False):
+                    if at == name or "super" in names_read(own.__code__):
                         _unknown(f"super().{name} of {kind.__name__}")
             self._classes[kind] = copies, dotted
         return self._classes[kind]
@@ -352,13 +353,13 @@ class StandIns:
         if own is nn.Conv1d.forward:
             return _convolution, set()
         file, names, others = self._file(own.__globals__)
-        made = _copied(method, names) if _names(own.__code__) & others.keys() else None
+        made = _copied(method, names) if names_read(own.__code__) & others.keys() else None
         return made, self._dotted(own.__code__, file)
 
     def _dotted(self, code: CodeType, file: dict[str, Any]) -> set[str]:
         """Functions with stand-ins that a function reads from other objects than its file."""
-        ours = any(getattr(file.get(name), "__name__", "").startswith("cp_mesh") for name in _names(code))
-        return _names(code, of_file=False) & (self.functions.keys() - ({*mixers.__all__} if ours else set()))
+        ours = any(getattr(file.get(name), "__name__", "").startswith("cp_mesh") for name in names_read(code))
+        return {*names_read(code, of_file=False)} & (self.functions.keys() - ({*mixers.__all__} if ours else set()))
 
     def _file(self, file: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """A file, its names with stand-ins and with copies of functions that reach them, and these alone."""
@@ -372,7 +373,7 @@ class StandIns:
                 for name, own in found.items()
                 if (far := self._dotted(own.__code__, file))
             }
-            while more := {name for name in found.keys() - others if _names(found[name].__code__) & others.keys()}:
+            while more := {name for name in found.keys() - others if names_read(found[name].__code__) & others.keys()}:
                 others |= {name: _copied(file[name], names) for name in more}
             names |= others
             self._files[id(file)] = file, names, others
@@ -421,6 +422,6 @@ def _without_sequence(kind: type[nn.Module]) -> Iterator[str]:
         if (own := _function(inspect.getattr_static(kind, name))) is not None:
             said = any(x == "sequence" or (isinstance(x, tuple) and "sequence" in x) for x in own.__code__.co_consts)
             file, names = own.__globals__, set[str]() if said else {*mixers.__all__}
-            yield from (x for x in names & _names(own.__code__) if file[x] is getattr(mixers, x))
-            if any(getattr(file.get(x), "__name__", "").startswith("cp_mesh") for x in _names(own.__code__)):
-                yield from names & _names(own.__code__, of_file=False)
+            yield from (x for x in names & names_read(own.__code__) if file[x] is getattr(mixers, x))
+            if any(getattr(file.get(x), "__name__", "").startswith("cp_mesh") for x in names_read(own.__code__)):
+                yield from names & names_read(own.__code__, of_file=False)

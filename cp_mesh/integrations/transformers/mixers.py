@@ -5,11 +5,9 @@ The batch comes as attention_mask, a `Rows`, which layers hand on; so layers tha
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from cp_mesh.mixers.scope import Scope
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.recurrent_parallel import RecurrentParallel
 from cp_mesh.training.stand_ins import FUNCTIONS as OF_ALL
-from cp_mesh.training.stand_ins import of_channels_first, with_names
+from cp_mesh.training.stand_ins import names_read, of_channels_first, with_names
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 LIGHTNING = "MiniMaxLightningAttention"
@@ -52,14 +50,10 @@ _MAIN = FUNCTIONS.keys() - {"apply_mask_to_padding_states"}
 _RULES = _MAIN - {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"}
 
 
-def _names(module: nn.Module) -> tuple[str, ...]:
+def _names(module: nn.Module) -> frozenset[str]:
     """Globals that a module's forward reads, as its class wrote it; attributes of these names are not replaced."""
-    return _globals_in(getattr(_own_forward(module), "__code__", None))
-
-
-@lru_cache(maxsize=1024)
-def _globals_in(code: CodeType | None) -> tuple[str, ...]:
-    return () if code is None else tuple(x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
+    code = getattr(_own_forward(module), "__code__", None)
+    return frozenset() if code is None else names_read(code)
 
 
 def is_mixer(module: nn.Module) -> bool:
