@@ -13,7 +13,7 @@ import functools
 import sys
 from collections.abc import Callable
 from functools import partial, partialmethod
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ LINEAR = "linear"  # a style over tp; a module may have it beside one over cp
 TILES = "tiles"  # computes few rows at a time; a module may have it beside one over tp
 WATCH = "watch"  # checks the forward of a compiled part while it is traced
 _ALL = "_cp_mesh"  # by key: the replacement, and the ``forward`` that was set on the instance before, or None
+
+
+def with_names(own: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """The function with another file around it."""
+    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
 
 
 class Replacement:

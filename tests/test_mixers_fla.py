@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,10 +13,13 @@ from typing import Any
 import pytest
 import test_mixer_kernels as specified
 import torch
-from inside import inner, room
+from inside import room
 from interpreted import INTERPRETED, Interpreted, is_that_run
+from ranks import Pools, mesh
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+
+from cp_mesh import Contiguous, Layout, Mask, ShardedSequence, ZigZag, mixers
 
 needs_package = pytest.mark.skipif(not find_spec("fla"), reason="needs fla-core")
 needs_interpreter = pytest.mark.skipif(not INTERPRETED or not find_spec("fla"), reason="test_interpreted runs it")
@@ -41,17 +46,23 @@ def steps(*given: Any) -> list[Step]:
     return [Step(i) for i in builtins.range(*bounds)]
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_interpreter(replace: Callable[..., Any]) -> None:
     """Kernels of the package run in the interpreter: without timing them first, and with such steps."""
     from triton.runtime.autotuner import Autotuner
 
     for rule in RULES:
         import_module(f"fla.ops.{rule.split()[0]}")
-    monkeypatch.setattr(Autotuner, "_bench", lambda self, *args, **kwargs: [0.0] * 3)
+    replace(Autotuner, "_bench", lambda self, *args, **kwargs: [0.0] * 3)
     for name, module in sys.modules.items():
         if name.startswith("fla.ops"):
-            monkeypatch.setattr(module, "range", steps, raising=False)
+            replace(module, "range", steps)
+    for name in ("chunk_fwd", "chunk_bwd"):
+        replace(import_module(f"fla.ops.cp.{name}"), "_check_cp_device", lambda device: None)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_interpreter(partial(monkeypatch.setattr, raising=False))
 
 
 def errors(kernel: str, given: list[Tensor | None], lens: list[int]) -> list[float]:
@@ -82,29 +93,52 @@ def test_strong_decays(kernels: None, rule: str, strong: float) -> None:
     assert max(errors("fla", halves(70, rule, strong), [70])) < 1.5e-3
 
 
+def of_rank(
+    rank: int, rule: str, layout: Layout, lens: list[int], with_states: bool, kernel: str, dtype: torch.dtype
+) -> list[Tensor]:
+    """Outputs, states, and gradients of a rank, as float64."""
+    if kernel == "fla":
+        in_interpreter(setattr)
+    given, name = halves(sum(lens), rule), {"simple_gla": "gla"}.get(rule.split()[0], rule)
+    made, shape = torch.Generator().manual_seed(1), (len(lens), specified.HV, 16, 8)
+    initial, of_states = (torch.randn(*shape, dtype=torch.float64, generator=made) for _ in range(2))
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=sum(lens), layout=layout, pad=False)
+    grad = torch.randn(1, *given[2].shape, dtype=torch.float64, generator=made)
+    *shards, grad = sequence.shard([*(x[None] for x in given if x is not None), grad])
+    inputs = [x.to(dtype).requires_grad_() for x in shards]
+    options = {"sequence": sequence, "mask": Mask.from_cu_seqlens(torch.tensor([0, *lens]).cumsum(0))}
+    options |= {"kernel": kernel, "method": "states", "output_final_state": with_states, "scale": 0.3}
+    if with_states:
+        options["initial_state"] = initial.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    outs = [x for x in getattr(mixers, name)(*inputs, **options) if x is not None]
+    wanted = [*inputs, options["initial_state"]] if with_states else inputs
+    grads = [y.to(x.dtype) for x, y in zip(outs, (grad, of_states / 2), strict=False)]
+    return [x.detach().double() for x in (*outs, *torch.autograd.grad(outs, wanted, grads))]
+
+
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("layout", "lens", "with_states"),
+    [(Contiguous(), [70], False), (ZigZag(), [30, 35, 6], True)],
+    ids=["one", "packed"],
+)
 @pytest.mark.parametrize("rule", RULES)
-def test_what_a_piece_does_to_a_state(kernels: None, rule: str) -> None:
-    """A and B, with which states travel, against those of the specification."""
-    lens, summaries = [20, 0, 50], inner("states", "_summaries")
-    given = halves(sum(lens), rule)
-    found = []
-    for kernel, dtype in (("fla", torch.float16), ("reference", torch.float64)):
-        inputs = specified.Inputs(*(x if x is None else x.to(dtype) for x in given))
-        compute = specified.choose_kernel("a rule", kernel, *inputs[:4])
-        rows, of_rows = torch.arange(sum(lens)), torch.arange(3).repeat_interleave(torch.tensor(lens))
-        sums = torch.float32 if dtype == torch.float16 else dtype
-        run = lambda inputs, initial, lens, compute=compute: compute(inputs, initial, lens, 1.0)  # noqa: E731
-        found.append(summaries(run, inputs, rows, of_rows, lens, sums))
-    for x, y in zip(*found, strict=True):
-        assert (x.double() - y).norm() < 1.5e-3 * y.norm()
+def test_states_of_other_ranks(pool: Pools, rule: str, layout: Layout, lens: list[int], with_states: bool) -> None:
+    """What travels is added between the package's summaries and its rows, forward and backward."""
+    given = rule, layout, lens, with_states
+    found, exact = (
+        pool(2).run(of_rank, *given, kernel, dtype, timeout=300)
+        for kernel, dtype in (("fla", torch.float16), ("reference", torch.float64))
+    )
+    for own, want in zip(found, exact, strict=True):
+        assert max(float((x - y).norm() / y.norm()) for x, y in zip(own, want, strict=True)) < 1.5e-3
 
 
 @needs_package
 @is_that_run
 @pytest.mark.nightly("interpreted")
 def test_interpreted(interpreted: Interpreted) -> None:
-    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 1)
+    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 2)
 
 
 LACKING = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_mesh.mixers.between import Between
 from cp_mesh.mixers.recurrence import Inputs
+from cp_mesh.mixers.seam import with_seam
 
 HALF = (torch.bfloat16, torch.float16)
 _LOWEST = -100.0
@@ -53,18 +56,37 @@ def _release(package: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words if word.isdigit())
 
 
-def by_fla(inputs: Inputs, initial: Tensor, lens: list[int], scale: float) -> tuple[Tensor, Tensor]:
-    """Compute sequences that lie one after another; as `recurrence`."""
+def by_fla(
+    inputs: Inputs, initial: Tensor, lens: list[int], scale: float, between: Between | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute sequences that lie one after another; as `recurrence`.
+
+    With ``between``, states of other ranks are added to the initial ones. They are part of no graph: the backward
+    passes their gradients on.
+    """
     q, k, v, g, beta = inputs
     if not len(v):
         return v.clone(), initial.float()
     rules = ("simple_gla", "delta_rule"), ("simple_gla", "gated_delta_rule"), ("gla", "kda")
     rule = rules[0 if g is None else g.ndim - 1][beta is not None]
+    if between is not None and rule == "delta_rule":  # which has no seam
+        rule, g = "gated_delta_rule", torch.zeros(v.shape[:2], device=v.device)
     if rule not in ("gated_delta_rule", "kda"):  # the others take as many heads of q and k as of v
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    given = [q, k, v, None if g is None else g.float().clamp(min=_LOWEST), beta]
-    rows, ends = [x[None] for x in given if x is not None], torch.tensor([0, *lens]).cumsum(0)
-    options: dict[str, Any] = {"initial_state": initial.float(), "output_final_state": True, "scale": scale}
-    function = getattr(import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
-    out, states = function(*rows, cu_seqlens=ends.to(v.device), cu_seqlens_cpu=ends, **options)
+    given = {"q": q, "k": k, "v": v, "g": None if g is None else g.float().clamp(min=_LOWEST), "beta": beta}
+    rows: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
+    ends, on_device = _ends(tuple(lens), v.device)
+    rows |= {"initial_state": initial.float(), "output_final_state": True, "scale": scale}
+    rows |= {"cu_seqlens": on_device, "cu_seqlens_cpu": ends}
+    if between is None:
+        out, states = getattr(import_module(f"fla.ops.{rule}"), f"chunk_{rule}")(**rows)
+    else:
+        out, states = with_seam(rule, rows, between)
     return out[0], states
+
+
+@lru_cache(maxsize=8)
+def _ends(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where sequences end, on the CPU and on the device. The package finds its indices again by the same tensors."""
+    ends = torch.tensor([0, *lens]).cumsum(0)
+    return ends, ends.to(device)

@@ -40,6 +40,11 @@ def choose_kernel(
     return partial(_run, KERNELS[kernel])
 
 
+def folds(run: Callable[..., Any]) -> bool:
+    """Whether it lets states of other ranks in between its summaries of pieces and their rows."""
+    return isinstance(run, partial) and run.func is by_fla
+
+
 def _run(
     compute: Callable[..., Any], inputs: Inputs, initial: Tensor, lens: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -39,12 +39,12 @@ class Chains(NamedTuple):
     Attributes:
         slots: [num_chains, depth], what is folded one after another, as indices of the states that were gathered.
             What a chain does not need is any index.
-        documents: [num_chains], their numbers.
-        depths, of: for each piece of this rank that receives, after how many steps, and of which chain.
+        own, depths, of: of each piece of this rank that receives, its index of `own`, after how many steps, and of
+            which chain.
     """
 
     slots: Ints
-    documents: Ints
+    own: Ints
     depths: Ints
     of: Ints
 
@@ -145,17 +145,27 @@ class Pieces:
             lens.append(len(chosen))
         return Sent(np.flatnonzero(which[self.own]), tuple(lens)), slots
 
-    @cached_property
-    def chains(self) -> tuple[Sent, Chains]:
-        """Which states are sent, and how this rank folds them."""
-        sent, slots = self.sent(self.sends)
-        begins = np.flatnonzero(np.r_[True, np.diff(self.batch) != 0] | (self.start == self.first))
-        depth = np.arange(len(self.rank)) - np.repeat(begins, np.diff(np.r_[begins, len(self.rank)]))
-        receivers = self.own[self.receives[self.own]]
-        heads, of = np.unique(receivers - depth[receivers], return_inverse=True)  # the first piece of each document
+    def chains(self, back: bool) -> tuple[Sent, Chains]:
+        """Which states are sent, and how this rank folds them, from the first piece of a document or ``back``."""
+        if ("chains", back) not in self._made:
+            self._made["chains", back] = self._chains(back)
+        found: tuple[Sent, Chains] = self._made["chains", back]
+        return found
+
+    def _chains(self, back: bool) -> tuple[Sent, Chains]:
+        sends, receives = (self.receives, self.sends) if back else (self.sends, self.receives)
+        sent, slots = self.sent(sends)
+        at, num = np.arange(len(self.rank)), len(self.rank)
+        opens = np.flatnonzero(np.r_[True, np.diff(self.batch) != 0] | (self.start == self.first))
+        lens = np.diff(np.r_[opens, num])
+        depth = np.repeat(opens + lens - 1, lens) - at if back else at - np.repeat(opens, lens)
+        own = np.flatnonzero(receives[self.own])
+        receivers = self.own[own]
+        step = -1 if back else 1
+        heads, of = np.unique(receivers - step * depth[receivers], return_inverse=True)  # where each document begins
         most = int(depth[receivers].max(initial=0))
-        at = np.minimum(heads[:, None] + np.arange(most), len(self.rank) - 1)
-        return sent, Chains(slots[at], self.document[heads], depth[receivers], of)
+        order = np.clip(heads[:, None] + step * np.arange(most), 0, num - 1)
+        return sent, Chains(slots[order], own, depth[receivers], of)
 
     def halo(self, before: int, after: int) -> Halo:
         """Rows of the same document next to each piece, where there are any."""

@@ -38,8 +38,8 @@ class Inputs(NamedTuple):
         return Inputs(*(x if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
-Run = Callable[[Inputs, Tensor, list[int]], tuple[Tensor, Tensor]]
-"""What computes sequences, as `recurrence` with a scale."""
+Run = Callable[..., tuple[Tensor, Tensor]]
+"""What computes sequences of inputs, initial states and lengths, as `recurrence` with a scale."""
 
 
 def recurrence(inputs: Inputs, initial: Tensor, lens: list[int], scale: float) -> tuple[Tensor, Tensor]:

@@ -229,7 +229,7 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
     here = pieces.whole if heads and pieces.whole is not None else pieces
     flat = Inputs(*(None if x is None else x.flatten(0, 1) for x in inputs))  # type: ignore[arg-type]
     with torch.autocast(v.device.type, enabled=False):
-        out, states = by_states(run, flat, initial, here, name, what, final)
+        out, states = by_states(run, flat, initial, here, name, what, final, scale)
     out = out.unflatten(0, (batch, -1))
     if heads:
         order = pieces.on(v.device, "order", lambda: pieces.order)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.precision import exactly
+from cp_mesh.mixers.between import Between
+from cp_mesh.mixers.kernels import folds
 from cp_mesh.mixers.moving import after, gather_rows
-from cp_mesh.mixers.pieces import Ints, Pieces
+from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs, Run
 
 
@@ -28,6 +30,7 @@ def by_states(
     group_name: str,
     what: str,
     final: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute this rank's rows.
 
@@ -36,31 +39,21 @@ def by_states(
         inputs: of this rank's rows, batch row after batch row.
         initial: of the documents that are kept, [num_documents, HV, K, V].
         final: whether the state after each document is returned, on every rank.
+        scale: of q, which ``run`` knows.
     """
-    device, (heads, V), K, delta = inputs.v.device, inputs.v.shape[1:], inputs.k.shape[2], inputs.beta is not None
-    dtype = accumulation_dtype(inputs.v.dtype)
-    zero = torch.zeros(1, heads, K, V, dtype=dtype, device=device)
-    known = zero if initial is None else torch.cat([zero, initial.to(dtype)])
-    summaries = None
-    if pieces.sends.any():
-        sent, chains = pieces.chains
-        rows, of_rows = _rows(pieces, sent.own, device)
-        a, b = _summaries(run, inputs, rows, of_rows, pieces.lens[sent.own].tolist(), dtype)
-        flat = after(torch.cat([a.flatten(1), b.flatten(1)], 1), *inputs.at(slice(0)))
-        summaries = gather_rows(flat, sent.lens, pieces.cp_rank, group_name, what)
-        a_of, b_of = summaries.split([a.shape[1:].numel(), heads * K * V], 1)
-        a_of, b_of = a_of.unflatten(1, a.shape[1:]), b_of.unflatten(1, (heads, K, V))
-        begin = chains.documents + 1 if initial is not None else np.zeros_like(chains.documents)
-        state, states = known[pieces.on(device, ("begin", initial is None), lambda: begin)], []
-        for slots in pieces.on(device, "slots", lambda: chains.slots).unbind(1):
-            a = a_of[slots]
-            state = (exactly(torch.matmul, a, state) if delta else a[..., None] * state) + b_of[slots]
-            states.append(state)
-        if states:
-            at = pieces.on(device, "at", lambda: (chains.depths - 1) * len(chains.documents) + chains.of)
-            known = torch.cat([known, torch.cat(states)[at]])
-    due = pieces.on(device, ("due", initial is None), lambda: _due(pieces, initial is not None))
-    out, states_after = run(inputs, known[due], pieces.lens.tolist())
+    device, (heads, V), K = inputs.v.device, inputs.v.shape[1:], inputs.k.shape[2]
+    zero = torch.zeros(1, heads, K, V, dtype=accumulation_dtype(inputs.v.dtype), device=device)
+    known = zero if initial is None else torch.cat([zero, initial.to(zero.dtype)])
+    between = Between(pieces, device, initial is not None, group_name, what)
+    begin = known[between.index(("begin", between.given), lambda: between.begin)]
+    summaries, lens = None, pieces.lens.tolist()
+    if not pieces.sends.any():
+        out, states_after = run(inputs, begin, lens)
+    elif folds(run) and all(pieces.shard_lens):
+        out, states_after = run(inputs, begin, lens, between=between)
+    else:
+        compute = _superpose if inputs.beta is None else _prepend
+        out, states_after, summaries = compute(run, inputs, begin, lens, between, scale)
     out = after(out, summaries)
     if not pieces.kept.all():
         kept = pieces.on(device, "kept", lambda: np.repeat(pieces.kept[pieces.own], pieces.lens))
@@ -74,43 +67,50 @@ def by_states(
     return out, states_of[pieces.on(device, "closes", lambda: slots_of[closes])].unflatten(1, (heads, K, V))
 
 
-def _due(pieces: Pieces, given: bool) -> Ints:
-    """Of each own piece, where its state is: 0 is none, then come those of documents if ``given``, then the folded."""
-    own, num_given = pieces.own, pieces.num_documents * given
-    opens = pieces.kept[own] & (pieces.start == pieces.first)[own]
-    receives = pieces.receives[own]
-    due = np.where(opens, (pieces.document[own] + 1) * given, 0)
-    return np.where(receives, num_given + np.cumsum(receives), due)
+def _prepend(
+    run: Run, inputs: Inputs, begin: Tensor, lens: list[int], between: Between, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A delta rule: pieces that are sent compute the identity beside their state, then all from what they are due."""
+    (heads, V), K, sent = inputs.v.shape[1:], inputs.k.shape[2], between.pieces.chains(False)[0].own
+    ends = np.cumsum(lens)
+    rows = np.concatenate([*(np.arange(ends[i] - lens[i], ends[i]) for i in sent), ends[:0]])
+    part = inputs.at(between.index("rows", lambda: rows))
+    eye = torch.eye(K, dtype=begin.dtype, device=begin.device).expand(len(sent), heads, K, K)
+    v = torch.cat([part.v, part.v.new_zeros(len(rows), heads, K)], -1)
+    initial = torch.cat([begin[between.index("sent", lambda: sent)], eye], -1)
+    _, found = run(part._replace(v=v), initial, [lens[i] for i in sent])  # columns of a state do not know of each other
+    b, a = found.split([V, K], -1)
+    due, gathered = between.pass_on(after(a, *inputs.at(slice(0))), b)
+    return *run(inputs, between.add(begin, due), lens), gathered
 
 
-def _rows(pieces: Pieces, chosen: Ints, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of some of the own pieces, and the number of the piece of each."""
-    begins = pieces.row[pieces.own][chosen]
-    lens = pieces.lens[chosen]
-    rows = pieces.on(device, "rows", lambda: np.concatenate([*map(np.arange, begins, begins + lens), begins[:0]]))
-    return rows, pieces.on(device, "of rows", lambda: np.repeat(np.arange(len(lens)), lens))
+def _superpose(
+    run: Run, inputs: Inputs, begin: Tensor, lens: list[int], between: Between, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Another rule: what a state adds to later rows is known without them, so these are computed once."""
+    q, _, v, g, _ = inputs
+    out, ends = run(inputs if folds(run) else inputs._replace(v=v.to(begin.dtype)), begin, lens)
+    decays = between.decays_of(g, begin)
+    sent, chains = between.pieces.chains(False)
+    of_sent = between.index("sent", lambda: sent.own)
+    a, b = decays[of_sent], after(ends[of_sent], *inputs.at(slice(0)))
+    due, gathered = between.pass_on(a, b)
+    parts = [*out.split(lens)]
+    for i, state in zip(chains.own.tolist(), due * scale, strict=True):
+        rows = slice(sum(lens[:i]), sum(lens[: i + 1]))
+        parts[i] = parts[i] + exactly(_of_state, state, q[rows], None if g is None else g[rows])
+    received = between.index(("own", False), lambda: chains.own)
+    ends = between.add(ends, decays[received] * due)
+    return torch.cat(parts).to(v.dtype), ends, gathered
 
 
-def _summaries(
-    run: Run,
-    inputs: Inputs,
-    rows: Tensor,
-    of_rows: Tensor,
-    lens: list[int],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """A and B of the pieces that are sent. A is [n, HV, K, K] of a delta rule, else what decays, [n, HV, 1 or K]."""
-    (heads, V), K, n = inputs.v.shape[1:], inputs.k.shape[2], len(lens)
-    inputs = inputs.at(rows)
-    v, g = inputs.v, inputs.g
-    initial = torch.zeros(n, heads, K, V, dtype=dtype, device=v.device)
-    if inputs.beta is not None:  # columns of the state do not know of each other: those of the identity become A
-        eye = torch.eye(K, dtype=dtype, device=v.device).expand(n, heads, K, K)
-        v = torch.cat([v, v.new_zeros(len(v), heads, K)], -1)
-        _, found = run(inputs._replace(v=v), torch.cat([initial, eye], -1), lens)
-        return found[..., V:], found[..., :V]
-    _, b = run(inputs, initial, lens)
-    if g is None:
-        return torch.ones(n, heads, 1, dtype=dtype, device=v.device), b
-    g = g if g.ndim == 3 else g[..., None]
-    return torch.zeros(n, *g.shape[1:], dtype=dtype, device=v.device).index_add(0, of_rows, g.to(dtype)).exp(), b
+def _of_state(state: Tensor, q: Tensor, g: Tensor | None) -> Tensor:
+    """What a state [HV, K, V] adds to rows behind it, [T, HV, V], in its dtype."""
+    groups = len(state) // q.shape[1]
+    decay = None if g is None else g.to(state.dtype).cumsum(0).exp()
+    if decay is not None and decay.ndim == 3:
+        q, decay, groups = q.repeat_interleave(groups, 1) * decay, None, 1
+    of_heads = state.unflatten(0, (-1, groups)).movedim(1, 2).flatten(2)  # [H, K, groups * V]
+    out = q.to(state.dtype).movedim(0, 1) @ of_heads
+    out = out.movedim(0, 1).unflatten(2, (groups, -1)).flatten(1, 2)
+    return out if decay is None else out * decay[..., None]

@@ -24,7 +24,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.mixers.rules import causal_conv1d, delta_rule, gated_delta_rule, gla, kda, ssd
 from cp_mesh.training.style_helpers import style_of
-from cp_mesh.wrap import FILE
+from cp_mesh.wrap import FILE, with_names
 
 _SAME = {
     **{"query": "q", "key": "k", "value": "v", "hidden_states": "x"},
@@ -236,13 +236,6 @@ def _function(x: Any) -> FunctionType | None:
         x = getattr(x, _HOLD[type(x)])
     x = inspect.unwrap(x) if callable(x) else None
     return x if isinstance(x, FunctionType) else None
-
-
-def with_names(own: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """The function with another file around it."""
-    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__ = own.__kwdefaults__
-    return made
 
 
 def _copied(x: Any, names: dict[str, Any]) -> Any:
