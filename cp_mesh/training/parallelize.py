@@ -169,9 +169,12 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
     return summed.then(lambda done: done.value()[0])
 
 
+def is_attention(op: Any) -> bool:
+    return bool(op == torch.ops.cp_mesh.attention.default)
+
+
 def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    saved = op == torch.ops.cp_mesh.attention.default
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_context_fn() -> Any:
