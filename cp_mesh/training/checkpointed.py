@@ -24,7 +24,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.training.host_copies import Kept, Lane
 from cp_mesh.training.parallelize import checkpoint_context_fn, is_attention
 from cp_mesh.training.tile_call import style_over_cp
-from cp_mesh.wrap import CHECKPOINT, replace_forward
+from cp_mesh.wrap import CHECKPOINT, replace_forward, replaced
 
 
 class Checkpointed(ParallelStyle):
@@ -35,8 +35,8 @@ class Checkpointed(ParallelStyle):
 
     With ``offload=True`` both wait in host memory, which is pinned on GPUs and used again by the next step. They come
     back one block ahead, so a GPU holds those of two blocks. The input is the first floating tensor among the
-    arguments. Other arguments stay, since blocks share them. torch.compile leaves such a block out of its graph; the
-    forward may be compiled before: ``block.forward = torch.compile(block.forward)``, then attention is computed again.
+    arguments. Other arguments stay, since blocks share them. torch.compile leaves such a block out of its graph, so
+    compile the forward before the plan: ``block.forward = torch.compile(block.forward)``.
 
     Args:
         offload: keep them in host memory; for blocks on GPUs or CPUs.
@@ -84,7 +84,8 @@ class Checkpointed(ParallelStyle):
 
     @_torch.untraced
     def _offloaded(self, module: nn.Module, compute: Callable[..., Any], tensors: list[Tensor]) -> Any:
-        what = f"Checkpointed(offload=True) of {type(module).__name__}"
+        where = getattr(replaced(module, CHECKPOINT), "where", "")
+        what = f"Checkpointed({type(module).__name__}{where and f' at {where}'})"
         if getattr(module, _torch.COMPILED_CALL, None) is not None:
             hint = "block.forward = torch.compile(block.forward) before the plan"
             refuse(what, "a block that is not compiled around the style", "block.compile()", hint, UnsupportedError)
@@ -92,7 +93,9 @@ class Checkpointed(ParallelStyle):
         if not tensors or not tensors[0].is_floating_point() or tensors[0].device.type not in ("cuda", "cpu"):
             refuse(what, "a floating tensor on a GPU or CPU first", given, "Checkpointed()", UnsupportedError)
         x = tensors[0]
-        block = Kept(what, self._lanes.setdefault(x.device, Lane(x.device)))
+        if x.device not in self._lanes:
+            self._lanes[x.device] = Lane(x.device)
+        block = Kept(what, self._lanes[x.device])
         options: Any = {}
         if self.keep_attention:
             outs: list[Any] = []
