@@ -95,13 +95,13 @@ class Checkpointed(ParallelStyle):
         x = tensors[0]
         if x.device not in self._lanes:
             self._lanes[x.device] = Lane(x.device)
-        block = Kept(what, self._lanes[x.device])
+        block, shape = Kept(what, self._lanes[x.device]), x.shape
         options: Any = {}
         if self.keep_attention:
             outs: list[Any] = []
             options["context_fn"] = lambda: (_Attention(block, outs), _Attention(None, outs))
-        with saved_tensors_hooks(  # of the checkpoint's arguments; it saves none of the block's tensors
-            lambda y: y if block.tensors or y.shape != x.shape else block.keep(y),
+        with saved_tensors_hooks(  # of the checkpoint's arguments, which live as long as these functions: not of x
+            lambda y: y if block.tensors or y.shape != shape else block.keep(y),
             lambda y: y() if isinstance(y, partial) else y,
         ):
             return checkpoint(compute, *tensors, use_reentrant=False, **options)
