@@ -24,6 +24,7 @@ from inside import inner, room
 from model import Core, DenseCore, Model, batch
 from ranks import mesh
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -329,8 +330,12 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_attention_returned(options: dict[str, bool], compiled: bool) -> None:
     """It is kept, also in a compiled forward, or computed again; and it goes to the host like the input."""
-    passes, calls = room("passes"), list[int]()
+    passes, calls, graphs = room("passes"), list[int](), list[Any]()
     real, found = passes.forward, []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        made = lookup_backend("aot_eager")(graph, examples)
+        return lambda *args: graphs.append(graph) or made(*args)
 
     def forward(*args: Any) -> Any:
         calls.append(1)
@@ -341,7 +346,7 @@ def test_what_attention_returned(options: dict[str, bool], compiled: bool) -> No
         model, sequence = Net(Attends, 2).double(), ShardedSequence(alone())
         if compiled and style is not None:
             for layer in model.layers:
-                layer.forward = torch.compile(layer.forward, backend="aot_eager")
+                layer.forward = torch.compile(layer.forward, backend=backend)
         plan: dict[str, Any] = {"layers.*.core": ContextParallel(sequence)}
         parallelize(model, alone(), plan | ({"layers.*": style} if style else {}))
         with mock.patch.object(passes, "forward", forward):
@@ -352,11 +357,25 @@ def test_what_attention_returned(options: dict[str, bool], compiled: bool) -> No
     with without_collection():  # a graph that is dropped goes at once, and what was kept with it
         assert model(rows()).requires_grad
         assert not any(each() for lane in style._lanes.values() for each in lane.near)
+    assert bool(graphs) == compiled
     assert len(calls) == 2 * (2 if options["keep_attention"] else 4)
     buffers = sorted(x.numel() for lane in style._lanes.values() for x in lane.free if x.numel())
     lse = B * 2 * S * 8
     per_block = [rows().nbytes] + [lse, rows().nbytes] * options["keep_attention"]
     assert buffers == (sorted(per_block * 2) if options["offload"] else [])
+
+
+class Chooses(Block):
+    """By a higher-order operator, which PyTorch's selective checkpoint does not take."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
+
+
+def test_higher_order_operators() -> None:
+    plain, ours, _ = pair(Chooses, offload=True)
+    assert_same(step(ours), step(plain))
 
 
 def test_compile() -> None:
