@@ -176,7 +176,7 @@ def test_arguments_and_results(options: dict[str, bool], as_keyword: bool) -> No
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_several_forwards(options: dict[str, bool], order: tuple[int, int]) -> None:
-    """Before one backward, in two; of a block that is called twice; of a graph that is kept; and one that is dropped."""
+    """Before one backward, in two; a block that is called twice; a graph that is kept, and one that is dropped."""
     plain, ours, style = pair(**options)
     found = []
     for model in (plain, ours):
@@ -225,7 +225,8 @@ def test_autocast_and_strides() -> None:
     _, ours, _ = pair(Looks, 1, offload=True)
     ours.float()
     x = rows().float().requires_grad_()
-    inputs = [x, x.transpose(0, 1), x[:, ::2], x[:1].expand(3, S, C), x[:, :0], torch.cat((x, x), -1)[..., 2 : 2 + C], x.half()]
+    wide = torch.cat((x, x), -1)
+    inputs = [x, x.transpose(0, 1), x[:, ::2], x[:1].expand(3, S, C), x[:, :0], wide[..., 2 : 2 + C], x.half()]
     for each in inputs:
         with torch.autocast("cpu", torch.bfloat16):
             y = ours.layers[0](each)
@@ -269,7 +270,7 @@ def test_what_is_in_the_memory_of_the_device() -> None:
 
 def test_what_nobody_took_leaves_the_device() -> None:
     """The end of one forward brings the last block of the one before, whose backward comes later or never."""
-    _, ours, style = pair(offload=True)
+    _, ours, _ = pair(offload=True)
     outs = [ours(rows(seed)) for seed in range(3)]
     blocks = [each for each in gc.get_objects() if isinstance(each, Kept)]
     for out in (outs[1], outs[0], outs[2]):
@@ -515,7 +516,8 @@ def train(model: nn.Module) -> list[Tensor | None]:
     y = model(rows(5))
     model.layers[0](model.first(rows(6)))
     y.square().sum().backward(retain_graph=True)
-    torch.autograd.grad(y.sum(), model.layers[2].linear.weight, retain_graph=True)  # leaves a tensor on the device that nobody takes
+    last = model.layers[2].linear.weight
+    torch.autograd.grad(y.sum(), last, retain_graph=True)  # brings the block before, which nobody takes
     y.cos().sum().backward()
     return gradients(model)
 
@@ -567,8 +569,7 @@ def test_another_stream() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep_attention", [True, False])
 def test_on_a_gpu(keep_attention: bool) -> None:
-    """Bits of the step that offloads are those of the one that does not, with slow copies; memory is that of few blocks."""
-    axis = init_device_mesh("cuda", (1,), mesh_dim_names=("cp",))
+    """With slow copies: the same bits as without them, and memory of few blocks."""
     peaks, found, wide = {}, {}, 1024
 
     class Wide(nn.Module):
@@ -583,10 +584,9 @@ def test_on_a_gpu(keep_attention: bool) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(Wide() for _ in range(16))).cuda().bfloat16()
         style = Checkpointed(offload=offload, keep_attention=keep_attention)
-        parallelize(model, axis, {"*": style})
+        parallelize(model, alone(), {"*": style})
         x = torch.randn(1, 16384, wide, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        slow = mock.patch.object(torch.cuda, "stream", slowly(torch.cuda.stream))
-        with slow if offload else mock.patch.object(torch.cuda, "nothing", None, create=True):
+        with mock.patch.object(torch.cuda, "stream", slowly(torch.cuda.stream)):
             for _ in range(3):
                 model.zero_grad()
                 torch.cuda.synchronize()
@@ -600,7 +600,7 @@ def test_on_a_gpu(keep_attention: bool) -> None:
             (lane,) = style._lanes.values()
             assert len(lane.free) == 16 and all(buffer.is_pinned() for buffer in lane.free)
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
-    assert peaks[False] - peaks[True] >= 12 * x.nbytes, peaks
+    assert peaks[False] - peaks[True] >= 10 * x.nbytes, peaks
 
 
 def slowly(stream: Any) -> Any:
@@ -727,7 +727,7 @@ class Odd(Tensor):
 
 
 def test_refusals() -> None:
-    plain, ours, style = pair(offload=True)
+    plain, ours, _ = pair(offload=True)
     with pytest.raises(UnsupportedError, match=r"with Checkpointed; name the block around it"):
         parallelize(ours, alone(), {"layers.0": Checkpointed()})
     with pytest.raises(UnsupportedError, match=r"without a style over cp, got Block with Checkpointed"):

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
-from cp_mesh import _torch
-from cp_mesh._torch import tree_flatten, tree_map_only, tree_unflatten
+from cp_mesh._torch import COMPILED_CALL, DispatchMode, tree_flatten, tree_map_only, tree_unflatten, untraced
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.training.host_copies import Kept, Lane
 from cp_mesh.training.parallelize import checkpoint_context_fn, is_attention
@@ -82,11 +80,11 @@ class Checkpointed(ParallelStyle):
         options: Any = {"context_fn": checkpoint_context_fn} if self.keep_attention else {}
         return checkpoint(compute, *tensors, use_reentrant=False, **options)
 
-    @_torch.untraced
+    @untraced
     def _offloaded(self, module: nn.Module, compute: Callable[..., Any], tensors: list[Tensor]) -> Any:
         where = getattr(replaced(module, CHECKPOINT), "where", "")
         what = f"Checkpointed({type(module).__name__}{where and f' at {where}'})"
-        if getattr(module, _torch.COMPILED_CALL, None) is not None:
+        if getattr(module, COMPILED_CALL, None) is not None:
             hint = "block.forward = torch.compile(block.forward) before the plan"
             refuse(what, "a block that is not compiled around the style", "block.compile()", hint, UnsupportedError)
         given = [f"{x.dtype} on {x.device.type}" for x in tensors]
@@ -107,7 +105,7 @@ class Checkpointed(ParallelStyle):
             return checkpoint(compute, *tensors, use_reentrant=False, **options)
 
 
-class _Attention(_torch.DispatchMode):
+class _Attention(DispatchMode):
     """In a block's forward, keeps what attention returns. In its recomputation, without ``block``, returns that."""
 
     supports_higher_order_operators = True
