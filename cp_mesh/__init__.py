@@ -45,6 +45,7 @@ if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
     from cp_mesh.tools.verify.verify_model import verify_model
     from cp_mesh.tools.warm_up import warm_up
     from cp_mesh.training.boundaries import GatherOutput, ShardInput
+    from cp_mesh.training.checkpointed import Checkpointed
     from cp_mesh.training.clip_grad import clip_grad_norm
     from cp_mesh.training.context_parallel import ContextParallel
     from cp_mesh.training.log_probs import document_sums, token_log_probs
@@ -59,6 +60,7 @@ __version__ = "0.2.0"
 __all__ = [
     "ArgumentError",
     "Balanced",
+    "Checkpointed",
     "ContextParallel",
     "Contiguous",
     "GatherOutput",
@@ -117,6 +119,7 @@ _OPS = (
 )
 """Modules that register ops."""
 _HOMES = {
+    "Checkpointed": "training.checkpointed",
     "ContextParallel": "training.context_parallel",
     "GatherOutput": "training.boundaries",
     "OverlappedColwise": "tensor_parallel.styles",

@@ -29,6 +29,7 @@ STYLE = "style"  # keys of `replace_forward`; this one: a style over cp
 INPUT, OUTPUT = "input", "output"  # a module may have these beside a style
 LINEAR = "linear"  # a style over tp; a module may have it beside one over cp
 TILES = "tiles"  # computes few rows at a time; a module may have it beside one over tp
+CHECKPOINT = "checkpoint"  # keeps a block's input; a block may have it beside one over tp
 WATCH = "watch"  # checks the forward of a compiled part while it is traced
 _ALL = "_cp_mesh"  # by key: the replacement, and the ``forward`` that was set on the instance before, or None
 
@@ -64,7 +65,7 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
 
     Args:
         module: gets another class, in place. A ``forward`` set on the instance is removed and passed to ``run``.
-        key: `STYLE`, `INPUT`, `OUTPUT`, `LINEAR`, `TILES` or `WATCH`; a module has at most one replacement of each.
+        key: `STYLE`, `INPUT`, `OUTPUT`, `LINEAR`, `TILES`, `CHECKPOINT` or `WATCH`; a module has at most one of each.
         name: of the replacement, for messages.
         run: takes the module, its own forward, and the arguments of the call.
     """
@@ -142,7 +143,7 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
     code.__code__ = code.__code__.replace(co_name=f"forward of {base.__module__}.{base.__qualname__}")
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        if any(replaced(self, each) for each in (STYLE, INPUT, OUTPUT, LINEAR, TILES)):
+        if any(replaced(self, each) for each in (STYLE, INPUT, OUTPUT, LINEAR, TILES, CHECKPOINT)):
             raise UnsupportedError(
                 f"{base.__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds process "
                 "groups; save model.state_dict(), then build the model and call parallelize where it is loaded"

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from scripts import run_script
-from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
@@ -44,17 +43,13 @@ def test_a_step_that_differs_is_not_timed() -> None:
         assert not long.gate(args, None, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_a_few_rows_at_a_time() -> None:
-    seen = []
-
-    class Rows(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(x.shape[1])
-            return super().forward(x)
-
-    module = Rows(4, 4)
-    long.FewRows(module, 3)(torch.randn(2, 8, 4, requires_grad=True)).sum().backward()
-    assert seen[:3] == [3, 3, 2] and sorted(seen[3:]) == [2, 3, 3]  # and again for the backward
+def test_options_reach_the_styles() -> None:
+    for options in ([], ["--no-offload"], ["--mlp-rows", "9"]):
+        args = long.parse_arguments(options)
+        for recompute in ("selective", "full"):
+            block, mlp = long.styles(args, recompute).values()
+            assert (block.offload, block.keep_attention) == ("--no-offload" not in options, recompute == "selective")
+            assert mlp.tile_rows == (9 if "9" in options else 16384)
 
 
 @pytest.mark.nightly("benchmarks")

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_mesh
 from cp_mesh import (
     Balanced,
+    Checkpointed,
     ContextParallel,
     Contiguous,
     Layout,
@@ -107,6 +108,12 @@ SETUPS = [
     Setup(cp=2, tiles=5, reshard=False, checkpoint="full"),
     Setup(cp=2, tp=2, tiles=4, checkpoint="selective"),
     Setup(cp=2, tp=2, tiles=3, overlapped="all_reduce"),
+    # Blocks whose inputs wait in host memory.
+    Setup(cp=3, fsdp=False, checkpoint="offloaded"),
+    Setup(dp=2, cp=2, documents=True, packed=True, checkpoint="offloaded"),
+    Setup(cp=2, tp=2, sequence_parallel=True, S=22, checkpoint="offloaded_all"),
+    Setup(cp=2, tp=2, overlapped="reduce_scatter", checkpoint="offloaded", reshard=False),
+    Setup(dp=2, cp=2, documents=True, scores=True, checkpoint="offloaded", tiles=2),
 ]
 
 QUICK = (
@@ -171,8 +178,10 @@ def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Modu
     styles = {"": root, "layers.*.core": core}
     if setup.tiles:
         styles["layers.*.ff"] = TiledMLP(tiles=setup.tiles)
+    if setup.checkpoint.startswith("offloaded"):
+        styles["layers.*"] = Checkpointed(offload=True, keep_attention="all" not in setup.checkpoint)
     cp_mesh.parallelize(model, axes["cp"], styles)
-    if setup.checkpoint != "none":
+    if setup.checkpoint in ("full", "selective"):
         options = {"context_fn": cp_mesh.checkpoint_context_fn} if setup.checkpoint == "selective" else {}
         for layer in model.layers:
             layer.forward = recomputing(layer.forward, options)

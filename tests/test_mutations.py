@@ -29,6 +29,7 @@ import test_batches
 import test_blocks
 import test_boundaries
 import test_changing_layouts
+import test_checkpointed
 import test_choosing
 import test_clipping
 import test_copies
@@ -398,6 +399,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sums of documents": of(test_log_probs.test_sums_of_documents, "zigzag", "packed"),
     "tiles": alone((test_tiled.test_outputs_and_gradients, ("MLP", {"tiles": 3}))),
     "dropout of tiles": alone((test_tiled.test_dropout, ())),
+    "copies to the host": alone((test_checkpointed.test_buffers_go_on_while_copies_are_under_way, ())),
+    "who is on the device": alone((test_checkpointed.test_what_is_in_the_memory_of_the_device, ())),
     "tiles of what mixes tokens": alone((test_tiled.test_modules_that_mix_tokens_are_refused, ("a mean", 13))),
     "linears": on(3, test_tensor_parallel.run_cases, test_tensor_parallel.CASES),
     "traffic of linears": test_tensor_parallel.test_what_travels_and_what_is_computed,

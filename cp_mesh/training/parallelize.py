@@ -34,7 +34,7 @@ from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.recurrent_parallel import RecurrentParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import SUMS, groups_over_cp, groups_over_tp
-from cp_mesh.wrap import STYLE, TILES, check_plain, plain_name, replaced
+from cp_mesh.wrap import CHECKPOINT, STYLE, TILES, check_plain, plain_name, replaced
 
 _CORES = ContextParallel | RecurrentParallel
 _OVER_CP = ShardedModel | _CORES | ShardInput | GatherOutput
@@ -105,7 +105,7 @@ def parallelize(
     for name, (_, style) in chosen.items():
         trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
         apply_style(style, modules[name], mesh)
-        for wrapper in (STYLE, TILES):
+        for wrapper in (STYLE, TILES, CHECKPOINT):
             if (found := replaced(modules[name], wrapper)) is not None:
                 found.where = name
         for key, parameter in modules[name].named_parameters():
@@ -169,9 +169,12 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
     return summed.then(lambda done: done.value()[0])
 
 
+def is_attention(op: Any) -> bool:
+    return bool(op == torch.ops.cp_mesh.attention.default)
+
+
 def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    saved = op == torch.ops.cp_mesh.attention.default
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_context_fn() -> Any:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from cp_mesh._torch import hooks_of_module, hooks_of_tensor, times_written, tree_flatten, tree_unflatten
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.wrap import INPUT, OUTPUT, STYLE, TILES, replaced
+from cp_mesh.wrap import CHECKPOINT, INPUT, OUTPUT, STYLE, TILES, replaced
 
 _KNOWN = ("torch.distributed.tensor", "cp_mesh.")  # hooks of styles over tp, and of checks
 _ALONE = "leave it out of the plan, or tile a module within it that computes each token alone"
@@ -210,5 +210,5 @@ def drawing(random: Random) -> Iterator[None]:
 
 
 def style_over_cp(module: nn.Module) -> str | None:
-    found = (replaced(module, key) for key in (STYLE, INPUT, OUTPUT, TILES))
+    found = (replaced(module, key) for key in (STYLE, INPUT, OUTPUT, TILES, CHECKPOINT))
     return next((each.name for each in found if each is not None), None)

@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 2 examples/benchmarks/long.py --seq-len 1048576 --layers 1 2 --csv long.csv
     torchrun --nproc-per-node 2 examples/benchmarks/long.py --seq-len 262144 --layers 2 4  # as many rows as 8 GPUs
 
-Memory is saved by functions of PyTorch only:
+Memory is saved by two styles, and by a checkpoint of the loss:
 
-- a block keeps its input and attention's outputs (`cp_mesh.checkpoint_context_fn`), or with `--recompute full` only its
-  input; inputs of blocks wait in host memory (`torch.autograd.graph.save_on_cpu`);
-- the MLP and the loss process a few rows at a time, each checkpointed. So neither the MLP's hidden units nor the logits
-  of all rows exist at once. `cp_mesh.cross_entropy(count=)` divides each part by the tokens of all.
+- a block keeps its input and attention's outputs, or with `--recompute full` only its input, and they wait in host
+  memory (`cp_mesh.Checkpointed`);
+- the MLP (`cp_mesh.TiledMLP`) and the loss process a few rows at a time. So neither the MLP's hidden units nor the
+  logits of all rows exist at once. `cp_mesh.cross_entropy(count=)` divides each part by the tokens of all.
 
 First a short sequence must give the same loss and gradient norm with and without all this. Weights, gradients and the
 optimizer's state are fp32 and sharded by FSDP2 over all ranks; layers compute in bf16.
@@ -18,7 +18,8 @@ GPUs: work is divided by the ratio of ranks, and memory is that of equally many 
 shorter sequence. It assumes, without proof, that a ring of 8 hides its communication as well as a ring of 2.
 
 Columns: `seconds`: forward, backward, clipping and AdamW on the slowest rank, the last of `--steps`. `peak_gib`: peak
-of PyTorch's allocator on any rank, with cp_mesh's symmetric memory. `host_gib`: host memory of one rank.
+of PyTorch's allocator on any rank, with cp_mesh's symmetric memory. `host_gib`: host memory of one rank. The first step
+is longer: it allocates host memory, and `TiledMLP` looks at the MLP.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ import gc
 import os
 import sys
 import time
-from contextlib import nullcontext
 from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
 
-from llama import CoreAttention, FeedForward, Llama, LlamaConfig, rotary  # noqa: E402
+from llama import CoreAttention, Llama, LlamaConfig, rotary  # noqa: E402
 from metrics import peak_flops  # noqa: E402
 from parallel_llama import apply_fsdp  # noqa: E402
 from report import append  # noqa: E402
@@ -68,12 +69,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--ffn", type=int, default=14336)
     add("--vocab", type=int, default=128256)
     add("--recompute", nargs="+", choices=("selective", "full"), default=["selective"], help="selective: not attention")
-    add("--no-offload", dest="offload", action="store_false", help="keep inputs of blocks on the device")
+    add("--no-offload", dest="offload", action="store_false", help="keep them on the device")
     add("--head-chunks", type=int, default=1, help="head chunks of cp_mesh's attention")
     add("--loss-rows", type=int, default=8192, help="rows of logits that exist at a time")
     add("--mlp-rows", type=int, default=16384, help="rows that the MLP computes at a time")
     add("--gate-len", type=int, default=65536, help="tokens of the sequence that is compared with a plain step")
-    add("--steps", type=int, default=1)
+    add("--steps", type=int, default=2)
     add("--as", dest="ranks", type=int, default=8, help="ranks to project to")
     add("--whole", type=int, default=32, help="layers to project to")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -82,27 +83,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class FewRows(nn.Module):
-    """A module that computes each row alone, such as an MLP, for a few rows [B, n, C] at a time."""
-
-    def __init__(self, module: nn.Module, rows: int) -> None:
-        super().__init__()
-        self.module, self.rows = module, rows
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([checkpoint(self.module, part, use_reentrant=False) for part in x.split(self.rows, 1)], 1)
-
-
 class LongLlama(Llama):
     """A Llama that returns this rank's share of the loss, not logits."""
 
-    def __init__(self, config: LlamaConfig, data: DeviceMesh, args: argparse.Namespace, recompute: str) -> None:
+    def __init__(self, config: LlamaConfig, data: DeviceMesh, loss_rows: int) -> None:
         super().__init__(config, CoreAttention)
-        self.data, self.loss_rows, self.offload = data, args.loss_rows, args.offload
-        for block in self.layers:
-            assert isinstance(block.feed_forward, FeedForward)
-            block.feed_forward = FewRows(block.feed_forward, args.mlp_rows)
-            block.checkpoint = partial(keep_input, recompute)
+        self.data, self.loss_rows = data, loss_rows
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None, count: int = 0
@@ -110,22 +96,23 @@ class LongLlama(Llama):
         """Compute a share of the mean loss of ``count`` tokens, of tokens [1, L], their positions, labels [1, L]."""
         assert positions is not None and labels is not None
         rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
-        with torch.autograd.graph.save_on_cpu(pin_memory=tokens.is_cuda) if self.offload else nullcontext():
-            x = self.tok_embeddings(tokens)
-            for layer in self.layers:
-                x = layer(x, rope, None)
-            parts = zip(x.split(self.loss_rows, 1), labels.split(self.loss_rows, 1), strict=True)
-            shares = [checkpoint(partial(self.share, count=count), *part, use_reentrant=False) for part in parts]
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, rope, None)
+        parts = zip(x.split(self.loss_rows, 1), labels.split(self.loss_rows, 1), strict=True)
+        shares = [checkpoint(partial(self.share, count=count), *part, use_reentrant=False) for part in parts]
         return torch.stack(shares).sum()
 
     def share(self, x: Tensor, labels: Tensor, count: int) -> Tensor:
         return cp_mesh.cross_entropy(self.output(self.norm(x)), labels, self.data, count=count)
 
 
-def keep_input(recompute: str, compute: nn.Module, x: Tensor, *others: Tensor | None) -> Tensor:
-    """A block that is checkpointed: only ``x`` is saved, so that nothing else waits in the host's memory."""
-    others_too = {"context_fn": cp_mesh.checkpoint_context_fn} if recompute == "selective" else {}
-    return checkpoint(lambda x: compute(x, *others), x, use_reentrant=False, **others_too)
+def styles(args: argparse.Namespace, recompute: str) -> dict[str, Any]:
+    """What saves memory in the blocks."""
+    return {
+        "layers.*": cp_mesh.Checkpointed(offload=args.offload, keep_attention=recompute == "selective"),
+        "layers.*.feed_forward": cp_mesh.TiledMLP(tile_rows=args.mlp_rows),
+    }
 
 
 class PlainLlama(Llama):
@@ -145,12 +132,14 @@ class PlainLlama(Llama):
 class Trainer:
     """A model on all ranks, and its steps."""
 
-    def __init__(self, model: Llama, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(
+        self, model: Llama, others: dict[str, Any], mesh: DeviceMesh, args: argparse.Namespace, device: torch.device
+    ) -> None:
         self.model, self.mesh, self.args, self.device = model, mesh, args, device
         self.sequence = cp_mesh.ShardedSequence(mesh, cp_mesh.ZigZag())
         style = cp_mesh.ContextParallel(self.sequence, head_chunks=args.head_chunks)
         root = cp_mesh.ShardedModel(self.sequence, inputs=("tokens",), positions="positions")
-        cp_mesh.parallelize(model, mesh, {"": root, "layers.*.attention.core": style})
+        cp_mesh.parallelize(model, mesh, {"": root, "layers.*.attention.core": style} | others)
         apply_fsdp(model, mesh, "bf16" if device.type == "cuda" else "fp32")
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
@@ -192,9 +181,9 @@ def make(
     """A trainer of a long model, or without ``recompute`` of a plain one."""
     config = LlamaConfig(args.vocab, args.dim, layers, args.heads, args.kv_heads, ffn_dim=args.ffn)
     with torch.device(device):
-        model = PlainLlama(config, mesh) if recompute is None else LongLlama(config, mesh, args, recompute)
+        model = LongLlama(config, mesh, args.loss_rows) if recompute else PlainLlama(config, mesh)
     model.init_weights(seed=0)  # whole: with few layers it fits
-    return Trainer(model, mesh, args, device)
+    return Trainer(model, styles(args, recompute) if recompute else {}, mesh, args, device)
 
 
 def gate(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> bool:

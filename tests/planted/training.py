@@ -246,6 +246,12 @@ def _(drawing: Any) -> Any:
 plant("modules that mix tokens pass", "tile_call:Call.look", "tiles of what mixes tokens")(
     lambda look: lambda self, rows: None
 )
+plant("copies from and to the host are not waited for", "host_copies:_Stored.leave", "copies to the host")(
+    lambda leave: lambda self: setattr(self, "near", None)
+)
+plant("what nobody took stays on the device", "host_copies:Lane.let_stay", "who is on the device")(
+    lambda let_stay: lambda self, *blocks: None
+)
 plant("hidden states that do not fill a chunk are left out", "token_losses:_logits", "log-probabilities")(
     lambda logits: with_result(logits, lambda chunks: list(chunks)[:-1])
 )

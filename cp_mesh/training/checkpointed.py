@@ -1,0 +1,131 @@
+"""`Checkpointed`: blocks that keep their input, on request in host memory, and compute the rest again in the backward.
+
+A stream of its own copies to the host while the block computes, and back one block ahead of the backward; PyTorch's
+`save_on_cpu` copies on the stream that computes. DeepSpeed's ALST (arXiv 2506.13996) offloads inputs of blocks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.checkpoint import checkpoint
+
+from cp_mesh._torch import COMPILED_CALL, DispatchMode, tree_flatten, tree_map_only, tree_unflatten, untraced
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.training.host_copies import Kept, Lane
+from cp_mesh.training.parallelize import checkpoint_context_fn, is_attention
+from cp_mesh.training.tile_call import style_over_cp
+from cp_mesh.wrap import CHECKPOINT, replace_forward, replaced
+
+
+class Checkpointed(ParallelStyle):
+    """Makes a block keep its input and what attention returns; the backward computes the rest again.
+
+    Outputs, gradients and random numbers are those of the plain block. It is PyTorch's checkpoint without reentry.
+    Styles over cp and tp inside the block and `fully_shard` around it work as without.
+
+    With ``offload=True`` both wait in host memory, which is pinned on GPUs and used again by the next step. They come
+    back one block ahead, so a GPU holds those of two blocks. The input is the first floating tensor among the
+    arguments. Other arguments stay, since blocks share them. torch.compile leaves such a block out of its graph, so
+    compile the forward before the plan: ``block.forward = torch.compile(block.forward)``.
+
+    Args:
+        offload: keep them in host memory; for blocks on GPUs or CPUs.
+        keep_attention: False computes attention again too, and keeps only the input.
+
+    Raises:
+        UnsupportedError: at application, on a module with a style over cp. With ``offload=True`` also in a call of a
+            block that ``block.compile()`` compiled, that has no floating tensor among its arguments, or a subclass of
+            Tensor other than DTensor; and in the backward, if the input or attention's output was written in place.
+
+    Example:
+        >>> plan["layers.*"] = Checkpointed(offload=True)  # doctest: +SKIP
+    """
+
+    def __init__(self, *, offload: bool = False, keep_attention: bool = True) -> None:
+        self.offload, self.keep_attention = offload, keep_attention
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if (other := style_over_cp(module)) is not None:
+            got, hint = f"{type(module).__name__} with {other}", "name the block around it"
+            refuse("Checkpointed", "a module without a style over cp", got, hint, UnsupportedError)
+        replace_forward(module, CHECKPOINT, "Checkpointed", self._run)
+        return module
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        at.sort(key=lambda i: not leaves[i].is_floating_point())
+        tensors = [leaves[i] for i in at]  # arguments of the checkpoint: it finds their device and saves them
+        for i in at:
+            leaves[i] = None
+
+        def compute(*tensors: Tensor) -> Any:
+            given = [*leaves]
+            for i, x in zip(at, tensors, strict=True):
+                given[i] = x
+            args, kwargs = tree_unflatten(given, spec)
+            return forward(*args, **kwargs)
+
+        if self.offload and torch.is_grad_enabled():
+            return self._offloaded(module, compute, tensors)
+        options: Any = {"context_fn": checkpoint_context_fn} if self.keep_attention else {}
+        return checkpoint(compute, *tensors, use_reentrant=False, **options)
+
+    @untraced
+    def _offloaded(self, module: nn.Module, compute: Callable[..., Any], tensors: list[Tensor]) -> Any:
+        where = getattr(replaced(module, CHECKPOINT), "where", "")
+        what = f"Checkpointed({type(module).__name__}{where and f' at {where}'})"
+        if getattr(module, COMPILED_CALL, None) is not None:
+            hint = "block.forward = torch.compile(block.forward) before the plan"
+            refuse(what, "a block that is not compiled around the style", "block.compile()", hint, UnsupportedError)
+        given = [f"{x.dtype} on {x.device.type}" for x in tensors]
+        if not tensors or not tensors[0].is_floating_point() or tensors[0].device.type not in ("cuda", "cpu"):
+            refuse(what, "a floating tensor on a GPU or CPU first", given, "Checkpointed()", UnsupportedError)
+        x = tensors[0]
+        if x.device not in self._lanes:
+            self._lanes[x.device] = Lane(x.device)
+        block, shape = Kept(what, self._lanes[x.device]), x.shape
+        options: Any = {}
+        if self.keep_attention:
+            outs: list[Any] = []
+            options["context_fn"] = lambda: (_Attention(block, outs), _Attention(None, outs))
+        with saved_tensors_hooks(  # of the checkpoint's arguments, which live as long as these functions: not of x
+            lambda y: y if block.tensors or y.shape != shape else block.keep(y),
+            lambda y: y() if isinstance(y, partial) else y,
+        ):
+            return checkpoint(compute, *tensors, use_reentrant=False, **options)
+
+
+class _Attention(DispatchMode):
+    """In a block's forward, keeps what attention returns. In its recomputation, without ``block``, returns that."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, block: Kept | None, outs: list[Any]) -> None:
+        super().__init__()
+        self.block, self.outs = block, outs
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else what is compiled inside the block would run as it is
+
+    def __enter__(self) -> Any:
+        self.rest = iter([*self.outs])  # from the first, in each backward
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.block is None and is_attention(op):
+            return tree_map_only(partial, lambda y: y(), next(self.rest))
+        out = op(*args, **kwargs or {})
+        if self.block is not None and is_attention(op):
+            self.outs.append(tree_map_only(Tensor, self.block.keep, out))
+        return out

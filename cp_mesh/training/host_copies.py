@@ -1,0 +1,152 @@
+"""Tensors that wait in host memory between the passes of a block, copied on a stream of their own.
+
+A block's tensors are copied to the host while the block computes, and leave the GPU when the next block begins. In the
+backward they come back while the block behind is computed again. Two rules make this safe. The stream that computes
+waits for a copy before it uses the target, or lets others use the memory of either side (`_Stored.leave`); the copying
+stream waits for the computing one before each copy. All copies of a device are in one stream, so a buffer of the host
+may be given to the next tensor while it is still read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_mesh._torch import dispatching, local_tensor, times_written
+from cp_mesh.errors import UnsupportedError, refuse
+
+
+class _NoStreams(nullcontext[None]):
+    """In the place of `torch.cuda` and its streams on the CPU, where a copy is done when it returns."""
+
+    def current_stream(self, _: Any = None) -> Any:
+        return self
+
+    Stream = stream = wait_stream = wait_event = record_event = current_stream
+
+
+def streams_of(device: torch.device) -> Any:
+    return torch.cuda if device.type == "cuda" else _NoStreams()
+
+
+class Lane:
+    """Of one device: the stream that copies, free buffers of the host, and which blocks have tensors on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.streams = device, streams_of(device)
+        self.stream = self.streams.Stream(device)
+        self.free: list[Tensor] = []
+        self.near: list[ref[Kept]] = []
+
+    def buffer(self, size: int) -> Tensor:
+        """Host memory of at least ``size`` bytes."""
+        if fits := [i for i, x in enumerate(self.free) if x.numel() >= size]:
+            return self.free.pop(min(fits, key=lambda i: self.free[i].numel()))
+        del self.free[:1]  # so their number stays that of the tensors kept at a time
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+
+    def let_stay(self, *blocks: Kept | None) -> None:
+        """Make the tensors of all other blocks leave the device."""
+        for block in [each() for each in self.near]:
+            if block is not None and block not in blocks:
+                block.leave()
+        self.near = [ref(block) for block in blocks if block is not None]
+
+
+class Kept:
+    """What one call of a block keeps, until the graph that holds the results of `keep` goes."""
+
+    def __init__(self, what: str, lane: Lane) -> None:
+        self.what, self.lane, self.tensors = what, lane, list[_Stored]()
+        self.before = lane.near[-1] if lane.near else lambda: None  # of the block before
+        lane.let_stay(self)
+
+    def keep(self, x: Tensor) -> partial[Tensor]:
+        """Start to copy a tensor to the host; the result returns it on the device."""
+        local: Any = local_tensor(x) if isinstance(x, DTensor) else x
+        if hasattr(local, "trigger_wait"):  # an AsyncCollectiveTensor, which the copying stream would wait for
+            local = local.trigger_wait()
+        with dispatching("ADInplaceOrView"):
+            local = local.detach()  # without its graph, which holds this; writes to x count
+        if type(local) is not Tensor:
+            refuse(self.what, "a Tensor or DTensor", type(local).__name__, "Checkpointed()", UnsupportedError)
+        self.tensors.append(_Stored(self.lane, local))
+        return partial(self._get, len(self.tensors) - 1, _wrap(x))
+
+    def _get(self, number: int, wrap: Callable[[Tensor], Tensor]) -> Tensor:
+        if number == 0:  # the backward of the block begins
+            before = self.before()
+            self.lane.let_stay(self, before)
+            for each in (*self.tensors, *(before.tensors if before else ())):
+                each.come()
+        return wrap(self.tensors[number].take(self.what))
+
+    def leave(self) -> None:
+        for each in self.tensors:
+            each.leave()
+
+    def __del__(self) -> None:
+        self.leave()
+        self.lane.free += [each.buffer for each in self.tensors]
+
+
+def _wrap(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Makes a DTensor like ``x`` of a local tensor."""
+    if not isinstance(x, DTensor):
+        return lambda local: local
+    like: dict[str, Any] = {"shape": x.shape, "stride": x.stride(), "run_check": False}
+    return partial(DTensor.from_local, device_mesh=x.device_mesh, placements=x.placements, **like)
+
+
+class _Stored:
+    """A tensor in host memory, and for a while as ``near`` on its device, when a copy between them ends with ``done``.
+
+    ``home``: the stream that computed when the copy began, in whose order the memory of ``near`` is used.
+    """
+
+    def __init__(self, lane: Lane, x: Tensor) -> None:
+        self.lane, self.like, self.written = lane, torch.empty_like(x, device="meta"), False
+        self.buffer = lane.buffer(x.nbytes)
+        flat = self.buffer[: x.nbytes].view(x.dtype)
+        self.far = flat.as_strided(self.like.shape, self.like.stride())
+        self.near: Tensor | None = None
+        self._copy(x, self.far, x)
+
+    def _copy(self, near: Tensor, to: Tensor, source: Tensor) -> None:
+        streams, stream = self.lane.streams, self.lane.stream
+        self.near, self.home = near, streams.current_stream(self.lane.device)
+        stream.wait_stream(self.home)  # until the source is computed, and the memory of the target no longer used
+        with streams.stream(stream):
+            to.copy_(source, non_blocking=True)
+        self.done, self.times = stream.record_event(), times_written(near)
+
+    def come(self) -> None:
+        """Start to copy the tensor to the device, if it is not there."""
+        if self.near is None or self.home != self.lane.streams.current_stream(self.lane.device):
+            self.leave()
+            near = torch.empty_like(self.like, device=self.lane.device)
+            self._copy(near, near, self.far)
+
+    def take(self, what: str) -> Tensor:
+        """The tensor on the device. Its memory is the caller's, who uses it in the current stream."""
+        self.come()
+        x = self.near
+        self.leave()
+        if x is None or self.written:
+            hint = "write out of place, x = x + y, not x += y"
+            refuse(what, "an input and results of attention that stay", "a write in place", hint, UnsupportedError)
+        return x
+
+    def leave(self) -> None:
+        """Leave the device, and let its memory be used for what is computed after the copy."""
+        if self.near is not None:
+            self.written |= times_written(self.near) != self.times
+            self.home.wait_event(self.done)
+            self.near = None
