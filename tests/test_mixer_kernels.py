@@ -51,7 +51,7 @@ def found(kernel: str, given: list[Tensor | None], lens: list[int], dtype: torch
     shape = len(lens), HV, given[1].shape[-1], given[2].shape[-1]
     initial = torch.randn(*shape, dtype=torch.float64, generator=made)
     inputs = [x if x is None else x.to(dtype).requires_grad_() for x in (*given, initial)]
-    out, states = choose_kernel("a rule", kernel, *inputs[:4])(Inputs(*inputs[:5]), inputs[5], lens, 0.3)
+    out, states = choose_kernel("a rule", kernel, *inputs[:5])(Inputs(*inputs[:5]), inputs[5], lens, 0.3)
     grads = [torch.randn(x.shape, dtype=torch.float64, generator=made) for x in (out, states)]
     known = [x for x in inputs if x is not None]
     grads = [grad.to(x.dtype) for grad, x in zip(grads, (out, states), strict=True)]
@@ -170,5 +170,5 @@ def test_inputs_alone_are_held() -> None:
     given, held = [x.requires_grad_() for x in drawn(130, "of channels", True) if x is not None], []
     initial = torch.zeros(1, HV, K, V, dtype=torch.float64)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x.numel()) or x, lambda x: x):
-        choose_kernel("a rule", "torch", *given[:4])(Inputs(*given), initial, [130], 1.0)
+        choose_kernel("a rule", "torch", *given[:5])(Inputs(*given), initial, [130], 1.0)
     assert sum(held) == sum(x.numel() for x in (*given, initial))

@@ -165,12 +165,28 @@ def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) ->
         1, 4, 2, {"K": 300, "odd V": 7}.get(name, 8), dtype=torch.float32 if name == "float32" else torch.float16
     )
     with pytest.raises(NotImplementedError, match=LACKING[name]):
-        specified.choose_kernel("a rule", "fla", x, x, x, torch.zeros(1, 4, 2))
+        specified.choose_kernel("a rule", "fla", x, x, x, torch.zeros(1, 4, 2), x[..., 0])
 
 
-def test_auto_does_not_take_it() -> None:
-    """No GPU has run it with cp_mesh."""
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_auto_takes_it_for(monkeypatch: pytest.MonkeyPatch, rule: str, device: str) -> None:
+    """The gated delta rule alone passed the gate on GPUs."""
+    fla, (decay, delta) = room("mixers.fla"), RULES[rule]
+    monkeypatch.setattr(fla, "_release", {"fla-core": (0, 6, 0), "triton": (3, 7, 1)}.get)
+    shapes = {"none": None, "of heads": (1, 4, 2), "of channels": (1, 4, 2, 8)}
+    with FakeTensorMode():
+        x = torch.empty(1, 4, 2, 8, dtype=torch.bfloat16, device=device)
+        g = None if shapes[decay] is None else torch.empty(shapes[decay], device=device)
+        beta = torch.empty(1, 4, 2, device=device) if delta else None
+        found = specified.choose_kernel("a rule", "auto", x, x, x, g, beta)
+    assert (found is fla.by_fla) == (rule == "gated_delta_rule" and device == "cuda")
+
+
+def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room("mixers.fla"), "_release", lambda package: ())
     with FakeTensorMode():
         x = torch.empty(1, 4, 2, 8, dtype=torch.bfloat16, device="cuda")
-    found = [specified.choose_kernel("a rule", name, x, x, x, None) for name in ("auto", "torch")]
+        g = torch.empty(1, 4, 2, device="cuda")
+        found = [specified.choose_kernel("a rule", name, x, x, x, g, g) for name in ("auto", "torch")]
     assert found[0].args == found[1].args

@@ -17,13 +17,13 @@ from cp_mesh.mixers.recurrence import Inputs, recurrence
 
 Kernel = Literal["auto", "torch", "fla", "reference"]
 KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}
-"""By name. "auto" does not take "fla", which no GPU has run with cp_mesh."""
+"""By name. "auto" takes "fla" for the gated delta rule, where it can: the rule that passed the gate on GPUs."""
 MOST = 2**26
 """Numbers of v, and of k of each head of v, that are computed at once: a bound of the working memory."""
 
 
 def choose_kernel(
-    what: str, kernel: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
+    what: str, kernel: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """What computes a call, with the arguments of `recurrence`.
 
@@ -33,10 +33,12 @@ def choose_kernel(
     """
     if kernel not in KERNELS:
         refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
-    if kernel == "fla":
-        if (lacking := shortfall(q, k, v, g)) is not None:
+    gated_delta = beta is not None and g is not None and g.ndim == v.ndim - 1
+    if kernel == "fla" or (kernel == "auto" and gated_delta and v.device.type == "cuda"):
+        if (lacking := shortfall(q, k, v, g)) is None:
+            return by_fla
+        if kernel == "fla":
             refuse(f"{what}: kernel", *lacking, UnsupportedError)
-        return by_fla
     return partial(_run, KERNELS[kernel])
 
 

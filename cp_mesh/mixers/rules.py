@@ -48,7 +48,8 @@ class Options(TypedDict, total=False):
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto", the default, takes the one that sends less.
         kernel: "torch" computes in chunks, in plain PyTorch; "fla" by the package fla-core, half precision on GPUs;
-            "reference" token by token; "auto", the default, takes "torch".
+            "reference" token by token; "auto", the default, takes "fla" for the gated delta rule where it can, else
+            "torch".
     """
 
     sequence: ShardedSequence | None
@@ -212,7 +213,7 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
         q, k, v, g, beta = _inputs(what, given, options.get("use_qk_l2norm_in_kernel", False))
         initial = given["initial_state"]
         pieces = _pieces(what, place, v, initial)
-        compute = choose_kernel(what, place.kernel, q, k, v, g)
+        compute = choose_kernel(what, place.kernel, q, k, v, g, beta)
         method = _choose(what, place.method, pieces, q, v, g, beta)
         scale = 1.0 if what == "ssd" else q.shape[-1] ** -0.5 if scale is None else scale
     batch = len(v)

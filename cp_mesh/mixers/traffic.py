@@ -120,7 +120,7 @@ def explain(
 
     Returns:
         An object to print. Bytes are those that a rank sends to others if all inputs need gradients, without
-        ``output_final_state``. No time is predicted, as none was measured.
+        ``output_final_state``. No time is predicted.
 
     Raises:
         ArgumentError: for sizes that do not fit.
@@ -146,7 +146,7 @@ def explain(
         f"method auto = {method}; {num_states} states are sent, from {int(pieces.kept.sum())} fragments",
         f"{'bytes a rank sends, at most':<28}{'forward':>16}{'backward':>16}",
         *(f"{name:<28}{x.forward.max():>16,}{x.backward.max():>16,}" for name, x in sent.items()),
-        "No time is predicted: none was measured.",
+        "No time is predicted.",
     ]
     return Explanation(method, sent, num_states, "\n".join(lines))
 

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import many_gpus
@@ -457,6 +458,28 @@ def measured_linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
     return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
 
 
+def mixers_page(name: str) -> str:
+    """Of `mixers.py`: both passes by tokens."""
+    rows = read(name)
+    names = [*dict.fromkeys(row["contestant"] for row in rows)]
+    lines = []
+    for (documents, tokens), of_case in groupby(rows, lambda row: (row["documents"], row["rows"])):
+        ms = {row["contestant"]: f"{float(row['fwdbwd_ms']):.1f}" for row in of_case}
+        lines.append([f"{int(tokens):,}" + (", packed" if documents == "packed" else ""), *(ms[x] for x in names)])
+    text = """
+Gated delta rule of Qwen3.5-27B (16 heads of q and k, 48 of v, 128 channels), bfloat16, ms of both passes, the operator
+alone. `one/fla` is one GPU with all tokens; `fla/...` is flash-linear-attention's own `cp_context`.
+
+- One long document gains little: a summary of a rank's tokens takes about as long as the tokens. Packed text gains, as
+  most documents lie on one rank. `"heads"` needs no summaries; it was not timed.
+- Below 32,768 tokens the host is the limit. At this commit each call read the releases of two packages from files, more
+  than a millisecond. It does no longer; times after that were not taken.
+- Errors are those of one GPU.
+"""
+    machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, commit {rows[0]['commit']}"
+    return f"{head_of(name, machine)}{text}\n{markdown(['tokens', *names], lines)}"
+
+
 def tp_page(name: str) -> str:
     """Of `training.py --tp`: steps by commit and length."""
     rows = read(name)
@@ -686,6 +709,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
     "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
     "long_2xh200.md": long_page,
+    "mixers_2xh100.md": lambda: mixers_page("mixers_2xh100.csv"),
     "low_precision_2xh200.md": low_precision_page,
     "scores_2xh200.md": scores_page,
     "scores_speed_h200.md": scores_speed_page,
