@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import MASKS, gap, make_mask, make_scores, pairs
+from cases import MASKS, gap, make_mask, make_scores, mask_of, pairs, pairs_of
 from checks import TOLERANCE, coverage, dense_scores, num_pairs, report, staged_pairs
 from dense import dense_attention, make_qkv
 from inside import make_schedule, num_rows
@@ -23,6 +23,7 @@ from cp_mesh import (
     Contiguous,
     Joint,
     Layout,
+    Permuted,
     Replicated,
     ShardedCache,
     ShardedSequence,
@@ -232,8 +233,15 @@ def test_streams_of_unlike_strides_are_covered(mask: str, cp_size: int) -> None:
     """Blocks between them are no bands: every pair is computed once, though more rows may travel than are needed."""
     S = 23
     layout = Joint((9, Striped()), 5, (9, ZigZag()))
-    found = coverage(layout, make_mask(mask, B, S), pairs(mask, B, S), cp_size)
-    assert not [x for x in found if ", needs " not in x]
+    report([coverage(layout, make_mask(mask, B, S), pairs(mask, B, S), cp_size)])
+
+
+def test_a_listed_piece_is_fetched_whole() -> None:
+    """Of the listed positions 6 and 7 of rank 0, the queries of ranks without such a list see only 6."""
+    layout, mask = Joint(6, (7, Permuted(range(7)))), {"causal": True, "prefix": 7}
+    report([coverage(layout, mask_of(mask), pairs_of(mask, 13), 6)])
+    for rank in (4, 5):
+        assert make_schedule(layout, mask_of(mask), 13, 6, rank).fetch[0] == ((0, 3),)
 
 
 @pytest.mark.parametrize("cp_size", (1, 2, 3, 5))

@@ -9,20 +9,22 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from inside import inner
+from inside import inner, room
 from ranks import mesh
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import (
+    ArgumentError,
     ContextParallel,
     Contiguous,
     Mask,
@@ -604,6 +606,15 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
 def test_what_compiled_models_refuse(pool: Any, name: str, what: str) -> None:
     errors = pool(2).run_expecting_error(of_one, name, what, timeout=60.0)
     assert all(error is not None and COMPILED[name][2] in error.message for error in errors), errors
+
+
+def test_dynamo_leaves_the_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks each name of a model's file for an attribute, which for ClassVar is an internal error of Dynamo 2.14."""
+    monkeypatch.setitem(globals(), "imported", ClassVar)
+    search = room("stand_ins")
+    with pytest.raises(ArgumentError, match=r"expected every recurrence.* got 'mixer', a Calls: "):
+        torch.compile(lambda: search.refuse_unplanned(OneMixer(Calls())), backend="eager")()
+    assert not _debug_get_cache_entry_list(search.StandIns.of_class.__code__)
 
 
 def probed(rank: int, make: Callable[[], nn.Module]) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cp_mesh.mixers as mixers
+from cp_mesh._torch import untraced
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.mixers.rules import causal_conv1d, delta_rule, gated_delta_rule, gla, kda, ssd
@@ -382,6 +383,7 @@ class StandIns:
         return partial(_unknown, name) if self.strict and _is_other(where) else None
 
 
+@untraced  # after a graph break in its callers Dynamo would trace this function by itself
 def refuse_unplanned(root: nn.Module, traced: bool = False) -> None:
     """Refuse modules outside of `RecurrentParallel` that call functions which have stand-ins.
 
