@@ -30,11 +30,17 @@ plant("states are folded in the order of other ranks", "mixers.moving:gather_row
 plant("a state loses its gradient", "mixers.moving:gather_rows", "recurrent layers")(
     of_states(lambda found: found.detach())
 )
-plant("what a piece does to a state is rounded to 16 bits", "mixers.states:_summaries", "recurrent layers")(
-    lambda summaries: with_result(summaries, lambda found: (found[0].bfloat16().to(found[0].dtype), found[1]))
+plant("what a piece does to a state is rounded to 16 bits", "mixers.between:Between.pass_on", "recurrent layers")(
+    lambda pass_on: lambda self, a, b, back=False: pass_on(self, a.bfloat16().to(a.dtype), b, back)
 )
-plant("the state after a piece is rounded to 16 bits", "mixers.states:_summaries", "recurrent layers")(
-    lambda summaries: with_result(summaries, lambda found: (found[0], found[1].bfloat16().to(found[1].dtype)))
+plant("the state after a piece is rounded to 16 bits", "mixers.between:Between.pass_on", "recurrent layers")(
+    lambda pass_on: lambda self, a, b, back=False: pass_on(self, a, b.bfloat16().to(b.dtype), back)
+)
+plant("rows lack what a state adds to them", "mixers.states:_of_state", "recurrent layers")(
+    lambda of_state: with_result(of_state, lambda found: 0 * found)
+)
+plant("a state passes a piece without decay", "mixers.between:Between.decays_of", "recurrent layers")(
+    lambda decays_of: lambda self, g, like: decays_of(self, None, like)
 )
 plant("a state goes on over the start of a document", "mixers.pieces:pieces_of", "recurrent layers", "convolutions")(
     lambda pieces_of: lambda sequence, mask, batch, rows: pieces_of(sequence, None, batch, rows)
@@ -70,7 +76,7 @@ def of_no_documents(scope: Any) -> Any:
 plant("the mask of a recurrent style is not read", "recurrent_parallel:RecurrentParallel.prepare", "a recurrent plan")(
     lambda prepare: with_result(prepare, of_no_documents)
 )
-plant("functions of a file call what they import", "stand_ins:with_names", "a recurrent plan")(
+plant("functions of a file call what they import", "wrap:with_names", "a recurrent plan")(
     lambda with_names: lambda own, names: with_names(own, names) if "self" in own.__code__.co_varnames else own
 )
 plant("modules below one with a style call their own functions", "stand_ins:StandIns.within", "a recurrent plan")(
