@@ -30,10 +30,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -79,7 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--recompute", choices=("selective", "full"), default="selective", help="selective: not attention")
     add("--tiled-loss", action="store_true", help="never hold the logits of all rows")
     add("--mlp-rows", type=int, metavar="N", help="compute MLPs N rows at a time")
-    add("--offload-checkpoints", action="store_true", help="keep inputs of blocks in host memory")
+    add("--offload-checkpoints", action="store_true", help="keep what blocks keep in host memory")
     add("--offload-optimizer", action="store_true", help="keep weights, gradients and AdamW's states there (FSDP2)")
     add("--optimizer-dtype", choices=DTYPES, default="fp32", help="of weights, gradients and AdamW's states")
     add("--gate", type=int, metavar="N", help="tokens of the comparison with the plain model; default: none")
@@ -99,17 +97,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def checkpoint_blocks(model: Llama, offload: bool, recompute: str = "selective") -> None:
-    """Each block keeps only its input, and with "selective" what attention returned; ``offload``: the input waits
-    in host memory."""
-    kept = {"context_fn": cp_mesh.checkpoint_context_fn} if recompute == "selective" else {}
-
-    def run(compute: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
-        with save_on_cpu(pin_memory=x.is_cuda) if offload else nullcontext():
-            return checkpoint(lambda x: compute(x, *others), x, use_reentrant=False, **kept)
-
-    for block in model.layers:
-        block.checkpoint = run
+def checkpoint_blocks(args: argparse.Namespace) -> dict[str, Any]:
+    """The line of the plan for blocks: what they keep, and where it waits."""
+    keep_attention = args.recompute == "selective"
+    return {"layers.*": cp_mesh.Checkpointed(offload=args.offload_checkpoints, keep_attention=keep_attention)}
 
 
 class LongLlama(Llama):
@@ -128,12 +119,8 @@ class LongLlama(Llama):
             return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1), labels.flatten())
         if not self.tiled:
             return cp_mesh.cross_entropy(super().forward(tokens, positions), labels, self.data, count=count)
-        head, self.output = self.output, torch.nn.Identity()
-        try:
-            hidden = super().forward(tokens, positions)
-        finally:
-            self.output = head
-        return -cp_mesh.token_log_probs(hidden, labels, weight=head.weight).sum() / count
+        log_probs = cp_mesh.token_log_probs(self.hidden(tokens, positions), labels, weight=self.output.weight)
+        return -log_probs.sum() / count
 
 
 def build(config: LlamaConfig, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> LongLlama:
@@ -146,18 +133,19 @@ def build(config: LlamaConfig, mesh: DeviceMesh, args: argparse.Namespace, devic
         model.output.weight = model.tok_embeddings.weight
     model.to(DTYPES[args.optimizer_dtype])
     if args.plain:
-        checkpoint_blocks(model, offload=False, recompute="full")
+        for block in model.layers:
+            block.checkpoint = partial(checkpoint, use_reentrant=False)
     else:
         sequence = cp_mesh.ShardedSequence(mesh["cp"])
         core = cp_mesh.ContextParallel(sequence, mask=mask_of(args), head_chunks=args.head_chunks)
         plan: dict[str, Any] = {
             "": cp_mesh.ShardedModel(sequence, positions="positions"),
             "layers.*.attention.core": core,
+            **checkpoint_blocks(args),
         }
         if args.mlp_rows:
             plan["layers.*.feed_forward"] = cp_mesh.TiledMLP(tile_rows=args.mlp_rows)
         cp_mesh.parallelize(model, mesh["cp"], plan)
-        checkpoint_blocks(model, args.offload_checkpoints, args.recompute)
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")} if args.offload_optimizer else {}
     apply_fsdp(model, data, args.precision, summed=not args.plain, **offload)
     return model

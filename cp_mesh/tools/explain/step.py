@@ -8,8 +8,8 @@ P parameters of a block. e bytes of an element in computations, s of weights, gr
     gathered by FSDP2           E·e from the forward on; P·e of a block, and if n > 1 of the next one
     gradients                   s bytes / n once they are reduced. Before, those of a block and of the head in e bytes;
                                 the buffer that travels has 4, and stays while the next block computes
-    checkpoints                 R·C·e of each block: its input; with ``offload_checkpoints`` of one
-    attention's results         R·(A·e + 4 bytes of a head) of each block; with ``recompute="full"`` of one
+    checkpoints                 R·C·e of each block: its input; with ``offload_checkpoints`` of two, in the loss of one
+    attention's results         R·(A·e + 4 bytes of a head) of as many blocks; with ``recompute="full"`` of one
     attention                   R·(2·C + 2·A + K)·e during the MLP's backward; in its own R·(2·C + 3·A + 2·K)·e and
                                 `predict.memory`, or R·(2·C + 7·A + K)·e while rotary embeddings compute in 4 bytes
     MLP                         R·(2·C + 6·F)·e; tiled R·3·C·e, the same of a tile, weights' gradients in 4 + e bytes
@@ -113,28 +113,35 @@ class Step:
     @property
     def host(self) -> int:
         """Bytes in host memory."""
-        inputs = self.model.num_hidden_layers * self.rows * self.model.hidden_size * self.itemsize
-        return 4 * self.of_rank * self.offload_optimizer + inputs * self.offload_checkpoints
+        of_block = self.rows * self.model.hidden_size * self.itemsize + self.results * (self.recompute == "selective")
+        kept = self.model.num_hidden_layers * of_block * self.offload_checkpoints
+        return 4 * self.of_rank * self.offload_optimizer + kept
+
+    @property
+    def results(self) -> int:
+        """Bytes that attention of a block returns."""
+        return self.rows * self.model.num_attention_heads * (self.model.head_dim * self.itemsize + 4)
 
     def moments(self, attention: ExtraMemory) -> dict[str, dict[str, int]]:
         """Bytes on the GPU, by moment and term; ``attention``: what it takes beyond its inputs and results."""
         m, e, s, n, row = self.model, self.itemsize, self.optimizer_itemsize, self.num_ranks, self.rows * self.itemsize
         C, V, L, P, E = m.hidden_size, m.vocab_size, m.num_hidden_layers, m.of_block, m.of_ends
-        kept, is_here = self.rows * m.num_attention_heads * (m.head_dim * e + 4), not self.offload_optimizer
+        is_here, selective = not self.offload_optimizer, self.recompute == "selective"
         always = {"weights": self.of_rank * is_here, "optimizer states": 2 * self.of_rank * is_here}
         always |= {"symmetric memory": attention.symmetric}
         found = {"loss": always | {
-            "gathered by FSDP2": E * e, "checkpoints": row * C * L * (not self.offload_checkpoints),
-            "attention's results": kept * L * (self.recompute == "selective"), "logits and loss": self._loss(),
+            "gathered by FSDP2": E * e, "checkpoints": row * C * (1 if self.offload_checkpoints else L),
+            "attention's results": self.results * (1 if self.offload_checkpoints else L) * selective,
+            "logits and loss": self._loss(),
         }}  # fmt: skip
         in_attention, in_mlp, of_block = self._block(attention.backward)
-        for i in sorted({L - 1, max(0, L - 2), 0}, reverse=True):  # checkpoints go as gradients come
+        for i in sorted({L - 1, max(0, L - 2), min(1, L - 1), 0}, reverse=True):  # checkpoints go as gradients come
             reduced = (L - 1 - i) * P * s // n * is_here
+            near = min(i + 1, 2) if self.offload_checkpoints else i + 1
             found[f"block {i}"] = always | {
                 "gathered by FSDP2": (E + P * (2 if n > 1 and i else 1)) * e,
                 "gradients": reduced + of_block + V * C * e + 4 * P * (i < L - 1),
-                "checkpoints": row * C * (1 if self.offload_checkpoints else i + 1),
-                "attention's results": kept * (i + 1 if self.recompute == "selective" else 1),
+                "checkpoints": row * C * near, "attention's results": self.results * (near if selective else 1),
                 "attention": in_attention, "MLP": in_mlp,
             }  # fmt: skip
         of_first = (L - 1) * P * s // n * is_here + V * C * e + self._reduced(P)
@@ -225,7 +232,7 @@ def explain_step(
 ) -> StepExplanation:
     """Predict the peak memory of a training step of a Llama, and the longest sequence that fits.
 
-    FSDP2 shards over all dp * cp ranks; blocks are checkpointed. Needs no process group and no GPU. The formula is in
+    FSDP2 shards over all dp * cp ranks; blocks are `Checkpointed`. Needs no process group and no GPU. The formula is in
     `cp_mesh.tools.explain.step`; tests hold it to what steps allocate.
 
     Args:
@@ -237,10 +244,10 @@ def explain_step(
         host_memory: GiB of host memory for each GPU; None: as much as it takes.
         dtype: of computations.
         optimizer_dtype: of sharded weights, their gradients, and AdamW's states.
-        recompute: "selective" keeps what attention returns (`checkpoint_context_fn`); "full" recomputes it too.
+        recompute: "selective" keeps what attention returns; "full" recomputes it too (``keep_attention=False``).
         tiled_loss: the loss is `token_log_probs` with ``weight``, else `cross_entropy`.
         mlp_rows: ``tile_rows`` of `TiledMLP`; None: MLPs compute all rows at once.
-        offload_checkpoints: inputs of blocks wait in host memory.
+        offload_checkpoints: what `Checkpointed` keeps waits in host memory.
         offload_optimizer: ``CPUOffloadPolicy`` of FSDP2.
         attention: other arguments of `explain`, such as ``mask``, ``kernel`` and ``head_chunks``. ``device`` is "cuda".
 
