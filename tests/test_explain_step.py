@@ -279,6 +279,7 @@ def test_others_are_refused_by_name(name: str) -> None:
 # ---- what fits
 
 
+command = room("__main__")
 ON_H200 = {"kernel": "fa4", "optimizer_dtype": torch.bfloat16}
 
 
@@ -314,6 +315,55 @@ def test_the_host_limits_too() -> None:
     assert none.longest[""] == 0
     most = explain_step(SMALL, 4096, gpu_memory=1000, kernel="fa4", mask=cp_mesh.Mask(window=(64, 0)))
     assert most.longest[""] > MOST // 2 and "or more" in most.text
+
+
+def run(*words: str) -> None:
+    with mock.patch.object(sys, "argv", ["cp_mesh", "explain", *words]):
+        command.main()
+
+
+def test_the_command_prints_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each option reaches the function."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    given = ["--seq-len", "64K", "--cp", "4", "--model", str(tmp_path), "--kernel", "fa4"]
+    options: dict[str, dict[str, Any]] = {
+        "": {},
+        "--dp 2": {"dp_size": 2},
+        "--batch 3": {"batch": 3},
+        "--gpu-memory 1.5": {"gpu_memory": 1.5},
+        "--gpu-memory 1.5 --host-memory 0.25 --offload-checkpoints": {
+            "gpu_memory": 1.5, "host_memory": 0.25, "offload_checkpoints": True,
+        },
+        "--recompute full": {"recompute": "full"},
+        "--tiled-loss": {"tiled_loss": True},
+        "--mlp-rows 1K": {"mlp_rows": 1024},
+        "--offload-optimizer": {"offload_optimizer": True},
+        "--optimizer-dtype bfloat16": {"optimizer_dtype": torch.bfloat16},
+        "--dtype float16 --head-chunks 2": {"dtype": torch.float16, "head_chunks": 2},
+        "--mlp-rows 128 --method all_gather --layout contiguous": {
+            "mlp_rows": 128, "method": "all_gather", "layout": cp_mesh.Contiguous(),
+        },
+        "--mlp-rows 128 --method all_gather --layout contiguous --window 99": {
+            "mlp_rows": 128, "method": "all_gather", "layout": cp_mesh.Contiguous(),
+            "mask": cp_mesh.Mask(window=(98, 0)),
+        },
+    }  # fmt: skip
+    printed = set()
+    for words, changed in options.items():
+        run(*given, *words.split())
+        printed.add(out := capsys.readouterr().out)
+        assert out == f"{explain_step(SMALL, 1 << 16, 4, **{'kernel': 'fa4'} | changed)}\n", words
+    assert len(printed) == len(options)
+    for words, says in (
+        ("--documents 5", "unrecognized arguments: --documents"),
+        ("--dp 0", "--dp: expected at least 1"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            run(*given, *words.split())
+        assert left.value.code == 2 and says in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--model=none.json", "--seq-len", "64", "--cp", "2")
+    assert "expected a config.json of Transformers" in " ".join(capsys.readouterr().err.split())
 
 
 def test_moments_sum_to_the_peak() -> None:
