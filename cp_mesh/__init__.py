@@ -41,6 +41,7 @@ if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
         VocabParallelHead,
     )
     from cp_mesh.tools.explain.explain import explain
+    from cp_mesh.tools.explain.step import explain_step
     from cp_mesh.tools.verify.verify import VerificationError, verify
     from cp_mesh.tools.verify.verify_model import verify_model
     from cp_mesh.tools.warm_up import warm_up
@@ -97,6 +98,7 @@ __all__ = [
     "document_positions",
     "document_sums",
     "explain",
+    "explain_step",
     "flex_attention",
     "parallelize",
     "probe",
@@ -144,6 +146,7 @@ _HOMES = {
     "document_positions": "geometry.batch_mask",
     "document_sums": "training.log_probs",
     "explain": "tools.explain.explain",
+    "explain_step": "tools.explain.step",
     "flex_attention": "flex.function",
     "parallelize": "training.parallelize",
     "probe": "training.probe",

@@ -1,7 +1,8 @@
 """Verify every layout, causal and full, on the ranks of this launch: ``torchrun --nproc-per-node 8 -m cp_mesh``.
 
 ``torchrun --nproc-per-node 8 -m cp_mesh verify module:factory`` verifies a training set-up, see `verify_model`.
-``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, in one process.
+``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, in one process; with ``--model`` the
+memory of a training step.
 ``python -m cp_mesh --version`` prints the version.
 
 The last line of each is the verdict. A rank's exit status is 0 if all is right, 1 if something is wrong, and 2 if
@@ -37,6 +38,7 @@ from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.picture import check_picture
 from cp_mesh.tools.explain.predict.machines import find_machine
 from cp_mesh.tools.explain.predict.time import MACHINES
+from cp_mesh.tools.explain.step import PRESETS, explain_step
 from cp_mesh.tools.factory import arguments_of, split
 from cp_mesh.tools.terminal import (
     MOST,
@@ -102,11 +104,47 @@ _EXPLAIN = {
         number_of(most=OWNER_COLUMNS), text=f"width of the owner line, up to {OWNER_COLUMNS}", default=64
     ),
     "--plot": option(output_file, "FILE", "also draw a picture, .png or .svg; needs matplotlib"),
+    "--model": option(str, "NAME", "instead the memory of a training step; --model NAME --help lists its options"),
+}
+_STEP = {
+    "--model": option(str, "NAME", f"{', '.join(PRESETS)}, or a config.json of Transformers", required=True),
+    **{name: _EXPLAIN[name] for name in ("--seq-len", "--cp", "--batch", "--window", "--full")},
+    "--dp": option(number_of(most=MOST_RANKS), text="groups of cp ranks; FSDP2 shards over all ranks", default=1),
+    "--gpu-memory": option(float, "GiB", "of a GPU; adds the longest sequence that fits"),
+    "--host-memory": option(float, "GiB", "of the host, for each GPU; default: as much as it takes"),
+    "--recompute": {"choices": ("selective", "full"), "default": "selective", "help": "full: attention too"},
+    "--tiled-loss": {"action": "store_true", "help": "token_log_probs with weight="},
+    "--mlp-rows": option(_TOKENS, text="tile_rows of TiledMLP"),
+    "--offload-checkpoints": {"action": "store_true", "help": "Checkpointed(offload=True)"},
+    "--offload-optimizer": {"action": "store_true", "help": "CPUOffloadPolicy of FSDP2"},
+    "--optimizer-dtype": {"choices": DTYPES, "default": "float32"},
+    "--layout": {"choices": tuple(layout.spec() for layout in LAYOUTS), "default": "zigzag"},
+    **{name: _EXPLAIN[name] for name in ("--device", "--dtype", "--kernel", "--method", *_DEGREES, "--transport")},
+    **{name: _EXPLAIN[name] for name in ("--head-chunks", "--machine", "--gpus-per-host")},
 }
 
 
+def explain_step_command(argv: Sequence[str]) -> None:
+    """Print the text of `cp_mesh.explain_step`."""
+    text = "Predict the memory of a training step, and the longest sequence that fits; see cp_mesh.explain_step."
+    parser = Parser("explain", text, _STEP)
+    args = vars(parser.parse_args(argv))
+    causal, window = not args.pop("full"), args.pop("window")
+    given = {"cp_size": args.pop("cp"), "dp_size": args.pop("dp")}
+    given["layout"] = {layout.spec(): layout for layout in LAYOUTS}[args.pop("layout")]
+    given |= {name: getattr(torch, args.pop(name)) for name in ("dtype", "optimizer_dtype")}
+    try:
+        window = None if window is None else (window - 1, 0 if causal else None)
+        with Progress()("planning"):
+            print(explain_step(**args, **given, mask=Mask(causal=causal, window=window)))
+    except (ArgumentError, UnsupportedError) as error:
+        parser.error(str(error))
+
+
 def explain_command(argv: Sequence[str]) -> None:
-    """Print the text of `cp_mesh.explain`."""
+    """Print the text of `cp_mesh.explain`, or with ``--model`` that of `cp_mesh.explain_step`."""
+    if any(word.partition("=")[0] == "--model" for word in argv):
+        return explain_step_command(argv)
     text = "Show what an attention call will run and why, with predicted times; see cp_mesh.explain. Needs no GPU."
     parser = Parser("explain", text, _EXPLAIN)
     args = parser.parse_args(argv)

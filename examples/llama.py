@@ -142,13 +142,17 @@ class Llama(nn.Module):
         Returns:
             Logits [B, S, V].
         """
+        return self.output(self.hidden(tokens, positions, documents))
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None = None) -> Tensor:
+        """Compute what the head reads, [B, S, C], of the arguments of `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, rope, documents)
-        return self.output(self.norm(x))
+        return self.norm(x)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

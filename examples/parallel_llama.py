@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from llama import Llama, Stage
@@ -189,13 +190,15 @@ def pipeline(
     return run
 
 
-def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str) -> None:
+def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str, *, summed: bool = True, **options: Any) -> None:
     """Shard parameters, gradients and optimizer state over all ranks that hold different tokens.
 
     Args:
         model: The model after every other plan; changed in place.
         data: 1-D mesh, dp x cp flattened.
         precision: "fp32", or "bf16" for bf16 compute, fp32 master weights and fp32 gradient sums.
+        summed: Whether a rank's loss is a share of the mean over all tokens, so that gradients are summed over ranks.
+        options: Others of `fully_shard`, such as ``offload_policy``.
     """
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
@@ -205,5 +208,6 @@ def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str) -> None:
         )
     module: nn.Module
     for module in (*model.layers.children(), model):
-        fully_shard(module, mesh=data, mp_policy=policy)
-    cp_mesh.sum_gradients(model)  # a sum, since the loss already divides by the tokens of all ranks
+        fully_shard(module, mesh=data, mp_policy=policy, **options)
+    if summed:
+        cp_mesh.sum_gradients(model)  # a sum, since the loss already divides by the tokens of all ranks

@@ -66,7 +66,8 @@ def _main(script: str, arguments: list[str], rank: int, num_ranks: int | None, p
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks)}
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as in ranks.py
-    if "--plain" in arguments:  # which is not to import what it checks, as the server of the ranks has done
+    # A plain trainer is not to import what it checks, as the server of the ranks has done.
+    if "--plain" in arguments and Path(script).name == "train_llama.py":
         for name in [name for name in sys.modules if name.partition(".")[0] == "cp_mesh"]:
             del sys.modules[name]
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).parent)]

@@ -26,7 +26,7 @@ import attention  # noqa: E402
 import batches  # noqa: E402
 import contestants as field  # noqa: E402
 import linears  # noqa: E402
-import long  # noqa: E402
+import long_llama  # noqa: E402
 import many_gpus  # noqa: E402
 import played  # noqa: E402
 import predicted  # noqa: E402
@@ -34,7 +34,8 @@ import tables  # noqa: E402
 import training  # noqa: E402
 import verify_llama  # noqa: E402
 
-PARSERS: dict[str, Any] = {x.__name__: x.parse_arguments for x in (attention, batches, linears, long, played, training)}
+SCRIPTS = (attention, batches, linears, long_llama, played, training)
+PARSERS: dict[str, Any] = {x.__name__: x.parse_arguments for x in SCRIPTS}
 RUNS = many_gpus.RUNS
 
 
@@ -72,8 +73,8 @@ def test_scripts_take_their_options(name: str, gpus: int) -> None:
             ranks: Any = SimpleNamespace(device_type=device, size=lambda: gpus)
             everyone = field.all_contestants(ranks, ["fa4" if device == "cuda" else "cpu_flash"], args.head_chunks)
             assert attention.choose(args, everyone, []), "it ends at a pattern that matches nobody"
-        if Path(run.script).stem in ("long", "training"):
-            lengths = [*args.seq_len, *([args.gate_len] if "gate_len" in args else [])]
+        if Path(run.script).stem in ("long_llama", "training"):
+            lengths = [*args.seq_len, *([args.gate] if "gate" in args else [])]
             assert all(length % (2 * gpus) == 0 for length in lengths), "zigzag refuses other lengths"
 
 

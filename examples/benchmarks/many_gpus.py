@@ -59,6 +59,10 @@ class Run:
 TIMED = "--repeats 1 --min-repeats 1 --seconds-per-case 0.01"
 TINY_ATTENTION = f"--device cpu --local-len 16 --gate-len 16 --heads 8/4 --head-dim 16 {TIMED}"
 TINY_LAYERS = "--device cpu --dim 32 --heads 4 --kv-heads 4 --ffn 48 --vocab 64"
+TINY_CONFIG = (
+    '{"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,'
+    ' "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}'
+)
 TINY_STEPS = f"{TINY_LAYERS} --layers 2 --seq-len 64 --precision fp32 --warmup 0 --steps 1"
 RIVALS = "ulysses/fa4 torch/allgather torch/allgather/expanded ring_flash_attn/zigzag/fa4 ring_flash_attn/llama3/fa4"
 OURS = "floor/fa4 cp_mesh/[ra]*/zigzag/fa4/symm* cp_mesh/ulysses/[cz]*/fa4/symm*"
@@ -128,8 +132,9 @@ RUNS = {
     ),
     "million": Run(
         4, "one step of a whole Llama-3-8B on a million tokens; on 4 GPUs half as many",
-        f"{BENCHMARKS}/long.py", "--seq-len {tokens_128k} --layers 32 --head-chunks 8",
-        330, f"{TINY_LAYERS} --layers 2 --seq-len 160 --gate-len 112 --loss-rows 5 --mlp-rows 7 --head-chunks 4",
+        "examples/long_llama.py", "--seq-len {tokens_128k} --tiled-loss --mlp-rows 16384 --offload-checkpoints"
+        " --head-chunks 8 --gate 16384",
+        330, f"--device cpu --model '{TINY_CONFIG}' --seq-len 160 --gate 112 --mlp-rows 7 --head-chunks 4",
     ),
     "played": Run(
         4, "rank 0 of 8 played on one of these GPUs, for the figures beside the measured ones",

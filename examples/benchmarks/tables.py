@@ -21,6 +21,7 @@ import torch
 from capabilities import support_table, supported_table
 
 from cp_mesh import explain
+from cp_mesh.tools.explain.step import ModelSizes
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,6 +50,7 @@ METHODS = {
     "double_ring": "double ring",
 }
 KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
+WHOLE = ModelSizes.read("llama-3-8b")
 OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
 RING_FLASH = ("ring_flash_attn/zigzag/fa4", "ring_flash_attn/stripe/fa4", "ring_flash_attn/llama3/fa4")
 TORCH = ("torch/allgather", "torch/alltoall")
@@ -388,7 +390,7 @@ def flex_page(name: str) -> str:
 
 
 def long_table(name: str = "long_2xh200.csv") -> str:
-    """Of `long.py`: what was measured."""
+    """Of steps on long sequences: what was measured."""
     lines = [
         [
             f"{int(row['seq_len']):,}", row["layers"], row["recompute"], f"{float(row['seconds']):.2f}",
@@ -400,15 +402,31 @@ def long_table(name: str = "long_2xh200.csv") -> str:
     return markdown(head, lines)
 
 
+STATE_BYTES = 16
+"""Of a parameter: fp32 weight and gradient, and two of AdamW."""
+
+
+def project(
+    fewer: dict[str, str], more: dict[str, str], sizes: ModelSizes = WHOLE, ranks: int = 8
+) -> tuple[float, float]:
+    """Seconds and peak GiB of a whole model on ``ranks``, from two measurements that differ in layers.
+
+    Work is divided by the ratio of ranks. Memory is that of the same rows a rank. What weights and their state take is
+    known, so it is scaled to the ranks. It is not proved that a larger ring hides its communication as well.
+    """
+    world, layers, whole = int(more["world"]), int(more["layers"]), sizes.num_hidden_layers
+    each = {x: (float(more[x]) - float(fewer[x])) / (layers - int(fewer["layers"])) for x in ("seconds", "peak_gib")}
+    seconds = (float(more["seconds"]) + (whole - layers) * each["seconds"]) * world / ranks
+    state = STATE_BYTES * (sizes.of_ends + whole * sizes.of_block) / 2**30
+    peak = float(more["peak_gib"]) + (whole - layers) * each["peak_gib"]
+    return seconds, peak - (1 / world - 1 / ranks) * state
+
+
 def projected_table() -> str:
     """A whole Llama-3-8B on 8 GPUs: its time from the longest sequence, its memory from that of as many rows a rank."""
-    import long  # which imports this module
-
-    args = long.parse_arguments([])
     rows = [row for row in read("long_2xh200.csv") if row["recompute"] == "selective"]
     of_time, of_memory = ([row for row in rows if row["seq_len"] == n] for n in ("1048576", "262144"))
-    seconds, peak = long.project(*of_time, args)[0], long.project(*of_memory, args)[1]
-    cells = [f"{args.whole}", f"{args.ranks}", f"{seconds:.0f}", f"{peak:.0f}"]
+    cells = [f"{WHOLE.num_hidden_layers}", "8", f"{project(*of_time)[0]:.0f}", f"{project(*of_memory)[1]:.0f}"]
     return markdown(["layers", "GPUs", "s a step of 1,048,576 tokens", "GiB a GPU"], [cells])
 
 

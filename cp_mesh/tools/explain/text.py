@@ -49,7 +49,7 @@ def _head(setting: Setting, found: Variant, choice: Choice | None, assumed: str)
     method = f"method auto = {choice.method}: {choice.why}" if choice else ""
     machine = f"machine {assumed} by default: machine= takes a file written by examples/benchmarks/calibrate.py"
     lines = [first, kernel, *reasons, method, machine if assumed else ""]
-    return [line for text in lines for line in _wrapped(text)]
+    return [line for text in lines for line in wrapped(text)]
 
 
 def _owners(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[str]:
@@ -68,7 +68,7 @@ def _ranks(setting: Setting, found: Variant) -> list[str]:
     )
     shown = sorted({x.rank: x for x in (*ranks[: MOST_LINES - 2], slowest, ranks[-1])}.items())
     for most, sources in ((4, True), (3, True), (4, False), (3, False), (2, False), (1, False)):
-        table = _table(*_rank_table(setting, found, [x for _, x in shown], most, sources))
+        table = aligned(*_rank_table(setting, found, [x for _, x in shown], most, sources))
         if len(table[0]) <= WIDTH:
             break
     left = size - len(shown)
@@ -114,7 +114,7 @@ def _captured(setting: Setting) -> list[str]:
     held = ExtraMemory(0, 0, 0).with_captured(setting.captured, setting.q.dtype.itemsize).peak
     text = f"captured shards: a GPU receives {as_bytes(setting.captured_moved)} in both passes"
     text += f", and holds up to {as_bytes(held)}; moved bytes and memory include them"
-    return _wrapped(f"{text}, the table of ranks (except its memory) and times do not")
+    return wrapped(f"{text}, the table of ranks (except its memory) and times do not")
 
 
 def _predicted(setting: Setting, found: Variant) -> list[str]:
@@ -134,7 +134,7 @@ def _predicted(setting: Setting, found: Variant) -> list[str]:
         waits = f"{_ms(exposed)} ({100 * exposed / device if device else 0:.0f} %)"
         lines.append([name, _ms(device), waits, _ms(host), _ms(queued), f"{times * flops / queued / 1e12:.0f}"])
     head = [f"predicted, {machine.name}", "device, ms", "exposed", "host, ms", "in a row, ms", "TFLOP/s per GPU"]
-    table = _table(head, lines)
+    table = aligned(head, lines)
     if setting.features:
         table.append("predicted times leave out " + ", ".join(sorted(setting.features)))
     return table
@@ -150,7 +150,7 @@ def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:
         line.append(as_bytes(x.moved) if with_bytes else f"{x.moved:.0f}")
         line += [_ms(x.seconds) if x.seconds else "-"] * timed
         lines.append(line + [as_bytes(x.memory) if x.memory is not None else "-"] * with_bytes)
-    return _table(head, lines)
+    return aligned(head, lines)
 
 
 def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
@@ -175,7 +175,7 @@ def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list
             words.append(f"The host takes longer than the GPU: in a CUDA graph a call takes {_ms(device)} ms.")
     if missing := [name for name, lacks in found.passed_over.items() if lacks.startswith("package")]:
         words.append(f"{missing[0]} is not installed here: kernel={missing[0]!r} explains the call with it.")
-    return [line for text in words or ["None of these would be faster."] for line in _wrapped(text)]
+    return [line for text in words or ["None of these would be faster."] for line in wrapped(text)]
 
 
 def _slower(x: Variant, found: Variant) -> float:
@@ -213,11 +213,11 @@ def as_bytes(num: float) -> str:
     return f"{num:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def _wrapped(text: str) -> list[str]:
+def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """Lines of aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     return [
