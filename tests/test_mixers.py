@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from ranks import mesh
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, mixers
 
@@ -150,6 +152,45 @@ def test_kernels_over_ranks(pool: Any, kernel: str) -> None:
         for method in ("states", "heads"):
             found = pool(2).run(compared, 2, what, "zigzag", "packed", method, True, kernel)
             assert max(found) < 1e-12, (what, method, found)
+
+
+def at_the_edge(rank: int, size: int, S: int, what: str, form: str) -> float:
+    """As `compared`, of shards that may be empty and of losses that read one output alone."""
+    x = {name: y.requires_grad_() for name, y in batch_of(S, 1).items()}
+    sequence = ShardedSequence(mesh((size,), ("cp",)), layout=Contiguous(), length=S, pad=False)
+    run = partial(getattr(mixers, what.split()[0]), sequence=sequence, method="states")
+    inputs, (want, want_states) = given(what, x), expected(what, x, None, None)
+    local = sequence.shard(inputs)
+    if form == "checkpointed":
+        out, _ = checkpoint(run, *local, use_reentrant=False)
+    else:
+        out, states = run(*local, output_final_state=True)
+    loss = want_loss = torch.zeros((), dtype=torch.float64)
+    if form != "states":
+        loss, want_loss = out.square().sum(), want.square().sum()
+    if form != "checkpointed":
+        loss, want_loss = loss + states.square().sum() / size, want_loss + want_states.square().sum()
+    wanted = [y for y in inputs if form != "states" or y is not x["q"]]
+    grads, want_grads = (torch.autograd.grad(y, wanted) for y in (loss, want_loss))
+    worst = (sequence.unshard(out) - want).abs().max()
+    for own, whole in zip([y.contiguous() for y in grads], want_grads, strict=True):
+        torch.distributed.all_reduce(own)
+        worst = torch.maximum(worst, (own - whole).abs().max())
+    return float(worst)
+
+
+@pytest.mark.parametrize("what", RULES)
+def test_shards_without_a_token(pool: Any, what: str) -> None:
+    """One rank has a token, the other none: no state goes on. Of two tokens on three ranks one goes on."""
+    for size, S in ((2, 1), (3, 2)):
+        assert max(pool(size).run(at_the_edge, size, S, what, "both")) < 1e-12
+
+
+@pytest.mark.parametrize("form", ["states", "checkpointed"])
+@pytest.mark.parametrize("what", RULES)
+def test_all_ranks_run_the_same_collectives(pool: Any, what: str, form: str) -> None:
+    """A loss of the states alone, and a checkpoint, whose backward computes the forward again."""
+    assert max(pool(3).run(at_the_edge, 3, 13, what, form, timeout=60)) < 1e-12
 
 
 def convolved(rank: int, size: int, layout: str, which: str, W: int) -> float:

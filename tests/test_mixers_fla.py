@@ -106,11 +106,12 @@ def of_rank(
     grad = torch.randn(1, *given[2].shape, dtype=torch.float64, generator=made)
     *shards, grad = sequence.shard([*(x[None] for x in given if x is not None), grad])
     inputs = [x.to(dtype).requires_grad_() for x in shards]
+    rows = [x.repeat_interleave(2, -1)[..., ::2] for x in inputs]  # as parts of one projection: not contiguous
     options = {"sequence": sequence, "mask": Mask.from_cu_seqlens(torch.tensor([0, *lens]).cumsum(0))}
     options |= {"kernel": kernel, "method": "states", "output_final_state": with_states, "scale": 0.3}
     if with_states:
         options["initial_state"] = initial.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    outs = [x for x in getattr(mixers, name)(*inputs, **options) if x is not None]
+    outs = [x for x in getattr(mixers, name)(*rows, **options) if x is not None]
     wanted = [*inputs, options["initial_state"]] if with_states else inputs
     grads = [y.to(x.dtype) for x, y in zip(outs, (grad, of_states / 2), strict=False)]
     return [x.detach().double() for x in (*outs, *torch.autograd.grad(outs, wanted, grads))]

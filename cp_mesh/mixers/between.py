@@ -74,5 +74,5 @@ class Between:
         pieces, none = self.pieces, like.new_zeros(g.shape[1:])
         passes = (pieces.sends | pieces.receives)[pieces.own].tolist()
         parts = zip(g.to(like.dtype).split(pieces.lens.tolist()), passes, strict=True)
-        a = torch.stack([part.sum(0) if passes else none for part, passes in parts]).exp()
+        a = torch.stack([*(part.sum(0) if passes else none for part, passes in parts), none])[:-1].exp()
         return a[..., None] if g.ndim == 3 else a[..., None, None]

@@ -39,7 +39,8 @@ def with_seam(rule: str, rows: dict[str, Any], between: Between) -> tuple[Tensor
     else:
         with torch.no_grad():
             between.decays = between.decays_of(None if "g" not in rows else rows["g"][0], rows["initial_state"])
-        rows = rows | {"initial_state": _scanned(rows, between)}
+        scanned = import_module("fla.utils").input_guard(_scanned)  # its kernel takes rows that lie one after another
+        rows = rows | {"initial_state": scanned(between, **rows)}
     given = defaults | rows
     out, states = function.apply(between, *(given[name] for name in defaults))
     return out, states
@@ -73,7 +74,7 @@ def _function(rule: str) -> tuple[type[torch.autograd.Function], dict[str, Any]]
     return WithSeam, {x.name: None if x.default is x.empty else x.default for x in parameters}
 
 
-def _scanned(rows: dict[str, Any], between: Between) -> Tensor:
+def _scanned(between: Between, **rows: Any) -> Tensor:
     """The states before this rank's pieces, of a rule that is no delta rule."""
     known, sent = rows["initial_state"], between.pieces.chains(False)[0].own
     ends = known

@@ -54,7 +54,7 @@ def by_states(
     else:
         compute = _superpose if inputs.beta is None else _prepend
         out, states_after, summaries = compute(run, inputs, begin, lens, between, scale)
-    out = after(out, summaries)
+    out = after(out, summaries, *(() if len(out) else inputs))
     if not pieces.kept.all():
         kept = pieces.on(device, "kept", lambda: np.repeat(pieces.kept[pieces.own], pieces.lens))
         out = out.masked_fill(~kept[:, None, None], 0.0)
@@ -63,7 +63,7 @@ def by_states(
     closes = pieces.kept & (pieces.end == pieces.last)
     ends, slots_of = pieces.sent(closes)
     own = states_after[pieces.on(device, "ends", lambda: ends.own)].flatten(1)
-    states_of = gather_rows(own, ends.lens, pieces.cp_rank, group_name, what)
+    states_of = gather_rows(after(own, summaries), ends.lens, pieces.cp_rank, group_name, what)
     return out, states_of[pieces.on(device, "closes", lambda: slots_of[closes])].unflatten(1, (heads, K, V))
 
 
@@ -72,7 +72,7 @@ def _prepend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A delta rule: pieces that are sent compute the identity beside their state, then all from what they are due."""
     (heads, V), K, sent = inputs.v.shape[1:], inputs.k.shape[2], between.pieces.chains(False)[0].own
-    ends = np.cumsum(lens)
+    ends = np.cumsum(between.pieces.lens)
     rows = np.concatenate([*(np.arange(ends[i] - lens[i], ends[i]) for i in sent), ends[:0]])
     part = inputs.at(between.index("rows", lambda: rows))
     eye = torch.eye(K, dtype=begin.dtype, device=begin.device).expand(len(sent), heads, K, K)
@@ -101,7 +101,7 @@ def _superpose(
         parts[i] = parts[i] + exactly(_of_state, state, q[rows], None if g is None else g[rows])
     received = between.index(("own", False), lambda: chains.own)
     ends = between.add(ends, decays[received] * due)
-    return torch.cat(parts).to(v.dtype), ends, gathered
+    return torch.cat([*parts, out[:0]]).to(v.dtype), ends, gathered
 
 
 def _of_state(state: Tensor, q: Tensor, g: Tensor | None) -> Tensor:
