@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,6 +192,27 @@ def test_shards_without_a_token(pool: Any, what: str) -> None:
 def test_all_ranks_run_the_same_collectives(pool: Any, what: str, form: str) -> None:
     """A loss of the states alone, and a checkpoint, whose backward computes the forward again."""
     assert max(pool(3).run(at_the_edge, 3, 13, what, form, timeout=60)) < 1e-12
+
+
+class SumsOfGPUs(TorchDispatchMode):
+    """Sums along the first dims one after another in float32, as PyTorch's kernel for GPUs; that for CPUs in float64.
+
+    Source: tensor_kernel_scan_outer_dim in ATen/native/cuda/ScanUtils.cuh.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cumsum.default and args[0].dtype is torch.float32:
+            return torch.from_numpy(np.cumsum(args[0].numpy(), args[1], dtype=np.float32))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weak_decays_over_many_tokens() -> None:
+    """The rows' products round to float32, whose unit is 6e-8; sums one after another would be off by 1e-2."""
+    T, of_state = 2**17, room("mixers.states")._of_state
+    g, state, q = torch.full((T, 1), -1e-4), torch.ones(1, 1, 1), torch.ones(T, 1, 1)
+    with SumsOfGPUs():
+        found = of_state(state, q, g)
+    assert (found.flatten().double() / g.flatten().double().cumsum(0).exp() - 1).abs().max() < 3e-5
 
 
 def convolved(rank: int, size: int, layout: str, which: str, W: int) -> float:
