@@ -194,6 +194,29 @@ def test_all_ranks_run_the_same_collectives(pool: Any, what: str, form: str) -> 
     assert max(pool(3).run(at_the_edge, 3, 13, what, form, timeout=60)) < 1e-12
 
 
+def rounded(rank: int, layout: str) -> list[float]:
+    """Errors of `gla` in bfloat16 on two ranks, relative to those on one: of outputs and of gradients."""
+    axes = mesh((2, 1), ("cp", "one"))
+    one, two = (ShardedSequence(axes[name], layout=LAYOUTS[layout], length=512, pad=False) for name in ("one", "cp"))
+    x = batch_of(512, 1) | {"g": batch_of(512, 1)["g"] / 100}
+    inputs = [y.bfloat16() for y in (*given("gla", x), x["v"])]
+
+    def errors(sequence: ShardedSequence, dtype: torch.dtype) -> list[Tensor]:
+        *local, grad = (y.to(dtype).requires_grad_() for y in sequence.shard(inputs))
+        out, _ = mixers.gla(*local, sequence=sequence, method="states", kernel="torch")
+        found = out.detach(), *torch.autograd.grad(out, local, grad)
+        return [sequence.unshard(y.contiguous()).double() for y in found]
+
+    want, *both = errors(one, torch.float64), errors(one, torch.bfloat16), errors(two, torch.bfloat16)
+    first, second = ([float((y - z).norm()) for y, z in zip(ys, want, strict=True)] for ys in both)
+    return [y / z for y, z in zip(second, first, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_states_of_others_round_nothing_anew(pool: Any, layout: str) -> None:
+    assert max(map(max, pool(2).run(rounded, layout))) < 1.05
+
+
 class SumsOfGPUs(TorchDispatchMode):
     """Sums along the first dims one after another in float32, as PyTorch's kernel for GPUs; that for CPUs in float64.
 

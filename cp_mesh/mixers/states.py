@@ -90,8 +90,12 @@ def _superpose(
     run: Run, inputs: Inputs, begin: Tensor, lens: list[int], between: Between, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Another rule: what a state adds to later rows is known without them, so these are computed once."""
-    q, _, v, g, _ = inputs
-    out, ends = run(inputs if folds(run) else inputs._replace(v=v.to(begin.dtype)), begin, lens)
+    dtype = inputs.v.dtype
+    if not folds(run):  # what is read twice has a gradient of two parts, which round once, as what is added to rows
+        q, v, g = (x if x is None else x.to(begin.dtype) for x in (inputs.q, inputs.v, inputs.g))
+        inputs = Inputs(q, inputs.k, v, g, None)  # type: ignore[arg-type]
+    q, g = inputs.q, inputs.g
+    out, ends = run(inputs, begin, lens)
     decays = between.decays_of(g, begin)
     sent, chains = between.pieces.chains(False)
     of_sent = between.index("sent", lambda: sent.own)
@@ -103,7 +107,7 @@ def _superpose(
         parts[i] = parts[i] + exactly(_of_state, state, q[rows], None if g is None else g[rows])
     received = between.index(("own", False), lambda: chains.own)
     ends = between.add(ends, decays[received] * due)
-    return torch.cat([*parts, out[:0]]).to(v.dtype), ends, gathered
+    return torch.cat([*parts, out[:0]]).to(dtype), ends, gathered
 
 
 def _of_state(state: Tensor, q: Tensor, g: Tensor | None) -> Tensor:
