@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,6 +192,50 @@ def test_shards_without_a_token(pool: Any, what: str) -> None:
 def test_all_ranks_run_the_same_collectives(pool: Any, what: str, form: str) -> None:
     """A loss of the states alone, and a checkpoint, whose backward computes the forward again."""
     assert max(pool(3).run(at_the_edge, 3, 13, what, form, timeout=60)) < 1e-12
+
+
+def rounded(rank: int, layout: str) -> list[float]:
+    """Errors of `gla` in bfloat16 on two ranks, relative to those on one: of outputs and of gradients."""
+    axes = mesh((2, 1), ("cp", "one"))
+    one, two = (ShardedSequence(axes[name], layout=LAYOUTS[layout], length=512, pad=False) for name in ("one", "cp"))
+    x = batch_of(512, 1) | {"g": batch_of(512, 1)["g"] / 100}
+    inputs = [y.bfloat16() for y in (*given("gla", x), x["v"])]
+
+    def errors(sequence: ShardedSequence, dtype: torch.dtype) -> list[Tensor]:
+        *local, grad = (y.to(dtype).requires_grad_() for y in sequence.shard(inputs))
+        out, _ = mixers.gla(*local, sequence=sequence, method="states", kernel="torch")
+        found = out.detach(), *torch.autograd.grad(out, local, grad)
+        return [sequence.unshard(y.contiguous()).double() for y in found]
+
+    want, *both = errors(one, torch.float64), errors(one, torch.bfloat16), errors(two, torch.bfloat16)
+    first, second = ([float((y - z).norm()) for y, z in zip(ys, want, strict=True)] for ys in both)
+    return [y / z for y, z in zip(second, first, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_states_of_others_round_nothing_anew(pool: Any, layout: str) -> None:
+    assert max(map(max, pool(2).run(rounded, layout))) < 1.05
+
+
+class SumsOfGPUs(TorchDispatchMode):
+    """Sums along the first dims one after another in float32, as PyTorch's kernel for GPUs; that for CPUs in float64.
+
+    Source: tensor_kernel_scan_outer_dim in ATen/native/cuda/ScanUtils.cuh.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cumsum.default and args[0].dtype is torch.float32:
+            return torch.from_numpy(np.cumsum(args[0].numpy(), args[1], dtype=np.float32))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weak_decays_over_many_tokens() -> None:
+    """The rows' products round to float32, whose unit is 6e-8; sums one after another would be off by 1e-2."""
+    T, of_state = 2**17, room("mixers.states")._of_state
+    g, state, q = torch.full((T, 1), -1e-4), torch.ones(1, 1, 1), torch.ones(T, 1, 1)
+    with SumsOfGPUs():
+        found = of_state(state, q, g)
+    assert (found.flatten().double() / g.flatten().double().cumsum(0).exp() - 1).abs().max() < 3e-5
 
 
 def convolved(rank: int, size: int, layout: str, which: str, W: int) -> float:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.between import Between
+from cp_mesh.mixers.chunks import CHUNK
 from cp_mesh.mixers.kernels import folds
 from cp_mesh.mixers.moving import after, gather_rows
 from cp_mesh.mixers.pieces import Pieces
@@ -88,8 +90,12 @@ def _superpose(
     run: Run, inputs: Inputs, begin: Tensor, lens: list[int], between: Between, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Another rule: what a state adds to later rows is known without them, so these are computed once."""
-    q, _, v, g, _ = inputs
-    out, ends = run(inputs if folds(run) else inputs._replace(v=v.to(begin.dtype)), begin, lens)
+    dtype = inputs.v.dtype
+    if not folds(run):  # what is read twice has a gradient of two parts, which round once, as what is added to rows
+        q, v, g = (x if x is None else x.to(begin.dtype) for x in (inputs.q, inputs.v, inputs.g))
+        inputs = Inputs(q, inputs.k, v, g, None)  # type: ignore[arg-type]
+    q, g = inputs.q, inputs.g
+    out, ends = run(inputs, begin, lens)
     decays = between.decays_of(g, begin)
     sent, chains = between.pieces.chains(False)
     of_sent = between.index("sent", lambda: sent.own)
@@ -101,16 +107,23 @@ def _superpose(
         parts[i] = parts[i] + exactly(_of_state, state, q[rows], None if g is None else g[rows])
     received = between.index(("own", False), lambda: chains.own)
     ends = between.add(ends, decays[received] * due)
-    return torch.cat([*parts, out[:0]]).to(v.dtype), ends, gathered
+    return torch.cat([*parts, out[:0]]).to(dtype), ends, gathered
 
 
 def _of_state(state: Tensor, q: Tensor, g: Tensor | None) -> Tensor:
     """What a state [HV, K, V] adds to rows behind it, [T, HV, V], in its dtype."""
     groups = len(state) // q.shape[1]
-    decay = None if g is None else g.to(state.dtype).cumsum(0).exp()
+    decay = None if g is None else _decay(g.to(state.dtype))
     if decay is not None and decay.ndim == 3:
         q, decay, groups = q.repeat_interleave(groups, 1) * decay, None, 1
     of_heads = state.unflatten(0, (-1, groups)).movedim(1, 2).flatten(2)  # [H, K, groups * V]
     out = q.to(state.dtype).movedim(0, 1) @ of_heads
     out = out.movedim(0, 1).unflatten(2, (groups, -1)).flatten(1, 2)
     return out if decay is None else out * decay[..., None]
+
+
+def _decay(g: Tensor) -> Tensor:
+    """That from the begin to each row: GPUs sum column by column, so long sums are of chunks, and in float64."""
+    chunks = F.pad(g.flatten(1), (0, 0, 0, -len(g) % CHUNK)).unflatten(0, (-1, CHUNK)).cumsum(1)
+    before = F.pad(chunks[:-1, -1].double().cumsum(0), (0, 0, 1, 0)).exp().to(g.dtype)
+    return (chunks.exp() * before[:, None]).flatten(0, 1)[: len(g)].view_as(g)
