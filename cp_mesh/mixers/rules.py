@@ -43,7 +43,8 @@ class Options(TypedDict, total=False):
         scale: of q; None: K ** -0.5. Not of `ssd`.
         initial_state: before each document, [N, HV, K, V], equal on every cp rank; its gradient is this rank's share.
             N counts documents of the batch rows in order, B if there are none.
-        output_final_state: return the state after each document, [N, HV, K, V] in float32, on every rank.
+        output_final_state: return the state after each document, [N, HV, K, V] in float32, on every rank. The losses
+            of all ranks read it, or of none: its backward is a collective.
         use_qk_l2norm_in_kernel: normalize q and k first. Not of `ssd`.
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto", the default, takes the one that sends less.
