@@ -47,6 +47,7 @@ def poisoned(on: bool = True) -> Iterator[None]:
         return
     import torch._dynamo.trace_rules  # Dynamo lists torch's functions once, by identity: before they are replaced
 
+    torch.utils._device._device_constructors()  # and so do `torch.device("meta")` and its like
     with mock.patch.multiple(torch, **_TWINS), mock.patch.object(torch.Tensor, "new_empty", _poisoned_new_empty):
         yield
 

@@ -361,7 +361,7 @@ plant("verify allows what the kernel does on one device", "verify.verify:PLAIN_F
 plant("verify_model passes whatever it found", "report:ModelReport.passed", "verify_model")(
     lambda passed: lambda self: True
 )
-plant("verify_model hears of one rank alone", "step:Ranks.gather", "verify_model")(
+plant("verify_model hears of one rank alone", "verify.step:Ranks.gather", "verify_model")(
     lambda gather: with_result(gather, lambda answers: answers[:1])
 )
 plant("verify_model leaves out the last parameter", "compare:compare_gradients", "verify_model")(
