@@ -33,7 +33,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -219,6 +220,19 @@ class Pools:
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The DeviceMesh of this shape on this rank, created once; every rank must ask for new ones in the same order."""
     return init_device_mesh(device().type, shape, mesh_dim_names=names)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A group of this process, for tests without ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def alone() -> DeviceMesh:
+    """A mesh of this process."""
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
 
 
 def device() -> torch.device:

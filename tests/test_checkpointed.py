@@ -22,10 +22,9 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from inside import inner, room
 from model import Core, DenseCore, Model, batch
-from ranks import mesh
+from ranks import alone, group_of_one, mesh
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -53,13 +52,8 @@ OPTIONS = [{"offload": offload, "keep_attention": keep} for offload in (False, T
 @pytest.fixture(autouse=True, scope="module")
 def _group() -> Iterator[None]:
     """A group of this process, for tests without ranks."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def alone() -> Any:
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    with group_of_one():
+        yield
 
 
 class Block(nn.Module):

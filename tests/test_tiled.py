@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from model import Core, DenseCore, Model, batch
-from ranks import mesh
+from ranks import alone, group_of_one, mesh
 from test_loss import peak_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -91,14 +89,8 @@ class Adapted(MLP):
 @pytest.fixture(autouse=True, scope="module")
 def _group() -> Iterator[None]:
     """A group of this process, for tests without ranks."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def alone() -> Any:
-    """A mesh of this process."""
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    with group_of_one():
+        yield
 
 
 def pair(make: Callable[[], nn.Module], axis: Any, dtype: torch.dtype = torch.float64, **tiles: Any) -> Any:
