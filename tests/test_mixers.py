@@ -547,6 +547,19 @@ def test_unlike_documents_are_refused(pool: Any) -> None:
     assert all("documents" in error.message for error in pool(2).run_expecting_error(unlike))
 
 
+def without_package(rank: int) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=8)
+    q, v = torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4)
+    with mock.patch.object(room("mixers.rules"), "folds", lambda run: rank == 0):  # as where fla-core is installed
+        mixers.gated_delta_rule(q, q, v, v[..., 0], v[..., 0], sequence=sequence)
+
+
+def test_ranks_that_choose_other_kernels_are_refused(pool: Any) -> None:
+    """States travel in other collectives with kernels of fla-core, so "auto" must choose alike on all ranks."""
+    errors = pool(2).run_expecting_error(without_package, timeout=20.0)
+    assert all("arguments" in error.message and "no fla" in error.message for error in errors)
+
+
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "D of other heads": ("ssd", {"D": torch.zeros(3, dtype=torch.float64)}, "ssd: D"),
     "A of other heads": ("ssd", {"A": torch.zeros(3, dtype=torch.float64)}, "ssd: A"),

@@ -17,7 +17,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.halo import convolution, last_rows, with_halo
-from cp_mesh.mixers.kernels import Kernel, choose_kernel
+from cp_mesh.mixers.kernels import Kernel, choose_kernel, folds
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs
@@ -217,9 +217,9 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
         compute = choose_kernel(what, place.kernel, q, k, v, g, beta)
         method = _choose(what, place.method, pieces, q, v, g, beta)
         scale = 1.0 if what == "ssd" else q.shape[-1] ** -0.5 if scale is None else scale
-    batch = len(v)
-    _agree(what, place, pieces, (batch, q.shape[2:], v.shape[2:], v.dtype, method, scale, initial is None, final))
-    run = partial(compute, scale=scale)
+    batch, run = len(v), partial(compute, scale=scale)
+    shapes = batch, q.shape[2:], v.shape[2:], v.dtype
+    _agree(what, place, pieces, (*shapes, method, scale, initial is None, final, "fla" if folds(run) else "no fla"))
     inputs: list[Tensor | None] = [q, k, v, g, beta]
     name, size = place.name, len(pieces.shard_lens)
     heads = method == "heads" and size > 1

@@ -2,9 +2,10 @@
 
 The state after a piece is affine in the state before it, S_out = A S_in + B. Each rank computes A and B of its pieces
 whose document goes on elsewhere, all ranks gather them, and each folds those before its own pieces, in order of
-position. Then it computes its rows from the states that they are due. What travels is as large as the states, whatever
-the length. The source is flash-linear-attention's context parallelism (fla/ops/cp) and its form over fragments in
-attention-gym; that of pieces in any layout of runs is ours.
+position. Then it computes its rows from the states that they are due. Rules without beta compute rows once, and add
+what the states make of them; kernels of fla-core take the states in between (`seam`). What travels is as large as the
+states, whatever the length. The source is flash-linear-attention's context parallelism (fla/ops/cp) and its form over
+fragments in attention-gym; that of pieces in any layout of runs is ours.
 """
 
 from __future__ import annotations
