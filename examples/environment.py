@@ -48,7 +48,7 @@ class Environment(NamedTuple):
         return self.folder / "cp_mesh.stamp"
 
 
-TOOLS = Environment(ROOT / ".venv", "dev,train")
+TOOLS = Environment(ROOT / ".venv", "dev,mixers,train")  # mixers: Transformers would call its kernels on CPUs too
 INTEGRATIONS = {
     f"--{name}": Environment(ROOT / f".venv-{name}", f"dev,{name.replace('.', '-')}")
     for name in ("integrations", "integrations-4", "integrations-titan-0.2", "integrations-titan-0.3")

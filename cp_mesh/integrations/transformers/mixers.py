@@ -63,12 +63,12 @@ def is_mixer(module: nn.Module) -> bool:
 
 def unknown_functions(module: nn.Module) -> list[str]:
     """Functions of its file that a mixer calls and that are not replaced."""
-    if hasattr(module, "A_log") and not _RULES.intersection(_names(module)):
-        return ["no function for its recurrence"]
     own, forward = type(module), inspect.unwrap(type(module).forward)
     found = (name for name in _names(module) if inspect.isfunction(forward.__globals__.get(name)))
-    of_file = [name for name in found if forward.__globals__[name].__module__ == own.__module__]
-    return sorted({*of_file} - FUNCTIONS.keys() - _OF_ONE_TOKEN)
+    of_file = {name for name in found if forward.__globals__[name].__module__ == own.__module__}
+    has_rule = not hasattr(module, "A_log") or _RULES.intersection(_names(module))
+    unknown = sorted(of_file - FUNCTIONS.keys() - _OF_ONE_TOKEN)
+    return unknown if unknown or has_rule else ["no function for its recurrence"]
 
 
 def apply(model: nn.Module, sequence: ShardedSequence) -> None:
