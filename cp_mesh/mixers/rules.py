@@ -294,15 +294,13 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
 
 
 @untraced
-def agreed_pieces(
-    what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None, own: tuple[int, ...]
-) -> tuple[Pieces, str]:
-    """The pieces of rows x [B, T, ...], compared over the ranks with ``own`` in a first call; and the group's name."""
+def agreed_pieces(what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None) -> Pieces:
+    """The pieces of rows x [B, T, ...], compared over the ranks in a first call."""
     place = Place(sequence, mask)
     with place.refusing():
         pieces = _pieces(what, place, x, None)
-    _agree(what, place, pieces, (len(x), x.shape[2:], x.dtype, own))
-    return pieces, place.name
+    _agree(what, place, pieces, (len(x), x.shape[2:], x.dtype))
+    return pieces
 
 
 def _pieces(what: str, place: Place, x: Tensor, initial: Tensor | None) -> Pieces:
