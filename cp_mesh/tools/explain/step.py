@@ -113,18 +113,19 @@ class StepExplanation:
 
 
 def memory_of(
-    m: ModelSizes, rows: int, n: int, attention: ExtraMemory, *, e: int, s: int, recompute: str, tiled_loss: bool,
-    mlp_rows: int | None, offload_checkpoints: bool, offload_optimizer: bool,
+    model: ModelSizes, rows: int, num_ranks: int, attention: ExtraMemory, *, itemsize: int, optimizer_itemsize: int,
+    recompute: str, tiled_loss: bool, mlp_rows: int | None, offload_checkpoints: bool, offload_optimizer: bool,
 ) -> StepExplanation:  # fmt: skip
     """The formula: bytes at each moment, without a text.
 
     Args:
+        model, recompute, tiled_loss, mlp_rows, offload_checkpoints, offload_optimizer: as in `explain_step`.
         rows: of this rank, in all sequences.
-        n: ranks over which FSDP2 shards.
+        num_ranks: over which FSDP2 shards.
         attention: what it takes beyond its inputs and results.
-        e, s: bytes of an element in computations; of weights, gradients and optimizer states.
-        recompute, tiled_loss, mlp_rows, offload_checkpoints, offload_optimizer: as in `explain_step`.
+        itemsize, optimizer_itemsize: bytes of an element in computations; of weights, gradients, optimizer states.
     """
+    m, n, e, s = model, num_ranks, itemsize, optimizer_itemsize
     C, F, V, L = m.hidden_size, m.intermediate_size, m.vocab_size, m.num_hidden_layers
     A, K = (m.head_dim * num for num in (m.num_attention_heads, 2 * m.num_key_value_heads))  # widths of q; of k and v
     P, E, row = m.of_block, m.of_ends, rows * e
@@ -239,8 +240,8 @@ def explain_step(
     m = ModelSizes.read(model)
     heads = {"num_heads": m.num_attention_heads, "num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim}
     given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "batch": batch} | heads | attention
-    plan: dict[str, Any] = {"e": dtype.itemsize, "s": optimizer_dtype.itemsize, "recompute": recompute}
-    plan |= {"tiled_loss": tiled_loss, "mlp_rows": mlp_rows}
+    plan: dict[str, Any] = {"itemsize": dtype.itemsize, "optimizer_itemsize": optimizer_dtype.itemsize}
+    plan |= {"recompute": recompute, "tiled_loss": tiled_loss, "mlp_rows": mlp_rows}
     plan |= {"offload_checkpoints": offload_checkpoints, "offload_optimizer": offload_optimizer}
     known: dict[tuple[int, int], ExtraMemory] = {}
 
