@@ -202,8 +202,8 @@ def explain_step(
 ) -> StepExplanation:
     """Predict the peak memory of a training step of a Llama, and the longest sequence that fits.
 
-    FSDP2 shards over all dp * cp ranks; blocks are `Checkpointed`. Needs no process group and no GPU. The formula is in
-    `cp_mesh.tools.explain.step`; tests hold it to what steps allocate.
+    FSDP2 shards over all dp * cp ranks; blocks are `Checkpointed`. Needs no process group and no GPU. The formula is
+    `cp_mesh.tools.explain.step.memory_of`; tests hold it to what steps allocate.
 
     Args:
         model: a config.json of Transformers, its folder, its content, or a preset: "llama-3-8b", "llama-3-70b".
