@@ -118,10 +118,9 @@ class LongLlama(Llama):
         assert labels is not None
         if self.plain:
             return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1), labels.flatten())
-        if not self.tiled:
-            return cp_mesh.cross_entropy(super().forward(tokens, positions), labels, self.data, count=count)
-        log_probs = cp_mesh.token_log_probs(self.hidden(tokens, positions), labels, weight=self.output.weight)
-        return -log_probs.sum() / count
+        x = self.hidden(tokens, positions) if self.tiled else super().forward(tokens, positions)
+        weight = self.output.weight if self.tiled else None
+        return cp_mesh.cross_entropy(x, labels, self.data, count=count, weight=weight)
 
 
 def build(config: LlamaConfig, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> LongLlama:

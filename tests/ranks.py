@@ -177,7 +177,7 @@ class Pool:
                     outcomes[rank] = pickle.loads(self.conns[rank].recv_bytes())
                 except (EOFError, OSError):
                     self.processes[rank].join(GRACE)
-                    lost[rank] = f"process died with exit code {self.processes[rank].exitcode}\n"
+                    lost[rank] = f"process died with exit code {self.processes[rank].exitcode}\n{self._dumped(rank)}"
                 if not isinstance(outcomes.get(rank), bytes):
                     deadline = min(deadline, time.monotonic() + GRACE)
         raised = {rank: o.traceback for rank, o in outcomes.items() if isinstance(o, Raised)}
@@ -188,8 +188,12 @@ class Pool:
     def _stack(self, rank: int) -> str:
         os.kill(self.processes[rank].pid, STACK_SIGNAL)
         time.sleep(0.2)  # the dump comes from a signal handler and has no end mark
+        return self._dumped(rank) or "(no stack)\n"
+
+    def _dumped(self, rank: int) -> str:
+        """The stacks that a rank wrote when it was asked to, or when it crashed."""
         file = self.folder / f"stack{rank}"
-        return (file.read_text() if file.exists() else "") or "(no stack)\n"
+        return file.read_text() if file.exists() else ""
 
 
 class Pools:
@@ -272,7 +276,9 @@ def num_collectives() -> int:
 
 def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, port: int, group_timeout: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the pool
-    faulthandler.register(STACK_SIGNAL, file=(folder / f"stack{rank}").open("w"), all_threads=True)
+    stacks = (folder / f"stack{rank}").open("w")
+    faulthandler.enable(stacks)  # a crash tells where the rank was
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # nobody left to kill this rank
     if sys.platform == "linux":

@@ -711,15 +711,21 @@ def long_names(rank: int) -> dict[str, Any]:
     sequence = cp_mesh.ShardedSequence(mesh, length=61)
     plan = {"": cp_mesh.ShardedModel(sequence), "layers.*.attention.core": cp_mesh.ContextParallel(sequence)}
     cp_mesh.parallelize(model, mesh, plan)
+    torch.manual_seed(0)  # the same teacher on every rank
     return {
         "mesh": {"cp": mesh}, "sequence": sequence, "model": model, "head": head, "twin": twin,
         "tokens": text[:, :-1], "labels": text[:, 1:],
+        "teacher": lambda tokens: sequence.shard(torch.eye(64)[tokens]), "teacher_head": nn.Linear(64, 64, False),
     }  # fmt: skip
 
 
 def check_long(names: dict[str, Any]) -> None:
-    model, head = names["twin"]
-    expected = F.cross_entropy(head(model(names["tokens"])).flatten(0, 1), names["labels"].flatten())
+    (model, head), weight = names["twin"], names["teacher_head"].weight.detach()
+    logits, soft = head(model(names["tokens"])).flatten(0, 1), weight.t()[names["tokens"]].flatten(0, 1)
+    total = names["distilled"].detach().clone()
+    dist.all_reduce(total)
+    close(total, F.cross_entropy(logits.detach() / 2, (soft / 2).softmax(-1)), 1e-5)
+    expected = F.cross_entropy(logits, names["labels"].flatten())
     expected.backward()
     loss = names["loss"].detach().clone()
     dist.all_reduce(loss)

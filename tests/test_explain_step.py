@@ -287,7 +287,7 @@ def test_what_fits_is_the_longest_that_fits() -> None:
     """And a sixteenth more does not: attention is planned at eight lengths of each doubling."""
     found = explain_step("llama-3-8b", 65536, gpu_memory=138, **ON_H200)
     changed = {
-        "": {}, "token_log_probs(weight=)": {"tiled_loss": True}, "TiledMLP(tile_rows=8192)": {"mlp_rows": 8192},
+        "": {}, "cross_entropy(weight=)": {"tiled_loss": True}, "TiledMLP(tile_rows=8192)": {"mlp_rows": 8192},
         "checkpoints in host memory": {"offload_checkpoints": True}, "attention recomputed too": {"recompute": "full"},
         "CPUOffloadPolicy of FSDP2": {"offload_optimizer": True}, "cp 2": {"cp_size": 2},
     }  # fmt: skip
@@ -299,7 +299,7 @@ def test_what_fits_is_the_longest_that_fits() -> None:
         assert explain_step("llama-3-8b", length, **ON_H200 | change).peak <= 138 * GIB, name
         assert explain_step("llama-3-8b", length * 17 // 16, **ON_H200 | change).peak > 138 * GIB, name
         assert f"{length:,}" in found.text and (name or "this plan") in found.text
-    assert found.longest["token_log_probs(weight=)"] > found.longest[""]
+    assert found.longest["cross_entropy(weight=)"] > found.longest[""]
     assert found.longest["cp 2"] > 1.5 * found.longest[""]
     used = explain_step("llama-3-8b", 65536, gpu_memory=138, **ON_H200 | every)
     assert [*used.longest] == ["", "all of these", "cp 2"] and used.longest[""] == found.longest["all of these"]

@@ -52,6 +52,7 @@ import test_hybrid
 import test_joint
 import test_log_probs
 import test_loss
+import test_loss_terms
 import test_masks
 import test_mixers
 import test_op
@@ -396,6 +397,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         (test_loss.test_chunks_change_nothing, (torch.float64,)),
     ),
     "log-probabilities": alone((test_log_probs.test_hidden_states, (7, 0.7, True))),
+    "terms of the loss": alone((test_loss_terms.test_hidden_states, ("all", 7))),
+    "terms of the loss over tp": lambda pool: [
+        test_loss_terms.test_a_vocabulary_over_tp(pool, terms) for terms in ("z-loss", "label smoothing")
+    ],
     "sums of documents": of(test_log_probs.test_sums_of_documents, "zigzag", "packed"),
     "tiles": alone((test_tiled.test_outputs_and_gradients, ("MLP", {"tiles": 3}))),
     "dropout of tiles": alone((test_tiled.test_dropout, ())),

@@ -38,6 +38,11 @@ def die_on_one(rank: int) -> None:
         os._exit(7)
 
 
+def crash_on_one(rank: int) -> None:
+    if rank == 1:
+        os.abort()
+
+
 def refuse(rank: int, num_collectives: tuple[int, ...], raising: tuple[int, ...]) -> int:
     for _ in range(num_collectives[rank]):
         dist.all_reduce(torch.ones(()), async_op=True)
@@ -107,6 +112,11 @@ def test_a_dead_rank_is_reported(pool):
     with pytest.raises(RankFailure, match="rank 1: process died with exit code 7"):
         pool(2).run(die_on_one)
     pool(2).run(everyone, 1.0)
+
+
+def test_a_crash_is_reported_with_its_stack(pool):
+    with pytest.raises(RankFailure, match=r"rank 1: process died with exit code -6\nFatal(?s:.*)in crash_on_one"):
+        pool(2).run(crash_on_one)
 
 
 def test_equal_errors_are_told_once():

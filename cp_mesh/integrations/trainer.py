@@ -32,7 +32,7 @@ _PACKING = ("packing", "eval_packing")
 _NO_LOGITS = ("aux_loss", "router_logits", *OF_IMAGES)
 _LOCAL = "it would read logits of this rank's rows with whole labels"
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "label_smoothing_factor": ((0,), _LOCAL),
+    "label_smoothing_factor": ((0,), f"{_LOCAL}; cp_mesh.cross_entropy takes label_smoothing= in your own loop"),
     "neftune_noise_alpha": ((None,), "its noise depends on the length of a sequence, and differs between ranks"),
     "use_liger_kernel": ((False,), "it replaces the forward that shards the batch"),
     "torch_compile": ((False,), "compile layers instead: layer.compile() for each, before training"),

@@ -135,7 +135,7 @@ class DeferredLogits(NamedTuple):
         (own,) = column_linears(self.hidden.to(head.weight.dtype), [head.weight], [None], call, names)
         return shards.gather(own.mT)().mT.contiguous()
 
-    def losses(self, labels: Tensor, ignore_index: int) -> Tensor:
+    def losses(self, labels: Tensor, ignore_index: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
         """Losses [N] for labels [N], int64, equal on all tp ranks; float32 or float64, and 0 for ignored tokens."""
         refuse_transforms("cross_entropy")
         head = self.head  # it has the dtype that hidden had before FSDP2 cast the model's output
@@ -143,7 +143,7 @@ class DeferredLogits(NamedTuple):
         hidden, weight = autocast(self.hidden.to(head.weight.dtype), head.weight)
         call = head.begin, head.size, self.num_rows, head.group_name, self.sharded, ignore_index
         graded = graded_names(["input", "weight"], [hidden, weight])
-        losses: Tensor = _HeadLosses.apply(hidden, weight, labels, graded, *call)
+        losses: Tensor = _HeadLosses.apply(hidden, weight, labels, graded, (label_smoothing, z_loss), *call)
         return losses
 
 
@@ -165,6 +165,20 @@ def _chunks(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield of_chunk, (rows[of_chunk] @ weight.t()).to(dtype)
 
 
+def add_terms(x: Tensor, largest: Tensor, sums: Tensor, size: int, label_smoothing: float, z_loss: float) -> None:
+    """Add the gradients of z-loss and of smoothed labels to ``x``, sums * softmax of logits, in place.
+
+    Args:
+        x: [rows, V of this rank].
+        largest, sums: [rows, 1], of all ranks: the log-sum-exp is largest + log(sums).
+        size: V.
+    """
+    if z_loss:
+        x.mul_(1 + 2 * z_loss * (largest + sums.log()))
+    if label_smoothing:
+        x.sub_(label_smoothing / size * sums)
+
+
 def _gathered(hidden: Tensor, num_rows: int, group_name: str, sharded: bool) -> Tensor:
     """The input of all rows, [N, C]."""
     whole = Shards(num_rows, group_name, "cross_entropy").gather(hidden)() if sharded else hidden
@@ -183,9 +197,12 @@ def _head_losses(
     sharded: bool,
     ignore_index: int,
     graded: str,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [N]; and for each row, [N, 1], the largest logit of all ranks and the sum of exp(logit - largest)."""
-    kind = size, ignore_index, hidden.requires_grad, weight.requires_grad  # at least the kind in training/loss.py
+    # at least the kind in training/loss.py
+    kind = size, ignore_index, hidden.requires_grad, weight.requires_grad, label_smoothing, z_loss
     options: dict[str, Any] = {"graded": graded, "alike": {"labels": labels}}
     check_rows("cross_entropy", hidden, num_rows, group_name, sharded, *kind, **options)
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index
@@ -193,15 +210,18 @@ def _head_losses(
     found = rows.new_empty((3, len(rows), 1), dtype=accumulation_dtype(rows.dtype))
     for of_chunk, x in _chunks(rows, weight):
         largest, sums, target = found[:, of_chunk]
-        target.copy_(x.gather(1, index[of_chunk, None]))
+        target.copy_(x.gather(1, index[of_chunk, None]).masked_fill_(~own[of_chunk, None], 0))
+        if label_smoothing:
+            target.mul_(1 - label_smoothing).add_(x.sum(1, keepdim=True), alpha=label_smoothing / size)
         torch.amax(x, 1, keepdim=True, out=largest)
         torch.sum(x.sub_(largest).exp_(), 1, keepdim=True, out=sums)
-    found[2].masked_fill_(~own[:, None], 0)
     tp_size = resolve_group(group_name).size()
     every = Shards(3 * tp_size, group_name, "cross_entropy").gather(found.flatten(1))().view(tp_size, 3, -1, 1)
     largest = every[:, 0].amax(0)
     sums = (every[:, 1] * (every[:, 0] - largest).exp()).sum(0)
     losses = (sums.log() - (every[:, 2].sum(0) - largest)).squeeze(1)
+    if z_loss:
+        losses += z_loss * (largest + sums.log()).squeeze(1).square()
     return losses.where(counts, 0), largest, sums
 
 
@@ -220,18 +240,22 @@ def _head_losses_backward(
     group_name: str,
     sharded: bool,
     ignore_index: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> list[Tensor]:
     """The wanted gradients of the input and of the weight, each rounded once to the tensor's dtype."""
     note_compiled_backward()
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index
     index, own = _own_index(labels.where(counts, begin), begin, len(weight), size)
     index, scale = index[:, None], dlosses.where(counts, 0)[:, None] / sums
-    at_label = -sums.where(own[:, None], 0)
+    at_label = (label_smoothing - 1) * sums.where(own[:, None], 0)
     dhidden, dweight = torch.empty_like(rows) if wants[0] else None, None
     if wants[1]:
         dweight = torch.zeros_like(weight, dtype=sums.dtype, memory_format=torch.contiguous_format)
     for of_chunk, x in _chunks(rows, weight):
-        x.sub_(largest[of_chunk]).exp_().scatter_add_(1, index[of_chunk], at_label[of_chunk])
+        x.sub_(largest[of_chunk]).exp_()
+        add_terms(x, largest[of_chunk], sums[of_chunk], size, label_smoothing, z_loss)
+        x.scatter_add_(1, index[of_chunk], at_label[of_chunk])
         dlogits = x.mul_(scale[of_chunk]).to(rows.dtype)
         if dhidden is not None:
             torch.mm(dlogits, weight, out=dhidden[of_chunk])
@@ -265,14 +289,16 @@ _head_losses_backward.register_autograd(_refuse_second_backward)
 
 class _HeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, graded: str, *call: Any) -> Tensor:
-        losses, *of_rows = _head_losses(hidden, weight, labels, *call, graded)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, graded: str, terms: tuple[float, float], *call: Any
+    ) -> Tensor:
+        losses, *of_rows = _head_losses(hidden, weight, labels, *call, graded, *terms)
         ctx.save_for_backward(hidden, weight, labels, *of_rows)
-        ctx.call = call
+        ctx.call = *call, *terms
         return losses
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
         wants = list(ctx.needs_input_grad[:2])
         found = iter(_head_losses_backward(dlosses, *ctx.saved_tensors, wants, *ctx.call))
-        return *(next(found) if wanted else None for wanted in wants), None, None, *[None] * len(ctx.call)
+        return *(next(found) if wanted else None for wanted in wants), *[None] * (1 + len(ctx.call))

@@ -6,17 +6,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from cp_mesh.call.spec import autocast
-from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.rules import agreed_pieces
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.training.token_losses import LazyLogits, linear_losses, token_losses
+from cp_mesh.training.token_losses import LazyLogits, prepare_losses
 
 
 def token_log_probs(
@@ -51,36 +47,8 @@ def token_log_probs(
     Example:
         >>> logp = token_log_probs(hidden, labels, weight=head.weight, temperature=0.7)  # doctest: +SKIP
     """
-    what, given = "token_log_probs", [y for y in (x, labels, weight, bias) if isinstance(y, Tensor)]
-    if any(isinstance(y, DTensor) for y in given):
-        hint = "under FSDP2 call it within the forward of the module; over tp take VocabParallelHead, without weight="
-        refuse(what, "local tensors", "DTensors", hint)
-    if x.shape[:-1] != labels.shape:
-        refuse(f"{what}: labels", tuple(x.shape[:-1]), tuple(labels.shape), "shard both with one sequence")
-    if weight is None:
-        if temperature != 1 or bias is not None:
-            got = f"temperature={temperature}, bias={None if bias is None else tuple(bias.shape)}"
-            refuse(what, "neither temperature nor bias without weight=", got, "write logits / temperature + bias")
-        if not isinstance(x, Tensor):
-            losses = x.losses(labels.flatten(), ignore_index)
-        else:
-            losses = token_losses(x.flatten(0, -2), labels.flatten(), ignore_index)
-        return -losses.view(labels.shape)
-    if (
-        not isinstance(x, Tensor)
-        or weight.shape[1:] != x.shape[-1:]
-        or (bias is not None and bias.shape != weight.shape[:1])
-    ):
-        shapes = [tuple(y.shape) for y in (x, weight, bias) if y is not None]
-        refuse(what, "hidden states [..., C], weight [V, C] and bias [V]", shapes, "VocabParallelHead needs no weight=")
-    if not torch.compiler.is_compiling() and weight.numel() and not weight.untyped_storage().size():
-        hint = "call it within the forward of the module that holds it"
-        refuse(f"{what}: weight", "one that is there", "one that FSDP2 has freed", hint)
-    if not temperature > 0:
-        refuse(f"{what}: temperature", "a positive number", temperature, "1.0 leaves the logits as they are")
-    hidden, weight = autocast(x, weight)
-    flat = hidden.flatten(0, -2), weight, None if bias is None else bias.to(weight.dtype), labels.flatten()
-    return -linear_losses(*flat, ignore_index, 1 / temperature).view(labels.shape)
+    losses = prepare_losses("token_log_probs", x, labels, ignore_index, weight, bias, temperature)
+    return -losses().view(labels.shape)
 
 
 def document_sums(x: Tensor, *, sequence: ShardedSequence, mask: Mask | None = None) -> Tensor:

@@ -5,6 +5,8 @@ the sum of losses over the ranks is the loss of a single device, and the sum of 
 (dp x cp) is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` sets FSDP2 to them.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +21,7 @@ from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.sequence.cuts import is_whole, waits_for_labels
 from cp_mesh.sequence.losses import WAITING, note_loss
 from cp_mesh.training.checks.labels import check_labels
-from cp_mesh.training.token_losses import LazyLogits, token_losses
+from cp_mesh.training.token_losses import LazyLogits, prepare_losses
 
 _FLAG = 1 << 44
 """A rank with wrong labels adds this to its number of valid tokens, so the one all-reduce informs all ranks."""
@@ -32,37 +34,55 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     count: int | Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1,  # integers: Dynamo would make symbols of floats here, and trace twice
+    label_smoothing: float = 0,
+    z_loss: float = 0,
+    teacher: Tensor | tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """Return this rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
 
     The SUM over the ranks of ``mesh`` is the mean over all tokens, however many tokens each rank holds, even none. The
     SUM of gradients is the gradient of that mean. Log the sum, not one rank's share. The backward keeps the logits and
-    allocates their gradient; nothing else of their size is allocated.
+    allocates their gradient; nothing else of their size is allocated. With ``weight`` no whole logits are.
 
     Args:
         logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least. Or the output of a linear
-            under `VocabParallelHead`, whose logits are computed here in chunks.
+            under `VocabParallelHead`, or with ``weight`` hidden states [..., C], whose logits are computed here in
+            chunks.
         labels: int64 [...], shifted before sharding. If ``ignore_index`` is not -100, also pass it as ``pad_value`` to
             `ShardedSequence.shard`.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
         ignore_index: the label of tokens without a loss.
         count: the divisor of the sum, equal on all ranks, such as the valid tokens of several micro-batches; 0 divides
             by 1. None: the valid tokens of this call over ``mesh``.
+        weight, bias, temperature: of the last linear, as in `token_log_probs`.
+        label_smoothing: the share of the target that is 1 / V for each token, from 0 to 1, as in `F.cross_entropy`.
+        z_loss: each valid token adds ``z_loss * logsumexp(logits)**2``, 1e-4 in PaLM (arXiv:2204.02311, section 5).
+        teacher: soft targets of distillation (arXiv:1503.02531), as probabilities in `F.cross_entropy`: the teacher's
+            logits [..., V]; with ``weight`` its hidden states [..., C'] and weight [V, C'], perhaps a bias [V], in a
+            tuple. Its logits are divided by ``temperature``, too; labels then only tell which tokens are valid. The
+            gradient is that of KL(teacher || student), without the factor temperature**2.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
 
     Raises:
-        ArgumentError: on DTensors, if labels do not have the shape of logits without the vocabulary, or if the mesh
-            contains ranks that share one vocabulary. In the first call, on every rank of ``mesh``, also if a label is
-            outside of the vocabulary or labels belong to other rows than this rank's: sharded in another layout than
-            attention, or shifted after sharding.
+        ArgumentError: on DTensors, wrong shapes, numbers out of range, a weight that FSDP2 has freed, a teacher with
+            gradients, or a mesh that contains ranks that share one vocabulary. In the first call, on every rank of
+            ``mesh``, also if a label is outside of the vocabulary or labels belong to other rows than this rank's:
+            sharded in another layout than attention, or shifted after sharding.
         IndexError: in later calls on the CPU, for a label outside of the vocabulary; on CUDA a device assertion.
-        UnsupportedError: in a second derivative.
+        UnsupportedError: in a second derivative, and for a teacher with `VocabParallelHead`.
         RuntimeError: under the transforms of torch.func, by PyTorch.
+
+    Example:
+        >>> share = cross_entropy(hidden, labels, data, weight=head.weight, z_loss=1e-4)  # doctest: +SKIP
     """
     try:
-        return _cross_entropy(logits, labels, mesh, ignore_index, count)
+        terms = temperature, label_smoothing, z_loss, teacher
+        return _cross_entropy(logits, labels, mesh, ignore_index, count, weight, bias, *terms)
     except (ArgumentError, UnsupportedError) as error:
         if not isinstance(logits, Tensor):  # the other tp ranks are in other groups of the mesh
             announce_error(logits.head.group_name, error, "tp")
@@ -75,27 +95,27 @@ def _cross_entropy(
     mesh: DeviceMesh | dist.ProcessGroup,
     ignore_index: int,
     count: int | Tensor | None,
+    weight: Tensor | None,
+    *options: Any,
 ) -> Tensor:
-    if isinstance(logits, DTensor) or isinstance(labels, DTensor):
-        refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
-    if logits.shape[:-1] != labels.shape:
-        refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
+    losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, *options)
+    vocab = logits.shape[-1] if weight is None else len(weight)
+    trained = logits.requires_grad or (weight is not None and weight.requires_grad)
     groups = groups_of(mesh)
     if not isinstance(logits, Tensor):
         logits.check_groups([group.group_name for group in groups])
     valid = (labels != ignore_index).sum()
     # without the number of rows, which may differ between ranks; requires_grad since an evaluation may come first
-    kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
+    kind = "cross_entropy", len(logits.shape), vocab, ignore_index, trained
     eager = not torch.compiler.is_compiling()
     first = eager and any([is_first_here(group, kind) for group in groups])  # a list: every group notes it
-    if eager and not first and WAITING and count is None and logits.requires_grad and not capturing():
+    if eager and not first and WAITING and count is None and trained and not capturing():
         # another model waits for its first step; its labels are checked without an additional collective
         first = waits_for_labels({*ranks_of(mesh)})
     found: Exception | None = None
     if first:
         try:
-            ranks, trained = {*ranks_of(mesh)}, logits.requires_grad
-            found = check_labels(labels, logits.shape[-1], ignore_index, ranks, count is not None, trained)
+            found = check_labels(labels, vocab, ignore_index, {*ranks_of(mesh)}, count is not None, trained)
         except Exception as error:  # raised after the all-reduce, in which the other ranks wait
             found = error
     if found is not None:
@@ -105,10 +125,7 @@ def _cross_entropy(
         valid = _sum_over(groups, valid, "cross_entropy")
     if first and (wrong := int(valid) // _FLAG) > 0:
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
-    if not isinstance(logits, Tensor):
-        share = logits.losses(labels.flatten(), ignore_index).sum()
-    else:
-        share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
+    share = losses().sum()
     divisor = valid if count is None else count
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if eager:

@@ -4,24 +4,35 @@ Logits are the largest tensor of many training steps. In half precision `F.cross
 their log-softmax, and its gradient: 12 bytes for each entry. Here the backward reads the original logits and two
 numbers per row, and only one chunk of rows at a time is in float32.
 
-Shapes: N tokens of this rank, V vocabulary.
+The loss of a row of logits x is ``lse - q @ x + z_loss * lse**2``, with lse the log-sum-exp of x. The targets q are 1
+at the label, or the softmax of a teacher's logits; label smoothing mixes them with 1 / V.
+
+Shapes: N tokens of this rank, V vocabulary, C features.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import untraced
-from cp_mesh.errors import UnsupportedError
+from cp_mesh.call.spec import autocast
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.losses import note_compiled_backward
+from cp_mesh.tensor_parallel.vocab_parallel import add_terms
 
 CHUNK_BYTES = 256 << 20
 """Bytes of a chunk of rows in the accumulation dtype. A kernel on a chunk takes a GPU longer than its launch."""
+
+Head = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states [N, C], weight [V, C] and bias [V]."""
 
 
 class LazyLogits(Protocol):
@@ -34,20 +45,85 @@ class LazyLogits(Protocol):
     @property
     def requires_grad(self) -> bool: ...
     def check_groups(self, names: Sequence[str], /) -> None: ...
-    def losses(self, labels: Tensor, ignore_index: int, /) -> Tensor: ...
+    def losses(self, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, /) -> Tensor: ...
 
 
-def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Return losses [N] of logits [N, V] and labels [N], in float32 (float64 for float64 logits); 0 if ignored."""
-    return _TokenLosses.apply(logits, labels, ignore_index)
+def prepare_losses(
+    what: str,
+    x: Tensor | LazyLogits,
+    labels: Tensor,
+    ignore_index: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    teacher: Tensor | tuple[Tensor, ...] | None = None,
+) -> Callable[[], Tensor]:
+    """Check the arguments of `cross_entropy`, without a collective; return the function that computes losses [N]."""
+    soft: tuple[Tensor, ...] = ()
+    if teacher is not None:
+        soft = (teacher,) if isinstance(teacher, Tensor) else tuple(y for y in teacher if y is not None)
+        if not all(isinstance(y, Tensor) for y in (x, *soft)):
+            hint = "leave the last linears of both models out of tp plans, and pass weight="
+            refuse(f"{what}: teacher", "no logits of VocabParallelHead", "some", hint, UnsupportedError)
+        if torch.is_grad_enabled() and any(y.requires_grad for y in soft):
+            hint = "call the teacher under torch.no_grad(), and pass its weight.detach()"
+            refuse(f"{what}: teacher", "tensors without a gradient", "one with requires_grad", hint)
+    for y in (x, labels, weight, bias, *soft):
+        if isinstance(y, DTensor):
+            hint = "under FSDP2 call it in the module's forward; over tp take VocabParallelHead, without weight="
+            refuse(what, "local tensors", "DTensors", hint)
+    if x.shape[:-1] != labels.shape:
+        refuse(f"{what}: labels", f"shape {tuple(x.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
+    if not (0 <= label_smoothing <= 1 and 0 <= z_loss < math.inf):
+        got = f"label_smoothing={label_smoothing}, z_loss={z_loss}"
+        refuse(what, "label_smoothing from 0 to 1 and a z_loss of 0 or more", got, "0.0 leaves a term out")
+    if weight is None:
+        if temperature != 1 or bias is not None:
+            got = f"temperature={temperature}, bias={None if bias is None else tuple(bias.shape)}"
+            refuse(what, "neither temperature nor bias without weight=", got, "write logits / temperature + bias")
+        fits = teacher is None or (len(soft) == 1 and soft[0].shape == x.shape)
+    else:
+        if not _fit(x, weight, bias):
+            got = str([tuple(y.shape) for y in (x, weight, bias) if y is not None])
+            hint = "VocabParallelHead needs no weight="
+            refuse(what, "hidden states [..., C], weight [V, C] and bias [V]", got, hint)
+        fits = teacher is None or (soft[0].shape[:-1] == labels.shape and _fit(*soft) and len(soft[1]) == len(weight))
+    if not fits:
+        expected = "logits [..., V], or with weight= a tuple of hidden states [..., C], weight [V, C], perhaps bias [V]"
+        refuse(f"{what}: teacher", expected, [tuple(y.shape) for y in soft], "rows and V are those of the student")
+    if not temperature > 0:
+        refuse(f"{what}: temperature", "a positive number", temperature, "1.0 leaves the logits as they are")
+    flat, options = labels.flatten(), (ignore_index, label_smoothing, z_loss)
+    if not isinstance(x, Tensor):
+        return partial(x.losses, flat, *options)
+    if weight is None:
+        rows = [] if teacher is None else [soft[0].flatten(0, -2)]
+        return partial(_TokenLosses.apply, x.flatten(0, -2), flat, *options, *rows)
+    for held in () if torch.compiler.is_compiling() else (weight, *soft[1:]):
+        if held.numel() and not held.untyped_storage().size():
+            hint = "call it within the forward of the module that holds it"
+            refuse(f"{what}: weight", "one that is there", "one that FSDP2 has freed", hint)
+    return partial(
+        _linear_losses, _head(x, weight, bias), flat, 1 / temperature, options, () if teacher is None else _head(*soft)
+    )
+
+
+def _fit(hidden: Any = None, weight: Any = None, bias: Tensor | None = None, *other: Tensor) -> bool:
+    fits = isinstance(hidden, Tensor) and weight is not None and weight.shape[1:] == hidden.shape[-1:] and not other
+    return fits and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Head:
+    hidden, weight = autocast(hidden, weight)
+    return hidden.flatten(0, -2), weight, None if bias is None else bias.to(weight.dtype)
 
 
 @untraced  # else torch.compile would unroll the loop over chunks
-def linear_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, scale: float
-) -> Tensor:
-    """`token_losses` of ``scale * (hidden @ weight.t() + bias)``, without the whole logits: hidden [N, C]."""
-    losses: Tensor = _LinearLosses.apply(hidden, weight, bias, labels, ignore_index, scale)
+def _linear_losses(student: Head, labels: Tensor, scale: float, options: tuple[Any, ...], teacher: Any) -> Tensor:
+    """Losses of ``scale * (hidden @ weight.t() + bias)``, without the whole logits: hidden [N, C]."""
+    losses: Tensor = _LinearLosses.apply(*student, labels, scale, options, *teacher)
     return losses
 
 
@@ -63,7 +139,14 @@ def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 # Custom ops, since torch.compile would unroll the loop and recompile it for each length.
 @torch.library.custom_op("cp_mesh::token_losses", mutates_args=())
-def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def _token_losses(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    teacher: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses [N] and for each row, [N, 1], the largest logit and the sum of exp(logit - largest).
 
     One number, the log-sum-exp, would lose digits of the sum if logits are large.
@@ -72,29 +155,49 @@ def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Te
     sums, losses = torch.empty_like(largest), largest.new_empty(labels.shape)
     for rows, x in _chunks(logits):
         torch.sub(logits[rows], largest[rows], out=x)
-        losses[rows] = F.nll_loss(x, labels[rows], ignore_index=ignore_index, reduction="none")
+        if teacher is None:
+            losses[rows] = F.nll_loss(x, labels[rows], ignore_index=ignore_index, reduction="none")
+        else:
+            losses[rows] = -teacher[rows].softmax(1, x.dtype).mul_(x).sum(1)
+        if label_smoothing:
+            losses[rows] += label_smoothing * (-x.mean(1) - losses[rows])
         torch.sum(x.exp_(), 1, keepdim=True, out=sums[rows])
-    return (losses + sums.squeeze(1).log()).where(labels != ignore_index, 0), largest, sums
+    losses += sums.squeeze(1).log()
+    if z_loss:
+        losses += z_loss * (largest + sums.log()).squeeze(1).square()
+    return losses.where(labels != ignore_index, 0), largest, sums
 
 
 @torch.library.custom_op("cp_mesh::token_losses_backward", mutates_args=())
 def _token_losses_backward(
-    dlosses: Tensor, logits: Tensor, labels: Tensor, largest: Tensor, sums: Tensor, ignore_index: int
+    dlosses: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    largest: Tensor,
+    sums: Tensor,
+    ignore_index: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    teacher: Tensor | None = None,
 ) -> Tensor:
-    """Return (softmax - one-hot) * dlosses, rounded once to the dtype of the logits."""
+    """Return (softmax * (1 + 2 z_loss lse) - targets) * dlosses, rounded once to the dtype of the logits."""
     note_compiled_backward()
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     counts = labels != ignore_index
     classes, scale = labels.where(counts, 0)[:, None].long(), dlosses.where(counts, 0)[:, None] / sums
     for rows, x in _chunks(logits):
         torch.sub(logits[rows], largest[rows], out=x).exp_()
-        x.scatter_add_(1, classes[rows], -sums[rows])
+        add_terms(x, largest[rows], sums[rows], logits.shape[1], label_smoothing, z_loss)
+        if teacher is None:
+            x.scatter_add_(1, classes[rows], (label_smoothing - 1) * sums[rows])
+        else:
+            x.addcmul_(teacher[rows].softmax(1, x.dtype), sums[rows], value=label_smoothing - 1)
         torch.mul(x, scale[rows], out=dlogits[rows])
     return dlogits
 
 
 @_token_losses.register_fake
-def _(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     row = logits.new_empty((logits.shape[0], 1), dtype=accumulation_dtype(logits.dtype))
     return row.new_empty(labels.shape), row, torch.empty_like(row)
 
@@ -113,24 +216,27 @@ _token_losses_backward.register_autograd(_refuse_second_backward)
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        losses, *of_rows = _token_losses(logits, labels, ignore_index)
-        ctx.save_for_backward(logits, labels, *of_rows)
-        ctx.ignore_index = ignore_index
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, *options: Any) -> Tensor:
+        ctx.options, teacher = options[:3], options[3:]
+        losses, *of_rows = _token_losses(logits, labels, *options)
+        ctx.save_for_backward(logits, labels, *of_rows, *teacher)
         return losses
 
     @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None]:
-        return _token_losses_backward(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        saved, teacher = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        dlogits = _token_losses_backward(dlosses, *saved, *ctx.options, *teacher)
+        return dlogits, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows with their logits in the accumulation dtype."""
-    dtype = accumulation_dtype(hidden.dtype)
-    step = max(1, CHUNK_BYTES // (len(weight) * dtype.itemsize))
+def _logits(scale: float, *heads: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield slices of rows with their logits of each `Head`, scaled, in the accumulation dtype."""
+    hidden, weight, _ = heads[0]
+    step = max(1, CHUNK_BYTES // (len(weight) * accumulation_dtype(hidden.dtype).itemsize))
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
-        yield rows, F.linear(hidden[rows], weight, bias).to(dtype).mul_(scale)
+        parts = (F.linear(x[rows], *head) for x, *head in filter(None, heads))
+        yield rows, *(x.to(accumulation_dtype(x.dtype)).mul_(scale) for x in parts)
 
 
 class _LinearLosses(torch.autograd.Function):
@@ -138,26 +244,26 @@ class _LinearLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *options: Any) -> Tensor:
-        ctx.ignore_index, ctx.scale = options
+        ctx.scale, ctx.options, *teacher = options
         found = hidden.new_empty((3, len(hidden), 1), dtype=accumulation_dtype(hidden.dtype))
-        for rows, logits in _logits(hidden, weight, bias, ctx.scale):
-            losses, *of_rows = _token_losses(logits, labels[rows], ctx.ignore_index)
+        for rows, logits, *soft in _logits(ctx.scale, (hidden, weight, bias), teacher):
+            losses, *of_rows = _token_losses(logits, labels[rows], *ctx.options, *soft)
             for x, y in zip(found[:, rows], (losses[:, None], *of_rows), strict=True):
                 x.copy_(y)
-        ctx.save_for_backward(hidden, weight, bias, labels, *found[1:])
+        ctx.save_for_backward(hidden, weight, bias, labels, *found[1:], *teacher)
         return found[0].flatten()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, *of_all = ctx.saved_tensors
+        (hidden, weight, bias, labels, *of_all), teacher = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         wants = [want and x is not None for x, want in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)]
         dhidden = torch.empty_like(hidden) if wants[0] else None
         dweight = torch.zeros_like(weight, dtype=dlosses.dtype) if wants[1] else None
         dbias = torch.zeros_like(bias, dtype=dlosses.dtype) if wants[2] else None
-        for rows, logits in _logits(hidden, weight, bias, ctx.scale):
+        for rows, logits, *soft in _logits(ctx.scale, (hidden, weight, bias), teacher):
             of_rows = labels[rows], *(x[rows] for x in of_all)
-            dlogits = _token_losses_backward(dlosses[rows], logits, *of_rows, ctx.ignore_index).mul_(ctx.scale)
+            dlogits = _token_losses_backward(dlosses[rows], logits, *of_rows, *ctx.options, *soft).mul_(ctx.scale)
             rounded = dlogits.to(hidden.dtype)
             if dhidden is not None:
                 torch.mm(rounded, weight, out=dhidden[rows])
@@ -166,4 +272,4 @@ class _LinearLosses(torch.autograd.Function):
             if dbias is not None:
                 dbias += dlogits.sum(0)
         grads = (None if x is None else x.to(y.dtype) for x, y in ((dhidden, hidden), (dweight, weight), (dbias, bias)))
-        return *grads, None, None, None
+        return *grads, *[None] * (len(ctx.needs_input_grad) - 3)

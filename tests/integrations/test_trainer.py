@@ -331,6 +331,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "checkpointing in TRL": ("SFTTrainer", "packed", {"gradient_checkpointing": True}),
     "wrapped": ("SFTTrainer", "packed", {"packing_strategy": "wrapped"}),
     "packed before": ("SFTTrainer", "plain", {"padding_free": True, "max_length": None}),
+    "TRL's loss in chunks": ("SFTTrainer", "plain", {"loss_type": "chunked_nll"}),
     "a loss of TRL": ("SFTTrainer", "plain", {"loss_type": "dft"}),
     "windows": ("SFTTrainer", "packed", {"family": "gemma3"}),
     "clipping": ("Trainer", "plain", {"max_grad_norm": 0.5}),

@@ -8,6 +8,7 @@ import re
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -712,8 +713,19 @@ MODELS: dict[str, tuple[Any, str]] = {
         lambda: build_with_images("gemma3", "eager").model,
         "classes named ...ForConditionalGeneration",
     ),
+    "a loss of Liger": (lambda: _with_liger(tiny("LlamaForCausalLM")), "got Liger's fused_linear_cross_entropy"),
     "a convolution": (lambda: _with_convolution(tiny("LlamaForCausalLM")), "model.extra, a Conv1d"),
 }
+
+
+def _with_liger(model: Any) -> Any:
+    """As liger_kernel.transformers.apply_liger_kernel_to_llama(model=model) of 0.8.5 does, which needs Triton."""
+
+    def lce_forward(self: Any, input_ids: Any = None, labels: Any = None) -> None: ...
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    model.forward = MethodType(lce_forward, model)
+    return model
 
 
 def _with_convolution(model: Any) -> Any:

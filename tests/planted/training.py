@@ -110,7 +110,8 @@ def _(backward: Any) -> Any:
     def mutant(ctx: Any, dlosses: Any) -> Any:
         logits, labels, largest, sums = ctx.saved_tensors
         softmax = (logits - largest).exp() / sums * dlosses[:, None]
-        return backward(ctx, dlosses)[0].where((labels != ctx.ignore_index)[:, None], softmax), None, None
+        dlogits, *others = backward(ctx, dlosses)
+        return dlogits.where((labels != ctx.options[0])[:, None], softmax), *others
 
     return mutant
 
@@ -258,6 +259,17 @@ plant("hidden states that do not fill a chunk are left out", "token_losses:_logi
 plant(
     "the backward of log-probabilities has no temperature", "token_losses:_LinearLosses.backward", "log-probabilities"
 )(lambda backward: lambda ctx, dlosses: (*(x if x is None else x / ctx.scale for x in backward(ctx, dlosses)),))
+plant("a teacher's logits are not divided by the temperature", "token_losses:_logits", "terms of the loss")(
+    lambda logits: (
+        lambda scale, *heads: ((rows, own, *(x / scale for x in soft)) for rows, own, *soft in logits(scale, *heads))
+    )
+)
+plant("the backward has no z-loss", "vocab_parallel:add_terms", "terms of the loss", "terms of the loss over tp")(
+    lambda add_terms: with_arguments(add_terms, z_loss=lambda z_loss: 0.0)
+)
+plant("smoothed labels are spread over this rank's tokens", "vocab_parallel:add_terms", "terms of the loss over tp")(
+    lambda add_terms: lambda x, largest, sums, size, *terms: add_terms(x, largest, sums, x.shape[1], *terms)
+)
 plant("the first token of a document counts for the one before", "log_probs:document_sums", "sums of documents")(
     lambda sums: with_arguments(sums, x=lambda x: x.roll(-1, 1))
 )

@@ -77,7 +77,7 @@ class ModelSizes:
 
 
 SAVING: dict[str, tuple[str, Any, Any]] = {
-    "token_log_probs(weight=)": ("tiled_loss", False, True),
+    "cross_entropy(weight=)": ("tiled_loss", False, True),
     "TiledMLP(tile_rows=8192)": ("mlp_rows", None, 8192),
     "checkpoints in host memory": ("offload_checkpoints", False, True),
     "attention recomputed too": ("recompute", "selective", "full"),
@@ -215,7 +215,7 @@ def explain_step(
         dtype: of computations.
         optimizer_dtype: of sharded weights, their gradients, and AdamW's states.
         recompute: "selective" keeps what attention returns; "full" recomputes it too (``keep_attention=False``).
-        tiled_loss: the loss is `token_log_probs` with ``weight``, else `cross_entropy`.
+        tiled_loss: the loss is `cross_entropy` with ``weight``.
         mlp_rows: ``tile_rows`` of `TiledMLP`; None: MLPs compute all rows at once.
         offload_checkpoints: what `Checkpointed` keeps waits in host memory.
         offload_optimizer: ``CPUOffloadPolicy`` of FSDP2.

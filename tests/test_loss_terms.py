@@ -1,0 +1,239 @@
+"""Label smoothing, z-loss and a teacher, in chunks and over shards, against `F.cross_entropy` of whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from inside import room
+from ranks import mesh
+from test_log_probs import LAYOUTS, B, C, S, V, head, rows
+from test_loss import peak_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from cp_mesh import (
+    ArgumentError,
+    ShardedSequence,
+    UnsupportedError,
+    VocabParallelHead,
+    cross_entropy,
+    parallelize,
+    sum_gradients,
+)
+
+ops, vocabulary = room("token_losses"), room("vocab_parallel")
+TERMS: dict[str, tuple[float, float, bool]] = {
+    "label smoothing": (0.2, 0.0, False),
+    "z-loss": (0.0, 3e-2, False),
+    "teacher": (0.0, 0.0, True),
+    "all": (0.2, 3e-2, True),
+}
+"""label_smoothing, z_loss, and whether there is a teacher."""
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def teacher_of(bias: bool = True) -> tuple[Tensor, ...]:
+    """Hidden states [B, S, 4], weight [V, 4] and bias [V]."""
+    made = torch.Generator().manual_seed(2)
+    shapes = [(B, S, 4), (V, 4), *[(V,)] * bias]
+    return tuple(2 * torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes)
+
+
+def whole(logits: Tensor, labels: Tensor, terms: str, soft: Tensor) -> Tensor:
+    """The sum of the losses of valid tokens, from whole logits of the student and of the teacher."""
+    label_smoothing, z_loss, taught = TERMS[terms]
+    valid = labels != -100
+    targets = soft.softmax(-1)[valid] if taught else labels[valid]
+    total = F.cross_entropy(logits[valid], targets, label_smoothing=label_smoothing, reduction="sum")
+    return total + z_loss * logits[valid].logsumexp(-1).square().sum()
+
+
+def arguments(terms: str, teacher: Any) -> dict[str, Any]:
+    label_smoothing, z_loss, taught = TERMS[terms]
+    return {"label_smoothing": label_smoothing, "z_loss": z_loss, "teacher": teacher if taught else None}
+
+
+def assert_same(found: Any, want: Any, **tolerance: float) -> None:
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y, **(tolerance or EXACT))
+
+
+def step(total: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return [total.detach(), *torch.autograd.grad(0.7 * total, leaves)]
+
+
+def losses(x: Tensor, labels: Tensor, **given: Any) -> Tensor:
+    """The sum of the losses, as `cross_entropy` takes it."""
+    return ops.prepare_losses("cross_entropy", x, labels, -100, **given)().sum()
+
+
+@pytest.mark.parametrize("num_rows", [7, 46])
+@pytest.mark.parametrize("terms", TERMS)
+def test_hidden_states(terms: str, num_rows: int) -> None:
+    """Of both models, with a temperature and biases, in chunks of 46 rows."""
+    (hidden, labels), linear, teacher = rows(), head(), teacher_of()
+    leaves = [hidden.requires_grad_(), linear.weight, linear.bias]
+    logits, soft = F.linear(*leaves) / 1.7, F.linear(*teacher) / 1.7
+    want = step(whole(logits, labels, terms, soft), *leaves)
+    with mock.patch.object(ops, "CHUNK_BYTES", num_rows * V * 8):
+        options = {"weight": linear.weight, "bias": linear.bias, "temperature": 1.7}
+        assert_same(step(losses(hidden, labels, **options, **arguments(terms, teacher)), *leaves), want)
+    plain = losses(hidden, labels, **options)
+    assert not torch.isclose(plain, want[0], rtol=1e-3)  # the terms count
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_logits(terms: str) -> None:
+    (hidden, labels), teacher = rows(), teacher_of()
+    logits, soft = F.linear(hidden, head().weight).detach().requires_grad_(), F.linear(*teacher)
+    with mock.patch.object(ops, "CHUNK_BYTES", 7 * V * 8):
+        found = step(losses(logits, labels, **arguments(terms, soft)), logits)
+    assert_same(found, step(whole(logits, labels, terms, soft), logits))
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_half_precision(terms: str) -> None:
+    """Losses in float32, and gradients that are rounded once."""
+    (hidden, labels), teacher = rows(), teacher_of()
+    logits = F.linear(hidden, head().weight).detach().bfloat16().requires_grad_()
+    soft = F.linear(*teacher).bfloat16()
+    found = step(losses(logits, labels, **arguments(terms, soft)), logits)
+    assert [x.dtype for x in found] == [torch.float32, torch.bfloat16]
+    want = step(whole(logits.double(), labels, terms, soft.double()), logits)
+    torch.testing.assert_close(found[0].double(), want[0], rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(found[1], want[1], rtol=2**-7, atol=1e-5)
+
+
+class Student(nn.Module):
+    """Its forward returns this rank's share, since FSDP2 has the weight whole there."""
+
+    def __init__(self, axis: Any, terms: str) -> None:
+        super().__init__()
+        self.linear, self.axis, self.terms = head(bias=False), axis, terms
+
+    def forward(self, x: Tensor, labels: Tensor, teacher: tuple[Tensor, ...]) -> Tensor:
+        given = {"weight": self.linear.weight, "temperature": 1.7}
+        return cross_entropy(x, labels, self.axis, **given, **arguments(self.terms, teacher))
+
+
+def of_ranks(rank: int, terms: str, layout: str, fsdp: bool) -> list[Tensor]:
+    axis, (hidden, labels), (soft, weight) = mesh((2,), ("cp",)), rows(), teacher_of(bias=False)
+    sequence, model = ShardedSequence(axis, LAYOUTS[layout], length=S), Student(axis, terms)
+    if fsdp:
+        sum_gradients(fully_shard(model, mesh=axis))
+    local = sequence.shard({"hidden": hidden, "labels": labels, "soft": soft})
+    share = model(local["hidden"].requires_grad_(), local["labels"], (local["soft"], weight))
+    share.backward()
+    grad = model.linear.weight.grad
+    if not fsdp:
+        dist.all_reduce(grad)
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return [total, sequence.unshard(local["hidden"].grad), grad]
+
+
+@pytest.mark.parametrize(("layout", "fsdp"), [("zigzag", False), ("striped", True)])
+@pytest.mark.parametrize("terms", TERMS)
+def test_shards(pool: Any, terms: str, layout: str, fsdp: bool) -> None:
+    """The sum of shares is the mean over valid tokens, of which one rank has more; packed rows ignore their ends."""
+    (hidden, labels), linear, teacher = rows(), head(bias=False), teacher_of(bias=False)
+    total = whole(F.linear(hidden.requires_grad_(), linear.weight) / 1.7, labels, terms, F.linear(*teacher) / 1.7)
+    mean = total / (labels != -100).sum()
+    want = [mean.detach(), *torch.autograd.grad(mean, [hidden, linear.weight])]
+    for found in pool(2).run(of_ranks, terms, layout, fsdp):
+        assert_same(found, want)
+
+
+def over_tp(rank: int, terms: str) -> list[Tensor]:
+    axes, (hidden, labels), model = mesh((1, 2), ("cp", "tp")), rows(), nn.Sequential(head(bias=False))
+    parallelize(model, axes["tp"], {"0": VocabParallelHead(mode="all_reduce")})
+    with mock.patch.object(vocabulary, "CHUNK_BYTES", 7 * 10 * 8):
+        share = cross_entropy(model(hidden.requires_grad_()), labels, axes["cp"], **arguments(terms, None))
+        found = step(share, hidden, model[0].weight)
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in found]
+
+
+@pytest.mark.parametrize("terms", ["label smoothing", "z-loss"])
+def test_a_vocabulary_over_tp(pool: Any, terms: str) -> None:
+    """19 tokens over two ranks, of which one has fewer."""
+    (hidden, labels), linear = rows(), head(bias=False)
+    logits = F.linear(hidden.requires_grad_(), linear.weight)
+    want = step(whole(logits, labels, terms, logits) / (labels != -100).sum(), hidden, linear.weight)
+    for found in pool(2).run(over_tp, terms):
+        assert_same(found, want)
+
+
+def refused_over_tp(rank: int) -> None:
+    axes, (hidden, labels), model = mesh((1, 2), ("cp", "tp")), rows(), nn.Sequential(head(bias=False))
+    parallelize(model, axes["tp"], {"0": VocabParallelHead(mode="all_reduce")})
+    match = "teacher: expected no logits of VocabParallelHead"
+    for given in (
+        {"logits": model(hidden), "teacher": torch.zeros(B, S, V, dtype=torch.float64)},
+        {"logits": hidden @ head().weight.detach().mT, "teacher": model(hidden)},
+    ):
+        with pytest.raises(UnsupportedError, match=match):
+            cross_entropy(labels=labels, mesh=axes["cp"], **given)
+    smoothing = 0.1 * (1 + axes["tp"].get_local_rank())  # other losses on the ranks of one vocabulary
+    cross_entropy(model(hidden), labels, axes["cp"], label_smoothing=smoothing)
+
+
+def test_refused_over_tp(pool: Any) -> None:
+    for raised in pool(2).run_expecting_error(refused_over_tp):
+        assert raised is not None and raised.type == "RankMismatchError" and "kind" in raised.message
+
+
+def compiled(rank: int) -> None:
+    axis, (hidden, labels), teacher = mesh((2,), ("cp",)), rows(), teacher_of()
+    soft = F.linear(*teacher)
+
+    def share(logits: Tensor) -> Tensor:
+        return cross_entropy(2 * logits, labels, axis, **arguments("all", soft))
+
+    logits = F.linear(hidden, head().weight).detach().requires_grad_()
+    want = step(share(logits), logits)
+    found = step(torch.compile(share, backend="aot_eager", fullgraph=True)(logits), logits)
+    assert_same(found, want)
+
+
+def test_compiled(pool: Any) -> None:
+    pool(2).run(compiled)
+
+
+@pytest.mark.unpoisoned
+def test_memory() -> None:
+    """Whole logits of neither model."""
+    made = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(1024, 8, generator=made), torch.randn(512, 8, generator=made)
+    labels, logits_bytes = torch.randint(512, (1024,), generator=made), 1024 * 512 * 4
+    given = {"weight": weight.clone().requires_grad_(), "teacher": (hidden, weight), "label_smoothing": 0.1}
+    with mock.patch.object(ops, "CHUNK_BYTES", logits_bytes // 32):
+        assert peak_of(lambda: losses(hidden, labels, z_loss=0.1, **given).backward()) <= logits_bytes // 4
+
+
+def test_what_is_refused() -> None:
+    (hidden, labels), linear, (soft, weight, bias) = rows(), head(bias=False), teacher_of()
+    linear.requires_grad_(False)
+    logits = F.linear(hidden, linear.weight)
+    for match, given in {
+        "label_smoothing from 0 to 1": {"x": logits, "label_smoothing": 1.1},
+        "a z_loss of 0 or more, got label_smoothing=0.0, z_loss=-1": {"x": logits, "z_loss": -1.0},
+        "z_loss=nan": {"x": logits, "z_loss": float("nan")},
+        "without a gradient": {"x": logits, "teacher": logits.clone().requires_grad_()},
+        "teacher: expected logits": {"x": logits, "teacher": (soft, weight)},
+        r"with weight= a tuple of hidden states \[..., C\]": {"x": hidden, "weight": linear.weight, "teacher": logits},
+        "are those of the student": {"x": hidden, "weight": linear.weight, "teacher": (soft[:, 1:], weight)},
+        "rows and V are": {"x": hidden, "weight": linear.weight, "teacher": (soft, weight[1:], bias[1:])},
+        "perhaps bias": {"x": hidden, "weight": linear.weight, "teacher": (soft, weight, bias[1:])},
+    }.items():
+        with pytest.raises(ArgumentError, match=match):
+            losses(labels=labels, **given)
+    given = {"weight": linear.weight, "teacher": (soft, weight, None)}  # a linear without a bias has bias None
+    assert torch.equal(losses(hidden, labels, **given), losses(hidden, labels, **given | {"teacher": (soft, weight)}))
+    assert soft.shape[-1] != C  # the models may have other widths
