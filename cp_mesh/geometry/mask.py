@@ -344,12 +344,10 @@ class Mask:
             if begin < after
         )
 
-    def hides_earlier(self, seq_len: int = NONE) -> bool:
+    def hides_earlier(self) -> bool:
         """Return whether the mask's integers may hide a key from a query at a later position."""
-        reaches = self.reaches(seq_len)
-        return (
-            len(reaches) == 0 or reaches[-1].end < seq_len or any(r.farthest < NONE or r.nearest > 0 for r in reaches)
-        )
+        reaches = self.reaches(NONE)
+        return not reaches or reaches[-1].end < NONE or any(r.farthest < NONE or r.nearest > 0 for r in reaches)
 
     @property
     def _ahead(self) -> int:

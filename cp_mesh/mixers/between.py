@@ -34,9 +34,18 @@ class Between:
         return np.where(opens, (pieces.document[own] + 1) * self.given, 0)
 
     @property
-    def held(self) -> Ints:
+    def held(self) -> Tensor:
         """Own pieces with a state before them."""
-        return np.flatnonzero((self.begin > 0) | self.pieces.receives[self.pieces.own])
+        pieces = self.pieces
+        return self.index(("held", self.given), lambda: np.flatnonzero((self.begin > 0) | pieces.receives[pieces.own]))
+
+    def sent(self, back: bool = False) -> Tensor:
+        """Own pieces that other ranks hear of."""
+        return self.index(("sent", back), lambda: self.pieces.chains(back)[0].own)
+
+    def due(self, back: bool = False) -> Tensor:
+        """Own pieces that are due what others make of a state."""
+        return self.index(("due", back), lambda: self.pieces.chains(back)[1].own)
 
     def index(self, key: Any, make: Callable[[], Ints]) -> Tensor:
         return self.pieces.on(self.device, key, make)
@@ -47,9 +56,8 @@ class Between:
         Also returns what was gathered: a rank without receivers needs it for its backward.
         """
         sent, chains = self.pieces.chains(back)
-        gathered = gather_rows(
-            torch.cat([a.flatten(1), b.flatten(1)], 1), sent.lens, self.pieces.cp_rank, self.group_name, self.what
-        )
+        both = torch.cat([a.flatten(1), b.flatten(1)], 1)
+        gathered = gather_rows(both, sent.lens, self.pieces.cp_rank, self.group_name, self.what)
         of_a, of_b = gathered.split([a.shape[1:].numel(), b.shape[1:].numel()], 1)
         of_a, of_b = of_a.unflatten(1, a.shape[1:]), of_b.unflatten(1, b.shape[1:])
         if not len(chains.own):
@@ -64,8 +72,7 @@ class Between:
 
     def add(self, states: Tensor, due: Tensor, back: bool = False) -> Tensor:
         """States of this rank's pieces [pieces, HV, K, V], those that receive with what they are due."""
-        chains = self.pieces.chains(back)[1]
-        return states.index_add(0, self.index(("own", back), lambda: chains.own), due.to(states.dtype))
+        return states.index_add(0, self.due(back), due.to(states.dtype))
 
     def decays_of(self, g: Tensor | None, like: Tensor) -> Tensor:
         """A of this rank's pieces, of decays [rows, HV] or [rows, HV, K] and states [pieces, HV, K, V]."""

@@ -115,9 +115,7 @@ class Pieces:
     @cached_property
     def order(self) -> Ints:
         """[seq_len], the positions of all ranks' rows, rank after rank."""
-        order = np.empty(self.seq_len, np.int64)
-        order[self.inverse] = np.arange(self.seq_len)
-        return order
+        return np.argsort(self.inverse)
 
     @cached_property
     def inverse(self) -> Ints:
@@ -136,20 +134,25 @@ class Pieces:
 
     def sent(self, which: NDArray[np.bool_]) -> tuple[Sent, Ints]:
         """Those pieces of this rank, as indices of `own`, and for every piece where it is among all that are sent."""
-        slots, lens, begin = np.zeros(len(self.rank), np.int64), [], 0
-        for rank in range(len(self.shard_lens)):
-            chosen = np.flatnonzero(which & (self.rank == rank))
-            chosen = chosen[np.argsort(self.row[chosen], kind="stable")]
-            slots[chosen] = begin + np.arange(len(chosen))
-            begin += len(chosen)
-            lens.append(len(chosen))
-        return Sent(np.flatnonzero(which[self.own]), tuple(lens)), slots
+        chosen = np.flatnonzero(which)
+        chosen = chosen[np.lexsort((self.row[chosen], self.rank[chosen]))]
+        slots = np.zeros(len(self.rank), np.int64)
+        slots[chosen] = np.arange(len(chosen))
+        return Sent(np.flatnonzero(which[self.own]), self._lens_of(self.rank[chosen])), slots
+
+    def _lens_of(self, ranks: Ints) -> tuple[int, ...]:
+        """How often each rank is among these."""
+        return tuple(np.bincount(ranks, minlength=len(self.shard_lens)).tolist())
+
+    def _sent_rows(self, batch: Ints, positions: Ints) -> Sent:
+        """Rows that ranks send, in the order of the ranks."""
+        owners = self.owner[positions]
+        rows = batch * np.array(self.shard_lens)[owners] + self.local[positions]
+        return Sent(rows[owners == self.cp_rank], self._lens_of(owners))
 
     def chains(self, back: bool) -> tuple[Sent, Chains]:
         """Which states are sent, and how this rank folds them, from the first piece of a document or ``back``."""
-        if ("chains", back) not in self._made:
-            self._made["chains", back] = self._chains(back)
-        found: tuple[Sent, Chains] = self._made["chains", back]
+        found: tuple[Sent, Chains] = self._once(("chains", back), lambda: self._chains(back))
         return found
 
     def _chains(self, back: bool) -> tuple[Sent, Chains]:
@@ -170,8 +173,11 @@ class Pieces:
     def halo(self, before: int, after: int) -> Halo:
         """Rows of the same document next to each piece, where there are any."""
 
-        def near(pieces: Ints) -> tuple[Ints, Ints]:
-            """Positions [pieces, before + after] beside each piece; -1: none of its document, less: before it."""
+        def near(pieces: Ints) -> tuple[Ints, Ints, Ints]:
+            """Positions [pieces, before + after] beside each piece; -1: none of its document, less: before it.
+
+            Then with 0 for those that are less, and the batch row of each.
+            """
             left = self.start[pieces, None] + np.arange(-before, 0)
             right = self.end[pieces, None] + np.arange(after)
             found = np.concatenate([left, right], 1)
@@ -180,34 +186,31 @@ class Pieces:
             opens = self.kept[pieces, None] & (found < self.first[pieces, None])
             early = -2 - (self.document[pieces, None] * before + found - self.first[pieces, None] + before)
             found = np.where(inside, found, np.where(opens, early, -1))
-            return found, np.broadcast_to(self.batch[pieces, None], found.shape)
+            return found, np.maximum(found, 0), np.broadcast_to(self.batch[pieces, None], found.shape)
 
-        found, batch = near(np.arange(len(self.rank)))
-        away = (found >= 0) & (self.owner[np.maximum(found, 0)] != self.rank[:, None])
-        keys = np.unique(np.stack([self.owner[found[away]], batch[away], found[away]]), axis=1)
-        owners, batches, positions = keys
-        lens = tuple(np.bincount(owners, minlength=len(self.shard_lens)).tolist())
-        rows = batches * np.array(self.shard_lens)[owners] + self.local[positions]
-        sent = Sent(rows[owners == self.cp_rank], lens)
-        place = {(int(b), int(p)): i for i, (b, p) in enumerate(zip(batches, positions, strict=True))}
+        def key_of(batch: Ints, positions: Ints) -> Ints:
+            """A number of each row of the sequence, in the order in which ranks send it."""
+            return np.ravel_multi_index((self.owner[positions], batch, positions), shape)
+
+        shape = len(self.shard_lens), int(self.batch.max(initial=0)) + 1, self.seq_len
+        found, held, batch = near(np.arange(len(self.rank)))
+        away = (found >= 0) & (self.owner[held] != self.rank[:, None])
+        keys = np.unique(key_of(batch[away], held[away]))
+        sent = self._sent_rows(*np.unravel_index(keys, shape)[1:])
 
         num_own = int(self.lens.sum())
-        zero = num_own + len(positions)
-        found, batch = near(self.own)
-        held = np.maximum(found, 0)
+        zero = num_own + len(keys)
+        found, held, batch = near(self.own)
         here = batch * self.shard_lens[self.cp_rank] + self.local[held]
-        source = np.where(self.owner[held] == self.cp_rank, here, zero)
-        for i, j in zip(*np.nonzero((found >= 0) & (self.owner[held] != self.cp_rank)), strict=True):
-            source[i, j] = num_own + place[int(batch[i, j]), int(found[i, j])]
+        gathered = num_own + np.searchsorted(keys, key_of(batch, held))
+        source = np.where(self.owner[held] == self.cp_rank, here, gathered)
         source = np.where(found < 0, zero - 1 - found, source)
 
-        parts, at, shift = [], np.empty(num_own, np.int64), 0
-        for i, (row, length) in enumerate(zip(self.row[self.own], self.lens, strict=True)):
-            own = np.arange(row, row + length)
-            parts += [source[i, :before], own, source[i, before:]]
-            at[own] = shift + before + np.arange(length)
-            shift += before + after + length
-        return Halo(sent, np.concatenate(parts) if parts else np.empty(0, np.int64), at)
+        ends = self.lens.cumsum()
+        beside = np.r_[np.repeat(ends, after), np.repeat(ends - self.lens, before)]
+        source = np.insert(np.arange(num_own), beside, np.r_[source[:, before:].ravel(), source[:, :before].ravel()])
+        moved = before + np.arange(len(ends)) * (before + after)
+        return Halo(sent, source, np.arange(num_own) + np.repeat(moved, self.lens))
 
     def tails(self, width: int) -> tuple[Sent, Ints]:
         """The last ``width`` rows of each document that is kept: those that this rank sends, and for each an index
@@ -217,27 +220,25 @@ class Pieces:
         at = self.last[opens, None] - width + np.arange(width)
         inside = at >= self.first[opens, None]
         held, batch = at[inside], np.broadcast_to(self.batch[opens, None], at.shape)[inside]
-        owners = self.owner[held]
-        rows, order = batch * np.array(self.shard_lens)[owners] + self.local[held], np.argsort(owners, kind="stable")
+        order = np.argsort(self.owner[held], kind="stable")
         index = len(held) + 1 + (self.document[opens, None] + 1) * width + at - self.first[opens, None]
         index[np.nonzero(inside)[0][order], np.nonzero(inside)[1][order]] = np.arange(len(held))
-        lens = tuple(np.bincount(owners, minlength=len(self.shard_lens)).tolist())
-        return Sent(rows[order][owners[order] == self.cp_rank], lens), index
+        return self._sent_rows(batch[order], held[order]), index
 
     def halo_of(self, before: int, after: int) -> Halo:
         """`halo`, made once."""
-        key = "halo", before, after
-        if key not in self._made:
-            self._made[key] = self.halo(before, after)
-        found: Halo = self._made[key]
+        found: Halo = self._once(("halo", before, after), lambda: self.halo(before, after))
         return found
 
     def on(self, device: torch.device, key: Any, make: Callable[[], Ints]) -> Tensor:
         """An array as a tensor on a device, made once."""
-        if (device, key) not in self._made:
-            self._made[device, key] = torch.from_numpy(make()).to(device)
-        found: Tensor = self._made[device, key]
+        found: Tensor = self._once((device, key), lambda: torch.from_numpy(make()).to(device))
         return found
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def pieces_of(sequence: ShardedSequence | None, mask: Mask | None, batch: int, rows: int) -> Pieces:
@@ -278,32 +279,19 @@ def pieces_in(layout: Layout, mask: Mask, seq_len: int, length: int, cp_size: in
 
 @lru_cache(maxsize=8)
 def _find(
-    spec: str,
-    tensor: Content | None,
-    seq_len: int,
-    length: int,
-    cp_size: int,
-    cp_rank: int,
-    batch: int,
-    documents: Content | None,
-    key_padding: Content | None,
-) -> Pieces:
+    spec: str, tensor: Content | None, seq_len: int, length: int, cp_size: int, cp_rank: int, batch: int,
+    documents: Content | None, key_padding: Content | None,
+) -> Pieces:  # fmt: skip
     layout = parse_layout(spec, None if tensor is None else tensor.tensor)
     ids = torch.zeros(1, seq_len, dtype=torch.int64) if documents is None else torch.atleast_2d(documents.tensor).long()
     if key_padding is not None:
         ids = torch.where(torch.atleast_2d(key_padding.tensor), ids, EXCLUDED)
-    if length < seq_len:
-        ids = torch.cat([ids[:, :length], ids.new_full((len(ids), seq_len - length), -1)], 1)
+    ids = ids.masked_fill(torch.arange(seq_len) >= length, EXCLUDED)
     of_row = [Documents.of(row) for row in ids.numpy()]
     if any(row.come_back for row in of_row):
         hint = "give each part an id of its own; padding may be before or after a document, not within it"
-        refuse(
-            "mask.documents",
-            "documents whose tokens follow one another",
-            "an id that comes back",
-            hint,
-            UnsupportedError,
-        )
+        expected = "documents whose tokens follow one another"
+        refuse("mask.documents", expected, "an id that comes back", hint, UnsupportedError)
     positions = [layout.positions(seq_len, cp_size, rank).numpy() for rank in range(cp_size)]
     owner, local = np.zeros(seq_len, np.int64), np.zeros(seq_len, np.int64)
     for rank, held in enumerate(positions):

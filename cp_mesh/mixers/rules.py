@@ -136,17 +136,12 @@ def ssd(
     return mix("ssd", {"C": C, "B": B, "x": x, "dt": dt, "A": A, "D": D}, options)
 
 
+@untraced
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    sequence: ShardedSequence | None = None,
-    mask: Mask | None = None,
-    activation: Literal["silu", "swish"] | None = None,
-    initial_state: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sequence: ShardedSequence | None = None,
+    mask: Mask | None = None, activation: Literal["silu", "swish"] | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Causal convolution of each channel over a sharded sequence, which does not reach into other documents.
 
     Args:
@@ -163,10 +158,25 @@ def causal_conv1d(
         [B, T, D]; with ``output_final_state`` that and [N, D, W], on every rank. Rows of no document are as if each run
         of them were one.
     """
+    what, final = "causal_conv1d", output_final_state
     tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
-    options = {"sequence": sequence, "mask": mask}
-    out, state = _convolve(tensors, options, activation, output_final_state)
-    return (out, state) if output_final_state else out
+    place = place_of(what, {"sequence": sequence, "mask": mask})
+    with place.refusing():
+        given, wrap = to_local(what, tensors, place.sequence, final or initial_state is not None)
+        own, taps, bias, initial = given.values()
+        autocast = own is not None and torch.is_autocast_enabled(own.device.type)
+        check(what, given, _OF_CONVOLUTION, () if autocast else ("weight", "bias"))
+        assert own is not None and taps is not None
+        if activation not in (None, "silu", "swish"):
+            refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
+        pieces = _pieces(what, place, own, initial)
+    _agree(what, place, pieces, (len(own), own.dtype, *taps.shape, bias is None, initial is None, final))
+    rows = own.flatten(0, 1)
+    found = convolution(rows, taps, bias, pieces, place.name, what, initial).unflatten(0, own.shape[:2])
+    out = wrap.rows(found if activation is None else F.silu(found))
+    if not final:
+        return out
+    return out, wrap.states(last_rows(rows, taps.shape[1], initial, pieces, place.name, what))
 
 
 def token_shift(x: Tensor, *, sequence: ShardedSequence | None = None, mask: Mask | None = None) -> Tensor:
@@ -175,12 +185,7 @@ def token_shift(x: Tensor, *, sequence: ShardedSequence | None = None, mask: Mas
 
 
 def roll(
-    x: Tensor,
-    shifts: int,
-    *,
-    sequence: ShardedSequence | None = None,
-    mask: Mask | None = None,
-    fill_value: float = 0,
+    x: Tensor, shifts: int, *, sequence: ShardedSequence | None = None, mask: Mask | None = None, fill_value: float = 0
 ) -> Tensor:
     """Rows of a sharded sequence moved by some positions, as `torch.roll` along dim 1, within their document.
 
@@ -207,20 +212,18 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
             if name not in Options.__annotations__ or (what == "ssd" and name in ("scale", "use_qk_l2norm_in_kernel")):
                 refuse(what, "options of cp_mesh.mixers", name, f"it has {', '.join(Options.__annotations__)}")
         final, scale = options.get("output_final_state", False), options.get("scale")
-        initial = options.get("initial_state")
-        given, wrap = to_local(
-            what, {**tensors, "initial_state": initial}, place.sequence, final or initial is not None
-        )
-        q, k, v, g, beta = _inputs(what, given, options.get("use_qk_l2norm_in_kernel", False))
-        initial = given["initial_state"]
+        tensors = {**tensors, "initial_state": options.get("initial_state")}
+        given, wrap = to_local(what, tensors, place.sequence, final or tensors["initial_state"] is not None)
+        found, initial = _inputs(what, given, options.get("use_qk_l2norm_in_kernel", False)), given["initial_state"]
+        q, v = found.q, found.v
         pieces = _pieces(what, place, v, initial)
-        compute = choose_kernel(what, place.kernel, q, k, v, g, beta)
-        method = _choose(what, place.method, pieces, q, v, g, beta)
+        compute = choose_kernel(what, place.kernel, *found)
+        method = _choose(what, place.method, pieces, found)
         scale = 1.0 if what == "ssd" else q.shape[-1] ** -0.5 if scale is None else scale
     batch, run = len(v), partial(compute, scale=scale)
     shapes = batch, q.shape[2:], v.shape[2:], v.dtype
     _agree(what, place, pieces, (*shapes, method, scale, initial is None, final, "fla" if folds(run) else "no fla"))
-    inputs: list[Tensor | None] = [q, k, v, g, beta]
+    inputs: list[Tensor | None] = [*found]
     name, size = place.name, len(pieces.shard_lens)
     heads = method == "heads" and size > 1
     if heads:
@@ -241,7 +244,7 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
             states = gather_rows(states.transpose(0, 1), lens, pieces.cp_rank, name, what).transpose(0, 1)
     if (D := given.get("D")) is not None and (x := given["x"]) is not None:
         out = (out + (D if D.ndim == 2 else D[:, None]) * x).to(x.dtype)
-    return (out, states) if wrap is None else (wrap.rows(out), None if states is None else wrap.states(states))
+    return wrap.rows(out), wrap.states(states)
 
 
 def _inputs(what: str, given: Tensors, normalize: bool) -> Inputs:
@@ -270,28 +273,6 @@ def _inputs(what: str, given: Tensors, normalize: bool) -> Inputs:
 
 
 @untraced
-def _convolve(
-    tensors: Tensors, options: dict[str, Any], activation: str | None, final: bool
-) -> tuple[Tensor, Tensor | None]:
-    what, place = "causal_conv1d", place_of("causal_conv1d", options)
-    with place.refusing():
-        given, wrap = to_local(what, tensors, place.sequence, final or tensors["initial_state"] is not None)
-        autocast = given["x"] is not None and torch.is_autocast_enabled(given["x"].device.type)
-        check(what, given, _OF_CONVOLUTION, () if autocast else ("weight", "bias"))
-        x, weight, bias, initial = given.values()
-        assert x is not None and weight is not None
-        if activation not in (None, "silu", "swish"):
-            refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
-        pieces = _pieces(what, place, x, initial)
-    _agree(what, place, pieces, (len(x), x.dtype, *weight.shape, bias is None, initial is None, final))
-    rows = x.flatten(0, 1)
-    out = convolution(rows, weight, bias, pieces, place.name, what, initial).unflatten(0, x.shape[:2])
-    out = out if activation is None else F.silu(out)
-    state = last_rows(rows, weight.shape[1], initial, pieces, place.name, what) if final else None
-    return (out, state) if wrap is None else (wrap.rows(out), None if state is None else wrap.states(state))
-
-
-@untraced
 def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value: float = 0) -> Tensor:
     place = place_of(what, options)
     if what == "roll" and place.sequence is None and any(cuts.last for cuts in states_of_all(Cuts)):
@@ -309,20 +290,17 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
     _agree(what, place, pieces, (len(own), own.shape[2:], own.dtype, shifts, fill_value))
     before, after = max(shifts, 0), max(-shifts, 0)
     rows, at = with_halo(own.flatten(0, 1), pieces, before, after, place.name, what, fill_value)
-    out = rows[at - shifts].unflatten(0, own.shape[:2])
-    return out if wrap is None else wrap.rows(out)
+    return wrap.rows(rows[at - shifts].unflatten(0, own.shape[:2]))
 
 
 @untraced
-def agreed_pieces(
-    what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None, own: tuple[int, ...]
-) -> tuple[Pieces, str]:
-    """The pieces of rows x [B, T, ...], compared over the ranks with ``own`` in a first call; and the group's name."""
+def agreed_pieces(what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None) -> Pieces:
+    """The pieces of rows x [B, T, ...], compared over the ranks in a first call."""
     place = Place(sequence, mask)
     with place.refusing():
         pieces = _pieces(what, place, x, None)
-    _agree(what, place, pieces, (len(x), x.shape[2:], x.dtype, own))
-    return pieces, place.name
+    _agree(what, place, pieces, (len(x), x.shape[2:], x.dtype))
+    return pieces
 
 
 def _pieces(what: str, place: Place, x: Tensor, initial: Tensor | None) -> Pieces:
@@ -346,8 +324,9 @@ def _normalized(x: Tensor) -> Tensor:
     return (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
-def _choose(what: str, method: str, pieces: Pieces, q: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None) -> str:
+def _choose(what: str, method: str, pieces: Pieces, inputs: Inputs) -> str:
     """By the bytes that a rank sends."""
+    q, _, v, g, beta = inputs
     (H, K), (HV, V), size = q.shape[2:], v.shape[2:], len(pieces.shard_lens)
     if method not in METHODS:
         refuse(f"{what}: method", " or ".join(METHODS), method, '"auto" decides by what travels')

@@ -99,10 +99,9 @@ def _scan_back(between: Between, **given: Any) -> Any:
 
 
 def _passed_on(ends: Tensor, known: Tensor, between: Between, back: bool) -> Tensor:
-    sent = between.index(("sent", back), lambda: between.pieces.chains(back)[0].own)
     assert between.decays is not None
     with torch.no_grad():
-        due, _ = between.pass_on(between.decays[sent], ends[sent], back)
+        due, _ = between.pass_on(between.decays[between.sent(back)], ends[between.sent(back)], back)
     return between.add(known, due, back)
 
 
@@ -138,7 +137,7 @@ def _summarized(of_piece: Any, known: Tensor, between: Between, back: bool) -> T
     for i, out in zip(sent.tolist(), found, strict=True):
         of_piece(i, out)
     b, a = found.split([V, K], -1)
-    b = b + exactly(torch.matmul, a, known[between.index(("sent", back), lambda: sent)])
+    b = b + exactly(torch.matmul, a, known[between.sent(back)])
     return between.add(known, between.pass_on(a, b, back)[0], back)
 
 
@@ -148,12 +147,11 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
 
 def _held(between: Between, states: Tensor, **_: Any) -> Tensor:
     """Those that are not zero: the package holds them between the passes."""
-    return states[between.index(("held", between.given), lambda: between.held)]
+    return states[between.held]
 
 
 def _whole(between: Between, states: Tensor, **_: Any) -> Tensor:
-    index = between.index(("held", between.given), lambda: between.held)
-    return states.new_zeros(len(between.pieces.lens), *states.shape[1:]).index_copy(0, index, states)
+    return states.new_zeros(len(between.pieces.lens), *states.shape[1:]).index_copy(0, between.held, states)
 
 
 _CHUNK = 64

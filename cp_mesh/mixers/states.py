@@ -26,15 +26,9 @@ from cp_mesh.mixers.recurrence import Inputs, Run
 
 
 def by_states(
-    run: Run,
-    inputs: Inputs,
-    initial: Tensor | None,
-    pieces: Pieces,
-    group_name: str,
-    what: str,
-    final: bool,
+    run: Run, inputs: Inputs, initial: Tensor | None, pieces: Pieces, group_name: str, what: str, final: bool,
     scale: float,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute this rank's rows.
 
     Args:
@@ -80,7 +74,7 @@ def _prepend(
     part = inputs.at(between.index("rows", lambda: rows))
     eye = torch.eye(K, dtype=begin.dtype, device=begin.device).expand(len(sent), heads, K, K)
     v = torch.cat([part.v, part.v.new_zeros(len(rows), heads, K)], -1)
-    initial = torch.cat([begin[between.index("sent", lambda: sent)], eye], -1)
+    initial = torch.cat([begin[between.sent()], eye], -1)
     _, found = run(part._replace(v=v), initial, [lens[i] for i in sent])  # columns of a state do not know of each other
     b, a = found.split([V, K], -1)
     due, gathered = between.pass_on(after(a, *inputs.at(slice(0))), b)
@@ -98,16 +92,12 @@ def _superpose(
     q, g = inputs.q, inputs.g
     out, ends = run(inputs, begin, lens)
     decays = between.decays_of(g, begin)
-    sent, chains = between.pieces.chains(False)
-    of_sent = between.index("sent", lambda: sent.own)
-    a, b = decays[of_sent], after(ends[of_sent], *inputs.at(slice(0)))
-    due, gathered = between.pass_on(a, b)
+    due, gathered = between.pass_on(decays[between.sent()], after(ends[between.sent()], *inputs.at(slice(0))))
     parts = [*out.split(lens)]
-    for i, state in zip(chains.own.tolist(), due * scale, strict=True):
+    for i, state in zip(between.pieces.chains(False)[1].own, due * scale, strict=True):
         rows = slice(sum(lens[:i]), sum(lens[: i + 1]))
         parts[i] = parts[i] + exactly(_of_state, state, q[rows], None if g is None else g[rows])
-    received = between.index(("own", False), lambda: chains.own)
-    ends = between.add(ends, decays[received] * due)
+    ends = between.add(ends, decays[between.due()] * due)
     return torch.cat([*parts, out[:0]]).to(dtype), ends, gathered
 
 

@@ -60,30 +60,31 @@ def check(what: str, tensors: Tensors, shapes: Mapping[str, str], alike: Sequenc
 
 
 class Wrap(NamedTuple):
-    """Makes DTensors of the results of one call, as its first tensor ``lead`` is."""
+    """Makes DTensors of the results of one call, as its first tensor ``lead`` is; None: all are local."""
 
-    lead: DTensor
+    lead: DTensor | None
 
-    def rows(self, x: Tensor) -> DTensor:
+    def rows(self, x: Tensor) -> Tensor:
         """Of [B, rows, heads, ...]."""
-        return self._wrap(x, {0: 0, 1: 1, 2: 2}, self.lead.shape[:2])
+        return x if self.lead is None else _wrapped(x, self.lead, {0: 0, 1: 1, 2: 2}, self.lead.shape[:2])
 
-    def states(self, x: Tensor) -> DTensor:
+    def states(self, x: Tensor | None) -> Tensor | None:
         """Of [N, heads, ...]."""
-        return self._wrap(x, {2: 1}, x.shape[:1])
+        return x if x is None or self.lead is None else _wrapped(x, self.lead, {2: 1}, x.shape[:1])
 
-    def _wrap(self, x: Tensor, dims: Mapping[int, int], begins: Sequence[int]) -> DTensor:
-        mesh, placements = self.lead.device_mesh, self.lead.placements
-        shape, at = [*begins, *x.shape[len(begins) :]], dims[2]
-        shape[at] *= num_shards(mesh, placements, 2)
-        placed = [Shard(dims[p.dim]) if isinstance(p, Shard) else p for p in placements]
-        return wrap(x, mesh, placed, shape)
+
+def _wrapped(x: Tensor, lead: DTensor, dims: Mapping[int, int], begins: Sequence[int]) -> DTensor:
+    mesh, placements = lead.device_mesh, lead.placements
+    shape, at = [*begins, *x.shape[len(begins) :]], dims[2]
+    shape[at] *= num_shards(mesh, placements, 2)
+    placed = [Shard(dims[p.dim]) if isinstance(p, Shard) else p for p in placements]
+    return wrap(x, mesh, placed, shape)
 
 
 def to_local(
     what: str, tensors: Tensors, sequence: ShardedSequence | None, states: bool
-) -> tuple[dict[str, Tensor | None], Wrap | None]:
-    """This rank's part of each tensor, and what makes DTensors of the results; None: the tensors are local.
+) -> tuple[dict[str, Tensor | None], Wrap]:
+    """This rank's part of each tensor, and what makes of the results what the tensors are.
 
     Args:
         what: the call, for messages.
@@ -96,7 +97,7 @@ def to_local(
     """
     given = {name: x for name, x in tensors.items() if x is not None}
     if not any(isinstance(x, DTensor) for x in given.values()):
-        return dict(tensors), None
+        return dict(tensors), Wrap(None)
     name, lead = next(iter(given.items()))
     if others := [name for name, x in given.items() if not isinstance(x, DTensor)]:
         refuse(what, "all DTensors or all local tensors", f"local {', '.join(others)}", "wrap these, or to_local() all")

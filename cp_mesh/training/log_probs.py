@@ -70,7 +70,7 @@ def document_sums(x: Tensor, *, sequence: ShardedSequence, mask: Mask | None = N
             follow one another, and layouts with tokens that every rank holds.
         RankMismatchError: in a first call, on every rank, if documents differ between ranks.
     """
-    pieces, _ = agreed_pieces("document_sums", x, sequence, mask, ())
+    pieces = agreed_pieces("document_sums", x, sequence, mask)
     number = np.where(pieces.kept, pieces.document, pieces.num_documents)  # others go into a sum that is dropped
     rows = pieces.on(x.device, "document", lambda: np.repeat(number[pieces.own], pieces.lens))
     flat = x.flatten(0, 1).to(accumulation_dtype(x.dtype))

@@ -42,15 +42,13 @@ LIMIT, SHARE = 3e-4, 0.9
 """Largest relative difference of this share of the rows. Float32 rounding is a tenth of it at most, mistakes more."""
 MOST_UNITS, LEAST_UNITS = 4, 2
 """Multiples of the layout's unit in a piece. In a longer one, fewer rows are at shard edges, where mistakes appear."""
-_ALONE = dict.fromkeys(("kernel", "method", "transport"), "auto") | dict.fromkeys(
-    ("ulysses_degree", "inner_ring_size", "head_chunks")
-)
+_ALONE: dict[str, str | None] = dict.fromkeys(("kernel", "method", "transport"), "auto")
+_ALONE |= dict.fromkeys(("ulysses_degree", "inner_ring_size", "head_chunks"))
 _CROSS = "equal sequence lengths (self-attention)"  # words of the error for keys that are not the sharded sequence
 _LOSSES = ("labels", "shift_labels", "num_items_in_batch")  # arguments that the logits do not need, in Transformers
 _PLAIN = bool | int | float | str | torch.dtype | torch.device | Layout | ShardedSequence | None
-_CAUSES = (
-    "usually positions that the model counts, or layers outside of the plan that mix tokens: docs/guard.md#the-probe"
-)
+_CAUSES = "usually positions that the model counts, or layers outside of the plan that mix tokens"
+_CAUSES += ": docs/guard.md#the-probe"
 
 
 def probe(model: nn.Module, batch: Mapping[str, Any]) -> str:
@@ -123,8 +121,7 @@ def _root_of(owner: Any) -> Any:
 
 
 def _skip(reason: str) -> str:
-    told = f"the probe did not compare anything: {reason}. cp_mesh.verify_model compares a whole step"
-    warn(told)
+    warn(f"the probe did not compare anything: {reason}. cp_mesh.verify_model compares a whole step")
     return reason
 
 
@@ -139,13 +136,9 @@ class _Probe:
     """
 
     def __init__(
-        self,
-        owner: Any,
-        module: nn.Module,
-        batch: Mapping[str, Any],
-        forward: Callable[..., Any],
+        self, owner: Any, module: nn.Module, batch: Mapping[str, Any], forward: Callable[..., Any],
         ddp: DistributedDataParallel | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.root, self.module, self.forward, self.runs = _root_of(owner), module, forward, 0
         losses = _LOSSES if self.root is not owner else ()
         self.batch = {name: x for name, x in batch.items() if name not in losses}
@@ -405,10 +398,10 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     """Run modules in eval mode, without gradients and compiled code, and restore their state afterwards."""
     parts = [*module.modules()]
     modes = [part.training for part in parts]
-    tables: list[dict[str, Any]] = [x.__dict__ for x in (*told, *states_of_all(Cuts))]
-    tables += [x for part in parts if isinstance(x := part.__dict__.get("_buffers"), dict)]  # not those of torch.jit
-    before = [dict(table) for table in tables]
-    notes = [_notes(part) for part in parts]
+    tables = [(x.__dict__, "") for x in (*told, *states_of_all(Cuts))]
+    tables += [(x, "") for part in parts if isinstance(x := vars(part).get("_buffers"), dict)]  # not those of torch.jit
+    tables += [(vars(part), "_cp_mesh") for part in parts]  # attributes that cp_mesh sets
+    before = [_starting(table, prefix) for table, prefix in tables]
     copies = [(x, x.clone()) for x in module.buffers() if not x.is_meta]
     devices = [device.index] if device.type == "cuda" else []
     stance: Any = nullcontext() if loaded_dynamo() is None else torch.compiler.set_stance("force_eager")
@@ -419,19 +412,15 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
             yield
     finally:
         _set_modes(parts, modes)
-        for part, own in zip(parts, notes, strict=True):
-            for name in _notes(part):
-                del vars(part)[name]
-            vars(part).update(own)
-        for table, held in zip(tables, before, strict=True):
-            table.clear()
+        for (table, prefix), held in zip(tables, before, strict=True):
+            for name in _starting(table, prefix):
+                del table[name]
             table.update(held)
         _set_buffers(copies)
 
 
-def _notes(part: nn.Module) -> dict[str, Any]:
-    """Return the attributes that cp_mesh set on a module."""
-    return {name: x for name, x in vars(part).items() if name.startswith("_cp_mesh")}
+def _starting(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name: x for name, x in table.items() if name.startswith(prefix)}
 
 
 def _set_modes(parts: list[nn.Module], modes: list[bool]) -> None:

@@ -28,18 +28,18 @@ from cp_mesh.training.style_helpers import style_of
 from cp_mesh.wrap import FILE, with_names
 
 _SAME = {
-    **{"query": "q", "key": "k", "value": "v", "hidden_states": "x"},
-    **{"initial_states": "initial_state", "return_final_states": "output_final_state", "cache": "initial_state"},
-}
+    "query": "q", "key": "k", "value": "v", "hidden_states": "x", "cache": "initial_state",
+    "initial_states": "initial_state", "return_final_states": "output_final_state",
+}  # fmt: skip
 _HARMLESS = (
-    *("backend", "chunk_indices", "chunk_size", "cu_seqlens_cpu", "disable_recompute", "safe_gate"),
+    "backend", "chunk_indices", "chunk_size", "cu_seqlens_cpu", "disable_recompute", "safe_gate",
     "state_v_first",  # no state goes in or out
-)
+)  # fmt: skip
 _OTHERS = ("fla.ops.", "fla.modules.token_shift", "mamba_ssm.ops.", "causal_conv1d.")
 _HELPERS = (
-    *("fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate"),
-    *("mamba_ssm.ops.triton.layer", "mamba_ssm.ops.triton.k_activations"),
-)
+    "fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate", "mamba_ssm.ops.triton.layer",
+    "mamba_ssm.ops.triton.k_activations",
+)  # fmt: skip
 _HOLD = {
     **dict.fromkeys((staticmethod, classmethod, MethodType), "__func__"),
     **dict.fromkeys((partial, partialmethod, cached_property), "func"),
@@ -49,23 +49,11 @@ _HOLD = {
 
 
 def _delta(
-    rule: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    *,
-    mask: Mask | None = None,
-) -> tuple[Tensor, None]:
+    rule: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
+    scale: float | None = None, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, lower_bound: float | None = None, *, mask: Mask | None = None,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The rules with beta; gates of KDA and of the gated delta rule as in `fla.ops.kda.gate`, fla-core 0.6."""
     if beta is not None and use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
@@ -87,43 +75,23 @@ def _gla(
     return gla(q, k, v, g, scale=scale, mask=mask)[0], None
 
 
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, mask: Mask | None = None
-) -> Tensor:
-    return causal_conv1d(x.to(weight.dtype), weight, bias, activation=activation, mask=mask).to(x.dtype)
-
-
 def _of_fla(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: Any = None,
-    *,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: Any = None, *,
     mask: Mask | None = None,
-) -> tuple[Tensor, None]:
-    out = _convolve(x, weight, bias, activation, mask)
+) -> tuple[Tensor, None]:  # fmt: skip
+    out = causal_conv1d(x.to(weight.dtype), weight, bias, activation=activation, mask=mask).to(x.dtype)
     return out if residual is None else out + residual, None
 
 
 def of_channels_first(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None) -> Tensor:
     """`causal_conv1d_fn` of causal-conv1d and of Transformers, on [B, D, T]."""
-    return _convolve(x.transpose(1, 2), weight, bias, activation).transpose(1, 2)
+    return _of_fla(x.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
 
 
 def _scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    *,
-    mask: Mask | None = None,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), *, mask: Mask | None = None,
+) -> Tensor:  # fmt: skip
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -165,9 +133,8 @@ def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /,
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         parameters = known
     bound = dict(zip([*parameters][: len(args)], args, strict=strict)) | kwargs
-    said = {
-        _SAME.get(key, key): x for key, x in bound.items() if key not in parameters or x is not parameters[key].default
-    }
+    given = (key for key in bound if key not in parameters or bound[key] is not parameters[key].default)
+    said = {_SAME.get(key, key): bound[key] for key in given}
     for key in ("initial_state", "output_final_state"):
         state = said.pop(key, None)
         if state is not None and state is not False:
@@ -176,9 +143,8 @@ def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /,
         said["mask"] = Mask.from_cu_seqlens(said.pop("cu_seqlens").cpu())
     unknown = [key for key, x in said.items() if key not in (*known, *_HARMLESS) and x is not None and x is not False]
     if strict and unknown:
-        refuse(
-            name, f"arguments among {', '.join((*known, 'cu_seqlens'))}", unknown[0], "leave it out", UnsupportedError
-        )
+        expected = f"arguments among {', '.join((*known, 'cu_seqlens'))}"
+        refuse(name, expected, unknown[0], "leave it out", UnsupportedError)
     return own(**{key: x for key, x in said.items() if key in known})
 
 
@@ -203,13 +169,8 @@ def runs_alone(frame: FrameType | None) -> str | None:
 def check_convolution(module: nn.Conv1d) -> None:
     """Refuse an `nn.Conv1d` that is no causal convolution of each channel."""
     (width,), channels = module.kernel_size, module.in_channels
-    causal = (module.stride, module.dilation, module.padding, module.padding_mode) == (
-        (1,),
-        (1,),
-        (width - 1,),
-        "zeros",
-    )
-    if not causal or not channels == module.groups == module.out_channels:
+    found = module.stride, module.dilation, module.padding, module.padding_mode
+    if found != ((1,), (1,), (width - 1,), "zeros") or not channels == module.groups == module.out_channels:
         expected = "one of each channel, causal by padding: Conv1d(D, D, W, groups=D, padding=W - 1), trimmed behind"
         refuse("RecurrentParallel", expected, module, "cp_mesh.mixers.causal_conv1d in the module", UnsupportedError)
 
@@ -237,6 +198,18 @@ def _function(x: Any) -> FunctionType | None:
         x = getattr(x, _HOLD[type(x)])
     x = inspect.unwrap(x) if callable(x) else None
     return x if isinstance(x, FunctionType) else None
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Any, FunctionType | None]]:
+    """What a class and its bases below `nn.Module` define, the class first: its name, itself, and its function."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        yield from ((name, x, _function(x)) for name, x in vars(base).items())
+
+
+def _reads_ours(own: FunctionType) -> bool:
+    """Whether a function reads a module of cp_mesh, or something with such a name, from its file."""
+    found = (own.__globals__.get(name) for name in names_read(own.__code__))
+    return any(getattr(x, "__name__", "").startswith("cp_mesh") for x in found)
 
 
 def _copied(x: Any, names: dict[str, Any]) -> Any:
@@ -294,16 +267,11 @@ class StandIns:
 
     def rules(self, module: nn.Module) -> set[str]:
         """Recurrences that methods of a module name, or of modules below it."""
-        found = set[str]()
-        for kind in {type(part) for part in module.modules()}:
-            if kind not in self._rules:
-                methods = (
-                    _function(x) for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for x in vars(base).values()
-                )
-                names = set[str]().union(*(names_read(own.__code__) for own in methods if own is not None))
-                self._rules[kind] = {name for name in names & FUNCTIONS.keys() if "conv1d" not in name}
-            found |= self._rules[kind]
-        return found
+        kinds = {type(part) for part in module.modules()}
+        for kind in kinds - self._rules.keys():
+            names = set[str]().union(*(names_read(own.__code__) for *_, own in _methods(kind) if own is not None))
+            self._rules[kind] = {name for name in names & FUNCTIONS.keys() if "conv1d" not in name}
+        return set[str]().union(*(self._rules[kind] for kind in kinds))
 
     def _of_part(self, part: nn.Module, is_planned: bool) -> dict[str, Any]:
         copies, dotted = self.of_class(type(part))
@@ -323,19 +291,19 @@ class StandIns:
         if kind not in self._classes:
             first: dict[str, FunctionType] = {}
             copies, dotted, hidden = dict[str, Any](), set[str](), set[str]()
-            for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-                for name, method in vars(base).items():
-                    own = None if name.startswith("__") else _function(method)
-                    if own is None or getattr(method, "__code__", own.__code__).co_filename == FILE:  # a style's
-                        continue
-                    made, far = self._copy(method, own)
-                    if made is not None and not isinstance(method, FunctionType | staticmethod):
-                        made, far = None, far | {f"those in {name}, a {type(method).__name__}"}
-                    if first.setdefault(name, own) is own:
-                        copies |= {} if made is None else {name: made}
-                        dotted |= far
-                    elif made or far:
-                        hidden.add(name)
+            for name, method, own in _methods(kind):
+                if own is None or name.startswith("__"):
+                    continue
+                if getattr(method, "__code__", own.__code__).co_filename == FILE:  # a style's
+                    continue
+                made, far = self._copy(method, own)
+                if made is not None and not isinstance(method, FunctionType | staticmethod):
+                    made, far = None, far | {f"those in {name}, a {type(method).__name__}"}
+                if first.setdefault(name, own) is own:
+                    copies |= {} if made is None else {name: made}
+                    dotted |= far
+                elif made or far:
+                    hidden.add(name)
             for at, own in first.items():
                 for name in hidden & names_read(own.__code__, of_file=False):
                     if at == name or "super" in names_read(own.__code__):
@@ -346,27 +314,25 @@ class StandIns:
     def _copy(self, method: Any, own: FunctionType) -> tuple[Any, set[str]]:
         if own is nn.Conv1d.forward:
             return _convolution, set()
-        file, names, others = self._file(own.__globals__)
+        _, names, others = self._file(own.__globals__)
         made = _copied(method, names) if names_read(own.__code__) & others.keys() else None
-        return made, self._dotted(own.__code__, file)
+        return made, self._dotted(own)
 
-    def _dotted(self, code: CodeType, file: dict[str, Any]) -> set[str]:
+    def _dotted(self, own: FunctionType) -> set[str]:
         """Functions with stand-ins that a function reads from other objects than its file."""
-        ours = any(getattr(file.get(name), "__name__", "").startswith("cp_mesh") for name in names_read(code))
-        return {*names_read(code, of_file=False)} & (self.functions.keys() - ({*mixers.__all__} if ours else set()))
+        ours = {*mixers.__all__} if _reads_ours(own) else set()
+        return {*names_read(own.__code__, of_file=False)} & (self.functions.keys() - ours)
 
     def _file(self, file: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """A file, its names with stand-ins and with copies of functions that reach them, and these alone."""
         if id(file) not in self._files:
             names = dict(file)
             others = {name: x for name in file if (x := self._stand_in(name, file[name])) is not None}
-            found = {name: own for name, x in file.items() if not isinstance(x, type) and (own := _function(x))}
-            found = {name: own for name, own in found.items() if own.__globals__ is file and name not in others}
-            others |= {
-                name: partial(_unknown, f"{far.pop()}, which {name} reads from another object")
-                for name, own in found.items()
-                if (far := self._dotted(own.__code__, file))
-            }
+            left = ((name, file[name]) for name in file.keys() - others if not isinstance(file[name], type))
+            found = {name: own for name, x in left if (own := _function(x)) and own.__globals__ is file}
+            for name, own in found.items():
+                if far := self._dotted(own):
+                    others[name] = partial(_unknown, f"{far.pop()}, which {name} reads from another object")
             while more := {name for name in found.keys() - others if names_read(found[name].__code__) & others.keys()}:
                 others |= {name: _copied(file[name], names) for name in more}
             names |= others
@@ -413,10 +379,10 @@ def refuse_unplanned(root: nn.Module, traced: bool = False) -> None:
 
 def _without_sequence(kind: type[nn.Module]) -> Iterator[str]:
     """Functions of `cp_mesh.mixers` that methods of a class call without the keyword ``sequence``."""
-    for name in {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}:
-        if (own := _function(inspect.getattr_static(kind, name))) is not None:
+    for own in {name: own for name, _, own in reversed([*_methods(kind)])}.values():
+        if own is not None:
             said = any(x == "sequence" or (isinstance(x, tuple) and "sequence" in x) for x in own.__code__.co_consts)
-            file, names = own.__globals__, set[str]() if said else {*mixers.__all__}
-            yield from (x for x in names & names_read(own.__code__) if file[x] is getattr(mixers, x))
-            if any(getattr(file.get(x), "__name__", "").startswith("cp_mesh") for x in names_read(own.__code__)):
+            names = set[str]() if said else {*mixers.__all__}
+            yield from (x for x in names & names_read(own.__code__) if own.__globals__[x] is getattr(mixers, x))
+            if _reads_ours(own):
                 yield from names & names_read(own.__code__, of_file=False)

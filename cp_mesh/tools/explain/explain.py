@@ -14,10 +14,10 @@ import torch
 
 from cp_mesh.call.choose import DEFAULT, Choice
 from cp_mesh.call.methods import METHODS, choose_method
-from cp_mesh.call.spec import SCORE_OPTIONS, Operand, check_choice
+from cp_mesh.call.spec import SCORE_OPTIONS, AttentionSpec, Operand, check_choice
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
-from cp_mesh.geometry.balance import balance, keys_seen
+from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
@@ -214,26 +214,15 @@ def explain(
     timed = timed and num_heads is not None and (dtype.itemsize == 2 or device == "cpu")
     features = {{"dropout_p": "dropout"}.get(name, name) for name in scores} - {"sinks", "dropout_seed"}
     features |= {"score_mod"} if captured_shards else set()
+    options = AttentionSpec(
+        layout.spec(), mask.spec(), 1.0, ulysses_degree=ulysses_degree or 0, inner_ring_size=inner_ring_size or 0,
+        head_chunks=head_chunks or 0,
+    )  # fmt: skip
     setting = Setting(
-        seq_len,
-        cp_size,
-        mask,
-        frozenset(features),
-        of_heads(num_heads or num_kv_heads),
-        of_heads(num_kv_heads),
-        num_heads is not None,
-        kernel,
-        head_chunks or 0,
-        ulysses_degree or 0,
-        inner_ring_size or 0,
-        capability,
-        transport,
-        within,
-        gpus_per_host,
-        replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
-        keys_seen(mask, seq_len),
-        captured_shards or 0,
-    )
+        seq_len, cp_size, mask, options, frozenset(features), of_heads(num_heads or num_kv_heads),
+        of_heads(num_kv_heads), num_heads is not None, kernel, capability, transport, within, gpus_per_host,
+        replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None, captured_shards or 0,
+    )  # fmt: skip
     choice = setting.choose(layout, bool(scores or captured_shards)) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else method)
     others = list(_others(setting, found))

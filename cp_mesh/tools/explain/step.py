@@ -1,29 +1,16 @@
 """Memory of a training step of a whole Llama: by term, at the moments that can be its peak; and what would fit.
 
-Per rank: R rows (batch * tokens / cp), n ranks (dp * cp) over which FSDP2 shards. C hidden size, F hidden units of the
-MLP, A = query heads * head dim, K = 2 * kv heads * head dim, V vocabulary, E elements of embedding, last norm and head,
-P parameters of a block. e bytes of an element in computations, s of weights, gradients and optimizer states.
-
-    weights, optimizer states   s and 2·s bytes of a parameter / n; in host memory with ``offload_optimizer``
-    gathered by FSDP2           E·e from the forward on; P·e of a block, and if n > 1 of the next one
-    gradients                   s bytes / n once they are reduced. Before, those of a block and of the head in e bytes;
-                                the buffer that travels has 4, and stays while the next block computes
-    checkpoints                 R·C·e of each block: its input; with ``offload_checkpoints`` of two, in the loss of one
-    attention's results         R·(A·e + 4 bytes of a head) of as many blocks; with ``recompute="full"`` of one
-    attention                   R·(2·C + 2·A + K)·e during the MLP's backward; in its own R·(2·C + 3·A + 2·K)·e and
-                                `predict.memory`, or R·(2·C + 7·A + K)·e while rotary embeddings compute in 4 bytes
-    MLP                         R·(2·C + 6·F)·e; tiled R·3·C·e, the same of a tile, weights' gradients in 4 + e bytes
-    logits and loss             R·(2·C + 2·V)·e; tiled R·3·C·e, V·C·(4 + e), and chunks (`token_losses`)
-
-This is the model of examples/long_llama.py: every block is recomputed, the MLP is gated, norms save their input alone,
-as `nn.RMSNorm` does on GPUs, and AdamW is fused. What saves more takes more, such as norms that are written in Python.
+`memory_of` is the formula, for the model of examples/long_llama.py: every block is recomputed, the MLP is gated, norms
+save their input alone, as `nn.RMSNorm` does on GPUs, and AdamW is fused. What saves more takes more, such as norms that
+are written in Python.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +23,10 @@ from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.text import aligned, as_bytes
 from cp_mesh.training import token_losses
 
-_NAMES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
 PRESETS: dict[str, dict[str, Any]] = {
-    name: {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256} | dict(zip(_NAMES, x, strict=True))
-    for name, x in (("llama-3-8b", (4096, 32, 14336, 32)), ("llama-3-70b", (8192, 80, 28672, 64)))
+    name: {"model_type": "llama", "hidden_size": C, "num_hidden_layers": L, "intermediate_size": F}
+    | {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256}
+    for name, C, L, F, heads in (("llama-3-8b", 4096, 32, 14336, 32), ("llama-3-70b", 8192, 80, 28672, 64))
 }
 FAMILIES = ("llama", "mistral", "qwen2")
 """Model types of Transformers whose blocks are those of the formula."""
@@ -89,101 +76,14 @@ class ModelSizes:
         return self.hidden_size * (self.vocab_size * (2 - self.tie_word_embeddings) + 1)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step on one rank: its sizes, and the lines of the plan that save memory; see `explain_step`."""
-
-    model: ModelSizes
-    rows: int
-    num_ranks: int
-    itemsize: int
-    optimizer_itemsize: int
-    recompute: str
-    tiled_loss: bool
-    mlp_rows: int | None
-    offload_checkpoints: bool
-    offload_optimizer: bool
-
-    @property
-    def of_rank(self) -> int:
-        """Bytes of a rank's weights, and of its gradients."""
-        m = self.model
-        return self.optimizer_itemsize * (m.num_hidden_layers * m.of_block + m.of_ends) // self.num_ranks
-
-    @property
-    def host(self) -> int:
-        """Bytes in host memory."""
-        of_block = self.rows * self.model.hidden_size * self.itemsize + self.results * (self.recompute == "selective")
-        kept = self.model.num_hidden_layers * of_block * self.offload_checkpoints
-        return 4 * self.of_rank * self.offload_optimizer + kept
-
-    @property
-    def results(self) -> int:
-        """Bytes that attention of a block returns."""
-        return self.rows * self.model.num_attention_heads * (self.model.head_dim * self.itemsize + 4)
-
-    def moments(self, attention: ExtraMemory) -> dict[str, dict[str, int]]:
-        """Bytes on the GPU, by moment and term; ``attention``: what it takes beyond its inputs and results."""
-        m, e, s, n, row = self.model, self.itemsize, self.optimizer_itemsize, self.num_ranks, self.rows * self.itemsize
-        C, V, L, P, E = m.hidden_size, m.vocab_size, m.num_hidden_layers, m.of_block, m.of_ends
-        is_here, selective = not self.offload_optimizer, self.recompute == "selective"
-        always = {"weights": self.of_rank * is_here, "optimizer states": 2 * self.of_rank * is_here}
-        always |= {"symmetric memory": attention.symmetric}
-        found = {"loss": always | {
-            "gathered by FSDP2": E * e, "checkpoints": row * C * (1 if self.offload_checkpoints else L),
-            "attention's results": self.results * (1 if self.offload_checkpoints else L) * selective,
-            "logits and loss": self._loss(),
-        }}  # fmt: skip
-        in_attention, in_mlp, of_block = self._block(attention.backward)
-        for i in sorted({L - 1, max(0, L - 2), min(1, L - 1), 0}, reverse=True):  # checkpoints go as gradients come
-            reduced = (L - 1 - i) * P * s // n * is_here
-            near = min(i + 1, 2) if self.offload_checkpoints else i + 1
-            found[f"block {i}"] = always | {
-                "gathered by FSDP2": (E + P * (2 if n > 1 and i else 1)) * e,
-                "gradients": reduced + of_block + V * C * e + 4 * P * (i < L - 1),
-                "checkpoints": row * C * near, "attention's results": self.results * (near if selective else 1),
-                "attention": in_attention, "MLP": in_mlp,
-            }  # fmt: skip
-        of_first = (L - 1) * P * s // n * is_here + V * C * e + self._reduced(P)
-        of_ends = L * P * s // n * is_here + self._reduced(E)
-        block_zero = {"gathered by FSDP2": E * e, "gradients": of_first, "checkpoints": row * C}
-        last = max(block_zero, {"gradients": of_ends}, key=lambda terms: sum(terms.values()))
-        found["last gradients"] = always | last
-        found["optimizer"] = always | {"gradients": self.of_rank * is_here}
-        return found
-
-    def _reduced(self, num: int) -> int:
-        """Bytes of ``num`` gradients while FSDP2 reduces them: they, their buffer, its sum, and that in the last dtype.
-
-        On one rank the buffer is divided by the factor of `sum_gradients`, into one more.
-        """
-        n, s = self.num_ranks, self.optimizer_itemsize
-        buffers = 4 * num * (1 + (n == 1)) + 4 * num // n
-        return max(num * (self.itemsize + 4), buffers, 4 * num + 4 * num // n + s * num // n * (s != 4))
-
-    def _loss(self) -> int:
-        m, e, row = self.model, self.itemsize, self.rows * self.itemsize
-        C, V = m.hidden_size, m.vocab_size
-        chunk = V * min(self.rows, max(1, token_losses.CHUNK_BYTES // (4 * V)))
-        if self.tiled_loss:
-            return 3 * row * C + V * C * (4 + e) + chunk * (16 + e if chunk < self.rows * V else 12)
-        return 2 * row * C + max(2 * row * V + 4 * chunk, row * (V + C) + V * C * e)
-
-    def _block(self, attention: int) -> tuple[int, int, int]:
-        """Bytes of attention, MLP and weights' gradients of a block, at the larger moment of its backward."""
-        m, e, row = self.model, self.itemsize, self.rows * self.itemsize
-        C, F, A, K = m.hidden_size, m.intermediate_size, *(
-            m.head_dim * num for num in (m.num_attention_heads, 2 * m.num_key_value_heads)
-        )  # fmt: skip
-        rotary = 4 * self.rows * m.head_dim  # cosines and sines
-        mlp, of_mlp = row * (2 * C + 6 * F), C * F * e
-        if self.mlp_rows is not None:
-            mlp = row * 3 * C + min(self.rows, self.mlp_rows) * e * (2 * C + 6 * F) + 3 * C * F * (4 + e)
-            of_mlp = 0
-        beside = row * (2 * C + 2 * A + K)
-        own = max(row * (2 * C + 3 * A + 2 * K) + attention, row * (2 * C + 7 * A + K))
-        first = beside + mlp + of_mlp >= own + m.of_block * e
-        return (beside + rotary, mlp, of_mlp) if first else (own + rotary, 0, m.of_block * e)
+SAVING: dict[str, tuple[str, Any, Any]] = {
+    "cross_entropy(weight=)": ("tiled_loss", False, True),
+    "TiledMLP(tile_rows=8192)": ("mlp_rows", None, 8192),
+    "checkpoints in host memory": ("offload_checkpoints", False, True),
+    "attention recomputed too": ("recompute", "selective", "full"),
+    "CPUOffloadPolicy of FSDP2": ("offload_optimizer", False, True),
+}
+"""Lines of a plan that save memory: the option that each sets, its value without the line and with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +100,8 @@ class StepExplanation:
 
     moments: dict[str, dict[str, int]]
     host: int
-    longest: dict[str, int]
-    text: str
+    longest: dict[str, int] = field(default_factory=dict)
+    text: str = ""
 
     def __repr__(self) -> str:
         return self.text
@@ -210,6 +110,76 @@ class StepExplanation:
     def peak(self) -> int:
         """The most bytes on a GPU at any moment."""
         return max(sum(terms.values()) for terms in self.moments.values())
+
+
+def memory_of(
+    model: ModelSizes, rows: int, num_ranks: int, attention: ExtraMemory, *, itemsize: int, optimizer_itemsize: int,
+    recompute: str, tiled_loss: bool, mlp_rows: int | None, offload_checkpoints: bool, offload_optimizer: bool,
+) -> StepExplanation:  # fmt: skip
+    """The formula: bytes at each moment, without a text.
+
+    Args:
+        model, recompute, tiled_loss, mlp_rows, offload_checkpoints, offload_optimizer: as in `explain_step`.
+        rows: of this rank, in all sequences.
+        num_ranks: over which FSDP2 shards.
+        attention: what it takes beyond its inputs and results.
+        itemsize, optimizer_itemsize: bytes of an element in computations; of weights, gradients, optimizer states.
+    """
+    m, n, e, s = model, num_ranks, itemsize, optimizer_itemsize
+    C, F, V, L = m.hidden_size, m.intermediate_size, m.vocab_size, m.num_hidden_layers
+    A, K = (m.head_dim * num for num in (m.num_attention_heads, 2 * m.num_key_value_heads))  # widths of q; of k and v
+    P, E, row = m.of_block, m.of_ends, rows * e
+    on_gpu, keeps_results = not offload_optimizer, recompute == "selective"
+    results = row * A + rows * 4 * m.num_attention_heads  # of attention in a block
+    sharded = s * (L * P + E) // n  # weights of this rank; its gradients, and each of AdamW's two states
+    always = {"weights": sharded * on_gpu, "optimizer states": 2 * sharded * on_gpu}
+    always |= {"symmetric memory": attention.symmetric}
+
+    def kept(blocks: int, near: int, recomputed: int) -> dict[str, int]:
+        """Blocks' inputs and attention's results; of ``near`` blocks alone, if the others wait in host memory."""
+        here = min(blocks, near) if offload_checkpoints else blocks
+        return {"checkpoints": row * C * here, "attention's results": results * (here if keeps_results else recomputed)}
+
+    # Logits, of which the loss computes a chunk at a time in 4 bytes; tiled: and the gradient of the head's weight.
+    chunk = V * min(rows, max(1, token_losses.CHUNK_BYTES // (4 * V)))
+    loss = row * 2 * C + max(row * 2 * V + 4 * chunk, row * (V + C) + V * C * e)
+    if tiled_loss:
+        loss = row * 3 * C + V * C * (4 + e) + chunk * (16 + e if chunk < rows * V else 12)
+    moments = {"loss": {"gathered by FSDP2": E * e, **kept(L, 1, recomputed=0), "logits and loss": loss}}
+
+    # A block's backward: the MLP's with the inputs of attention, or attention's own; weights' gradients in e bytes.
+    mlp, of_mlp = row * (2 * C + 6 * F), C * F * e
+    if mlp_rows is not None:  # a tile of it, and weights' gradients in 4 + e bytes
+        mlp, of_mlp = row * 3 * C + min(rows, mlp_rows) * e * (2 * C + 6 * F) + 3 * C * F * (4 + e), 0
+    rotary = row * (2 * C + 7 * A + K)  # rotary embeddings compute in 4 bytes
+    own = max(row * (2 * C + 3 * A + 2 * K) + attention.backward, rotary)
+    in_attention, in_mlp, of_block = max((row * (2 * C + 2 * A + K), mlp, of_mlp), (own, 0, P * e), key=sum)
+    in_attention += 4 * rows * m.head_dim  # cosines and sines
+    of_head = V * C * e
+    for i in sorted({L - 1, max(0, L - 2), min(1, L - 1), 0}, reverse=True):  # checkpoints go as gradients come
+        later = L - 1 - i
+        of_later = later * P * s // n * on_gpu + 4 * P * (later > 0)  # the last one's buffer, in 4 bytes, still travels
+        moments[f"block {i}"] = {
+            "gathered by FSDP2": (E + P * (2 if n > 1 and i else 1)) * e,  # and the next block
+            "gradients": of_later + of_block + of_head,
+            **kept(i + 1, 2, recomputed=1), "attention": in_attention, "MLP": in_mlp,
+        }  # fmt: skip
+
+    def reduced(num: int) -> int:
+        """Bytes of ``num`` gradients while FSDP2 reduces them: they, their buffer, its sum, and that in the last dtype.
+
+        On one rank the buffer is divided by the factor of `sum_gradients`, into one more.
+        """
+        buffers = 4 * num * (1 + (n == 1)) + 4 * num // n
+        return max(num * (e + 4), buffers, 4 * num + 4 * num // n + s * num // n * (s != 4))
+
+    of_first = (L - 1) * P * s // n * on_gpu + of_head + reduced(P)
+    block_zero = {"gathered by FSDP2": E * e, "gradients": of_first, "checkpoints": row * C}
+    of_ends = {"gradients": L * P * s // n * on_gpu + reduced(E)}
+    moments["last gradients"] = max(block_zero, of_ends, key=lambda terms: sum(terms.values()))
+    moments["optimizer"] = {"gradients": sharded * on_gpu}
+    host = 4 * sharded * offload_optimizer + L * (row * C + results * keeps_results) * offload_checkpoints
+    return StepExplanation({name: always | terms for name, terms in moments.items()}, host)
 
 
 def explain_step(
@@ -232,8 +202,8 @@ def explain_step(
 ) -> StepExplanation:
     """Predict the peak memory of a training step of a Llama, and the longest sequence that fits.
 
-    FSDP2 shards over all dp * cp ranks; blocks are `Checkpointed`. Needs no process group and no GPU. The formula is in
-    `cp_mesh.tools.explain.step`; tests hold it to what steps allocate.
+    FSDP2 shards over all dp * cp ranks; blocks are `Checkpointed`. Needs no process group and no GPU. The formula is
+    `cp_mesh.tools.explain.step.memory_of`; tests hold it to what steps allocate.
 
     Args:
         model: a config.json of Transformers, its folder, its content, or a preset: "llama-3-8b", "llama-3-70b".
@@ -270,73 +240,54 @@ def explain_step(
     m = ModelSizes.read(model)
     heads = {"num_heads": m.num_attention_heads, "num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim}
     given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "batch": batch} | heads | attention
-    widths = dtype.itemsize, optimizer_dtype.itemsize
-    step = Step(m, 0, 1, *widths, recompute, tiled_loss, mlp_rows, offload_checkpoints, offload_optimizer)
+    plan: dict[str, Any] = {"itemsize": dtype.itemsize, "optimizer_itemsize": optimizer_dtype.itemsize}
+    plan |= {"recompute": recompute, "tiled_loss": tiled_loss, "mlp_rows": mlp_rows}
+    plan |= {"offload_checkpoints": offload_checkpoints, "offload_optimizer": offload_optimizer}
     known: dict[tuple[int, int], ExtraMemory] = {}
 
-    def at(line: Step, length: int, cp: int, planned: int | None = None) -> tuple[Step, dict[str, dict[str, int]]]:
-        key = planned or length, cp
-        if key not in known:
-            of_ranks = [x.memory for x in explain(*key, **given).found.ranks if x.memory is not None]
-            known[key] = max(of_ranks, key=lambda memory: memory.backward + memory.symmetric)
-        line = replace(line, rows=-(-batch * length // cp), num_ranks=dp_size * cp)
-        return line, line.moments(known[key])
+    def at(plan: dict[str, Any], tokens: int, cp: int, planned: int) -> StepExplanation:
+        if (planned, cp) not in known:
+            of_ranks = [x.memory for x in explain(planned, cp, **given).found.ranks if x.memory is not None]
+            known[planned, cp] = max(of_ranks, key=lambda memory: memory.backward + memory.symmetric)
+        return memory_of(m, -(-batch * tokens // cp), dp_size * cp, known[planned, cp], **plan)
 
-    def longest(line: Step, cp: int, most: float) -> int:
+    def longest(plan: dict[str, Any], cp: int, gpu_memory: float) -> int:
         """Search among multiples of 128 rows; attention is planned at the next of eight lengths of each doubling."""
         unit, low, high = 128 * cp, 0, 1
 
         def fits(parts: int) -> bool:
             coarse = 1 << max(0, parts.bit_length() - 4)
-            here, moments = at(line, parts * unit, cp, -(-parts // coarse) * coarse * unit)
-            in_host = host_memory is None or here.host <= host_memory * 2**30
-            return in_host and max(sum(terms.values()) for terms in moments.values()) <= most * 2**30
+            there = at(plan, parts * unit, cp, -(-parts // coarse) * coarse * unit)
+            return there.peak <= gpu_memory * 2**30 and (host_memory is None or there.host <= host_memory * 2**30)
 
         while high * unit <= MOST and fits(high):
             low, high = high, 2 * high
-        while high - low > max(1, low // 128) and high * unit <= MOST:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * unit
+        between = range(low, high if high * unit <= MOST else low + 1, max(1, low // 128))
+        return unit * between[bisect_left(between, True, lo=1, key=lambda parts: not fits(parts)) - 1]
 
-    step, moments = at(step, seq_len, cp_size)
-    found = {} if gpu_memory is None else {name: longest(x, cp, gpu_memory) for name, x, cp in _lines(step, cp_size)}
-    return StepExplanation(moments, step.host, found, _text(step, moments, seq_len, cp_size, gpu_memory, found))
-
-
-_SAVING: dict[str, tuple[str, Any, Any]] = {
-    "cross_entropy(weight=)": ("tiled_loss", False, True),
-    "TiledMLP(tile_rows=8192)": ("mlp_rows", None, 8192),
-    "checkpoints in host memory": ("offload_checkpoints", False, True),
-    "attention recomputed too": ("recompute", "selective", "full"),
-    "CPUOffloadPolicy of FSDP2": ("offload_optimizer", False, True),
-}
-"""Lines of a plan: the field of `Step` that each sets, its value without the line and with it."""
-
-
-def _lines(step: Step, cp: int) -> list[tuple[str, Step, int]]:
-    """The plan as it is, and with each line that it lacks."""
-    lacking = {name: {key: after} for name, (key, without, after) in _SAVING.items() if getattr(step, key) == without}
-    alone = [(name, replace(step, **change), cp) for name, change in lacking.items()]
-    together = replace(step, **{key: x for change in lacking.values() for key, x in change.items()})
-    return [("", step, cp), *alone, ("all of these", together, cp), (f"cp {2 * cp}", step, 2 * cp)]
-
-
-def _text(
-    step: Step, moments: dict[str, dict[str, int]], seq_len: int, cp: int, gpu_memory: float | None,
-    longest: Mapping[str, int],
-) -> str:  # fmt: skip
-    m, totals = step.model, {name: sum(terms.values()) for name, terms in moments.items()}
-    blocks = [name for name in moments if name.startswith("block")]
-    shown = [name for name in moments if name not in blocks or name == max(blocks, key=lambda x: totals[x])]
-    terms = dict.fromkeys(term for name in shown for term, num in moments[name].items() if num)
-    lines = [[term, *(as_bytes(moments[name].get(term, 0)) for name in shown)] for term in terms]
-    lines.append(["all", *(as_bytes(totals[name]) for name in shown)])
-    first = f"{m.num_hidden_layers * m.of_block + m.of_ends:,} parameters, {seq_len:,} tokens, cp {cp}, "
-    first += f"dp {step.num_ranks // cp}: {step.rows:,} rows on a GPU"
-    peak = f"peak {as_bytes(max(totals.values()))} on a GPU, {as_bytes(step.host)} in host memory for each"
-    text = [first, *aligned(["at the", *shown], lines), peak]
+    found, lengths = at(plan, seq_len, cp_size, seq_len), dict[str, int]()
     if gpu_memory is not None:
-        rows = [[name or "this plan", f"{n:,}" + " or more" * (n * 2 > MOST)] for name, n in longest.items()]
+        lacking = {name: (key, x) for name, (key, without, x) in SAVING.items() if plan[key] == without}
+        plans = {"": plan} | {name: plan | {key: x} for name, (key, x) in lacking.items()}
+        plans["all of these"] = plan | dict(lacking.values())
+        lengths = {name: longest(x, cp_size, gpu_memory) for name, x in plans.items()}
+        lengths[f"cp {2 * cp_size}"] = longest(plan, 2 * cp_size, gpu_memory)
+    head = f"{m.num_hidden_layers * m.of_block + m.of_ends:,} parameters, {seq_len:,} tokens, "
+    head += f"cp {cp_size}, dp {dp_size}: {-(-batch * seq_len // cp_size):,} rows on a GPU"
+    text = [head, *_table(found)]
+    if gpu_memory is not None:
+        rows = [[name or "this plan", f"{n:,}" + " or more" * (n * 2 > MOST)] for name, n in lengths.items()]
         text += aligned([f"in {gpu_memory:g} GiB, with", "longest sequence"], rows)
-    return "\n".join(text)
+    return replace(found, longest=lengths, text="\n".join(text))
+
+
+def _table(found: StepExplanation) -> list[str]:
+    """Terms at each moment, of blocks at the largest alone; and the peaks."""
+    totals = {name: sum(terms.values()) for name, terms in found.moments.items()}
+    blocks = [name for name in totals if name.startswith("block")]
+    shown = [name for name in totals if name not in blocks or name == max(blocks, key=lambda x: totals[x])]
+    terms = dict.fromkeys(term for name in shown for term, num in found.moments[name].items() if num)
+    lines = [[term, *(as_bytes(found.moments[name].get(term, 0)) for name in shown)] for term in terms]
+    lines.append(["all", *(as_bytes(totals[name]) for name in shown)])
+    peak = f"peak {as_bytes(found.peak)} on a GPU, {as_bytes(found.host)} in host memory for each"
+    return [*aligned(["at the", *shown], lines), peak]

@@ -21,6 +21,7 @@ from cp_mesh.call.methods import METHODS
 from cp_mesh.call.plan import choose_schedule, request_of
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.balance import keys_seen
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
@@ -125,42 +126,38 @@ class Setting:
 
     Attributes:
         seq_len, cp_size, mask: of the whole sequence.
+        options: its spec; `_call` adds the layout.
         features: score features that the kernel has to support.
         q, k: operands with one row; v is like k.
         knows_heads: whether the caller gave the numbers of heads.
         kernel: as requested.
-        head_chunks, ulysses_degree, inner_ring_size: as requested; 0 is automatic.
         compute_capability: of the device.
         transport, within: "symmetric_memory" or "functional", between all ranks and between ranks of a host.
         gpus_per_host: ranks that share a host.
         machine: for predicted times, or None.
-        seen: number of keys that each position sees, summed over `seen_rows` batch rows.
         captured: elements of the captured shards of all ranks.
     """
 
     seq_len: int
     cp_size: int
     mask: Mask
+    options: AttentionSpec
     features: frozenset[str]
     q: Operand
     k: Operand
     knows_heads: bool
     kernel: str
-    head_chunks: int
-    ulysses_degree: int
-    inner_ring_size: int
     compute_capability: tuple[int, int]
     transport: str
     within: str
     gpus_per_host: int
     machine: Machine | None
-    seen: Array
     captured: int
 
     @cached_property
-    def before(self) -> Array:
-        """Prefix sums of `seen`: int64 [seq_len + 1]."""
-        return np.r_[0, self.seen.cumsum()]
+    def seen(self) -> Array:
+        """Number of keys that each position sees, summed over `seen_rows` batch rows: int64 [seq_len]."""
+        return keys_seen(self.mask, self.seq_len)
 
     @property
     def seen_rows(self) -> int:
@@ -178,9 +175,7 @@ class Setting:
         pairs = np.zeros(self.cp_size)
         for rank in range(self.cp_size):
             for piece in layout.runs(self.seq_len, self.cp_size, rank):
-                if isinstance(piece, Run) and piece.stride == 1:
-                    pairs[rank] += self.before[piece.start + piece.length] - self.before[piece.start]
-                elif isinstance(piece, Run):
+                if isinstance(piece, Run):
                     pairs[rank] += self.seen[piece.start : piece.last + 1 : piece.stride].sum()
                 else:
                     pairs[rank] += self.seen[piece.values.numpy()].sum()
@@ -244,11 +239,7 @@ class Setting:
 
     def _call(self, layout: Layout) -> tuple[AttentionSpec, Callable[[Schedule], Request]]:
         """The spec of the call, and a function from a schedule to what it requires of a kernel."""
-        options = AttentionSpec(
-            layout.spec(), self.mask.spec(), 1.0, ulysses_degree=self.ulysses_degree,
-            inner_ring_size=self.inner_ring_size, head_chunks=self.head_chunks,
-        )  # fmt: skip
-        capability = self.compute_capability
+        options, capability = self.options._replace(layout=layout.spec()), self.compute_capability
         return options, partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
 
     def _passed_over(self, kernel: Kernel, requests: Sequence[Request]) -> dict[str, str]:
