@@ -173,7 +173,7 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
     if changes.pop("routers", False):
         of_model |= {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
     if changes.pop("images", False):
-        model = build_with_images("gemma3", "sdpa").float()
+        model = build_with_images("gemma3", "sdpa").double()
         changes |= {"data_collator": with_images, "remove_unused_columns": False}
     else:
         model = build(of_model.pop("family", "llama"), "sdpa", **of_model).float()
