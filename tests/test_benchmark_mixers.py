@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import csv
 import shlex
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
+
+import tables  # noqa: E402
+
 TINY = shlex.split(
     "--device cpu --dtype float32 --layers 'tiny gdn' 'tiny kda' 'tiny layer' --documents one packed --rows 64 "
     "--gate-rows 96 --repeats 2 --calls 1 "
@@ -40,6 +46,11 @@ def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
         else:
             assert row["status"] == "ok" and (row["rows"] == "96" or float(row["fwdbwd_ms"]) > 0)
             assert 0 < float(row["error"]) <= float(row["bound"]) < 1e-5
+    with mock.patch.object(tables, "RESULTS", tmp_path):
+        page = tables.recurrent_page("x.csv")
+    ms = {row["contestant"]: float(row["fwdbwd_ms"]) for row in rows[4:7]}  # of tiny gdn, one document
+    cells = [f"{x:.1f} ({2 * x / ms['one/torch']:.2f})" for x in ms.values()]
+    assert f"| 64 | {' | '.join(cells)} |" in page and "- `fla/zigzag`, 96 tokens: unsupported" in page
 
 
 FULL = """

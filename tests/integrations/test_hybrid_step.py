@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import csv
 import shlex
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from scripts import run_script
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import tables  # noqa: E402
+
 TINY = shlex.split("--device cpu --tiny --gate-rows 98 --repeats 1 --documents packed")
 BROKEN = """
 import sys
@@ -36,6 +42,8 @@ def test_steps_over_ranks_are_those_of_one(tmp_path: Path) -> None:
     assert code == 0 and one["contestant"] == "one" and cp["status"] == one["status"] == "ok"
     assert float(cp["loss"]) == pytest.approx(float(one["loss"]), abs=2e-6)
     assert float(cp["grad_norm"]) == pytest.approx(float(one["grad_norm"]), abs=1e-5)
+    with mock.patch.object(tables, "RESULTS", tmp_path):
+        assert f"| 64, packed | cp | {cp['step_ms']} | {cp['of_share']} |" in tables.hybrid_page("x.csv")
     assert float(cp["of_share"]) == pytest.approx(2 * float(cp["step_ms"]) / float(one["step_ms"]), rel=1e-3)
 
 
