@@ -19,7 +19,7 @@ import tables  # noqa: E402
 TINY = shlex.split(
     "--device cpu --dtype float32 --layers 'tiny gdn' 'tiny kda' 'tiny layer' --documents one packed --rows 64 "
     "--gate-rows 96 --repeats 2 --calls 1 "
-    "--contestants one/torch fla/zigzag cp_mesh/states/zigzag/torch cp_mesh/heads/striped/torch"
+    "--contestants one/torch fla/zigzag cp_mesh/states/zigzag/torch cp_mesh/heads/striped/torch/auto"
 )
 BROKEN = """
 import sys

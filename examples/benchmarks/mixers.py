@@ -7,7 +7,8 @@ Layers are the gated delta rule of Qwen3.5-27B, KDA of Kimi Linear 48B, and stat
 layer" is a whole layer of Qwen3.5-9B: projections, convolution, rule, gated norm. A name is
 "cp_mesh/METHOD/LAYOUT/KERNEL" or "fla/LAYOUT", which takes `cp_context`. "one/KERNEL" and "fla/one", the package alone,
 compute the whole sequence on each rank by itself; ``of_share`` is a time over the cp-th part of the fastest of these,
-so 1 is perfect. Gradients of weights are each rank's share. Packed documents are those of attention.py.
+so 1 is perfect. One more "/KERNEL" behind ours is that of a layer's convolution. Gradients of weights are each rank's
+share. Packed documents are those of attention.py.
 
 A gate runs first: outputs and gradients of ``--gate-rows`` rows against "torch" in float64 on one device. Errors may be
 1.5 times those of the same kernel on one device. A contestant that fails it or cannot run has only a status. One that
@@ -185,9 +186,8 @@ class Run:
         else:
             method, kernel = ("auto", words[0]) if kind == "one" else (words[0], words[2])
             options: dict[str, Any] = {"sequence": self.sequence, "mask": mask_of(documents, rows[0].shape[1])}
-            options["kernel"] = kernel
-            convolve = partial(mixers.causal_conv1d, activation="silu", **options)
-            mix = partial(getattr(mixers, layer.rule), method=method, **options)
+            convolve = partial(mixers.causal_conv1d, activation="silu", kernel=words[-1], **options)
+            mix = partial(getattr(mixers, layer.rule), method=method, kernel=kernel, **options)
             functions = Functions(mix, convolve, norm_by_fla if kernel == "fla" else norm_by_torch)
         alone = lambda *given: functions.mix(*given)[0]  # noqa: E731
         self.call: Callable[..., Tensor] = partial(whole_layer, layer, functions) if layer.width else alone
@@ -249,7 +249,7 @@ def gate(
 
     of_kernels: dict[str, float] = {}
     for name in args.contestants:
-        kernel = "fla" if name.startswith("fla/") else name.rpartition("/")[2]
+        kernel = "fla" if name.startswith("fla/") else name.split("/")[1 if name.startswith("one/") else 3]
         if kernel not in of_kernels:
             of_kernels[kernel] = error_of(f"one/{kernel}")[0]
         bound = OWN_FACTOR * of_kernels[kernel] + OWN_ROUNDING
@@ -314,7 +314,7 @@ def tune(args: argparse.Namespace) -> None:
     from played import PlayedRank
 
     for rank in range(2):
-        ranks = PlayedRank(rank, 2, torch.device(args.device))
+        ranks = PlayedRank(rank, 2, torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"))
         for key, documents, rows in product(args.layers, args.documents, args.rows):
             for name in args.contestants:
                 given = whole_inputs(LAYERS[key], rows, ranks.device, getattr(torch, args.dtype))
