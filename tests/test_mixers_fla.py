@@ -52,9 +52,10 @@ def in_interpreter(replace: Callable[..., Any]) -> None:
 
     for rule in RULES:
         import_module(f"fla.ops.{rule.split()[0]}")
+    import_module("fla.modules.causal_conv1d")
     replace(Autotuner, "_bench", lambda self, *args, **kwargs: [0.0] * 3)
     for name, module in sys.modules.items():
-        if name.startswith("fla.ops"):
+        if name.startswith(("fla.ops", "fla.modules.causal_conv1d")):
             replace(module, "range", steps)
     for name in ("chunk_fwd", "chunk_bwd"):
         replace(import_module(f"fla.ops.cp.{name}"), "_check_cp_device", lambda device: None)
@@ -135,11 +136,45 @@ def test_states_of_other_ranks(pool: Pools, rule: str, layout: Layout, lens: lis
         assert max(float((x - y).norm() / y.norm()) for x, y in zip(own, want, strict=True)) < 1.5e-3
 
 
+def convolved(rank: int, kernel: str, dtype: torch.dtype, activation: str | None) -> list[Tensor]:
+    """The output of a rank and gradients, as float64."""
+    if kernel == "fla":
+        in_interpreter(setattr)
+    made, lens = torch.Generator().manual_seed(0), [30, 2, 35, 6]
+    x, grad = (torch.randn(1, sum(lens), 6, generator=made).half().double() for _ in range(2))
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=sum(lens), pad=False)
+    shard, grad = sequence.shard([x, grad])
+    given = [shard, torch.randn(6, 4, generator=made).half(), torch.randn(6, generator=made).half()]
+    given = [x.to(dtype).requires_grad_() for x in given]
+    mask = Mask.from_cu_seqlens(torch.tensor([0, *lens]).cumsum(0))
+    with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+        out = mixers.causal_conv1d(*given, sequence=sequence, mask=mask, activation=activation, kernel=kernel)
+    return [x.double() for x in (out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype)))]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("dtype", "activation"), [(torch.float16, None), (torch.float32, "silu")], ids=str)
+def test_convolutions(pool: Pools, dtype: torch.dtype, activation: str | None) -> None:
+    """Under autocast of float32, too."""
+    cases = ("fla", dtype), ("torch", torch.float64)
+    found, exact = (pool(2).run(convolved, *case, activation, timeout=300) for case in cases)
+    for own, want in zip(found, exact, strict=True):
+        assert max(float((x - y).norm() / y.norm()) for x, y in zip(own, want, strict=True)) < 1.5e-3
+
+
+@pytest.mark.parametrize("kernel", ["fla", "cudnn"])
+def test_convolutions_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    monkeypatch.setattr(room("mixers.fla"), "_interprets", lambda: True)
+    error, words = (NotImplementedError, "x in bfloat16") if kernel == "fla" else (ValueError, "auto or torch or fla")
+    with pytest.raises(error, match=words):
+        mixers.causal_conv1d(torch.zeros(1, 4, 2), torch.zeros(2, 3), kernel=kernel)
+
+
 @needs_package
 @is_that_run
 @pytest.mark.nightly("interpreted")
 def test_interpreted(interpreted: Interpreted) -> None:
-    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 2)
+    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 2) + 2
 
 
 LACKING = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,22 +19,33 @@ _LOWEST = -100.0
 """exp of it is 0 in float32. The package subtracts sums of g from one another, where greater ones would lose digits."""
 
 
-def shortfall(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[object, object, str] | None:
-    """What a call lacks: what is expected, what was given, and what to do."""
-    if v.device.type != "cuda" and not _interprets():
-        return "tensors on a GPU", v.device, 'kernel="torch" computes on CPUs'
-    dtypes = {x.dtype for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes.issubset(HALF):
-        given = ", ".join(map(str, (q.dtype, k.dtype, v.dtype)))
-        return "q, k and v in bfloat16, or all in float16", given, "cast them; states stay in float32"
+Shortfall = tuple[object, object, str] | None
+"""What a call lacks: what is expected, what was given, and what to do."""
+
+
+def shortfall(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Shortfall:
+    """Of a recurrence."""
     if (K := k.shape[-1]) > 256 or K % 2 or v.shape[-1] % 2:
         return "K and V even, and K at most 256", f"{K} and {v.shape[-1]}", 'kernel="torch" takes any'
-    if (found := _release("fla-core")) < (0, 6):
-        got = f"release {'.'.join(map(str, found))}" if found else "no such package"
-        return "fla-core 0.6 or later", got, "pip install 'cp_mesh[mixers]'"
+    if (found := shortfall_of("q, k and v", q, k, v)) is not None:
+        return found
     if g is not None and g.ndim == v.ndim - 1 and (3, 4) <= _release("triton") < (3, 7, 1) and _is_hopper(v.device):
         hint = "pip install 'triton>=3.7.1'"  # issue 640 of flash-linear-attention
         return "a Triton whose backward is right on Hopper", version("triton"), hint
+    return None
+
+
+def shortfall_of(names: str, *tensors: Tensor) -> Shortfall:
+    """Of any call of the package."""
+    if (device := tensors[0].device).type != "cuda" and not _interprets():
+        return "tensors on a GPU", device, 'kernel="torch" computes on CPUs'
+    dtypes = [x.dtype for x in tensors]
+    if len({*dtypes}) > 1 or dtypes[0] not in HALF:
+        hint = "cast them; states stay in float32"
+        return f"{names} in bfloat16, or all in float16", ", ".join(map(str, dtypes)), hint
+    if (found := _release("fla-core")) < (0, 6):
+        got = f"release {'.'.join(map(str, found))}" if found else "no such package"
+        return "fla-core 0.6 or later", got, "pip install 'cp_mesh[mixers]'"
     return None
 
 
@@ -72,8 +83,9 @@ def by_fla(
     rule = rules[0 if g is None else g.ndim - 1][beta is not None]
     if between is not None and rule == "delta_rule":  # which has no seam
         rule, g = "gated_delta_rule", torch.zeros(v.shape[:2], device=v.device)
-    if rule not in ("gated_delta_rule", "kda"):  # the others take as many heads of q and k as of v
-        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    groups = v.shape[1] // q.shape[1]
+    if groups > 1 and rule not in ("gated_delta_rule", "kda"):  # the others take as many heads of q and k as of v
+        q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
     given = {"q": q, "k": k, "v": v, "g": None if g is None else g.float().clamp(min=_LOWEST), "beta": beta}
     rows: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
     ends, on_device = _ends(tuple(lens), v.device)
@@ -86,8 +98,17 @@ def by_fla(
     return out[0], states
 
 
+def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Causal, of each channel by itself: rows [T, D] before which there are zeros, weight [D, W]."""
+    convolution = import_module("fla.modules.causal_conv1d").causal_conv1d
+    return cast(Tensor, convolution(rows[None], weight, bias, activation=activation)[0][0])
+
+
 @lru_cache(maxsize=8)
 def _ends(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where sequences end, on the CPU and on the device. The package finds its indices again by the same tensors."""
-    ends = torch.tensor([0, *lens]).cumsum(0)
+    """Where sequences end, on the CPU and on the device. The package finds its indices again by the same tensors.
+
+    In int32, as those of its own `cp_context`: it tunes kernels for each dtype.
+    """
+    ends = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
     return ends, ends.to(device)

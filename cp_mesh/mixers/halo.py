@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_mesh.mixers.fla import convolve
 from cp_mesh.mixers.moving import gather_rows
 from cp_mesh.mixers.pieces import Pieces
 
@@ -54,15 +55,20 @@ def convolution(
     group_name: str,
     what: str,
     initial: Tensor | None = None,
+    activation: str | None = None,
+    by_fla: bool = False,
 ) -> Tensor:
     """Causal, of each channel by itself: x [B * rows, D], weight [D, W], initial [num_documents, D, W]."""
     before = weight.shape[1] - 1
     begins = None if initial is None else initial[..., 1:].transpose(1, 2).flatten(0, 1)
     rows, at = with_halo(x, pieces, before, 0, group_name, what, initial=begins)
     rows = rows if len(rows) else F.pad(rows, (0, 0, 0, before + 1))  # of a rank that holds none
+    if by_fla:
+        return convolve(rows, weight, bias, activation)[at]
     # by another name than conv1d, which watches read as one over the rows of this rank alone
     found = torch.convolution(rows.t()[None], weight[:, None], bias, [1], [0], [1], False, [0], len(weight))
-    return found[0].t()[at - before]
+    out = found[0].t()[at - before]
+    return out if activation is None else F.silu(out)
 
 
 def last_rows(x: Tensor, width: int, initial: Tensor | None, pieces: Pieces, group_name: str, what: str) -> Tensor:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cp_mesh._torch import untraced
@@ -16,8 +15,9 @@ from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.mixers.fla import shortfall_of
 from cp_mesh.mixers.halo import convolution, last_rows, with_halo
-from cp_mesh.mixers.kernels import Kernel, choose_kernel, folds
+from cp_mesh.mixers.kernels import KERNELS, Kernel, choose_kernel, folds
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs
@@ -140,7 +140,7 @@ def ssd(
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sequence: ShardedSequence | None = None,
     mask: Mask | None = None, activation: Literal["silu", "swish"] | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False,
+    output_final_state: bool = False, kernel: Kernel = "auto",
 ) -> Any:  # fmt: skip
     """Causal convolution of each channel over a sharded sequence, which does not reach into other documents.
 
@@ -153,6 +153,7 @@ def causal_conv1d(
         initial_state: the inputs before each document, [N, D, W] as in flash-linear-attention, of which the last W - 1
             are read; equal on every cp rank, and its gradient is this rank's share. None: zeros.
         output_final_state: return the last W inputs of each document, too.
+        kernel: "fla" by the package fla-core, half precision on GPUs; others by `torch.convolution`.
 
     Returns:
         [B, T, D]; with ``output_final_state`` that and [N, D, W], on every rank. Rows of no document are as if each run
@@ -160,7 +161,7 @@ def causal_conv1d(
     """
     what, final = "causal_conv1d", output_final_state
     tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
-    place = place_of(what, {"sequence": sequence, "mask": mask})
+    place = place_of(what, {"sequence": sequence, "mask": mask, "kernel": kernel})
     with place.refusing():
         given, wrap = to_local(what, tensors, place.sequence, final or initial_state is not None)
         own, taps, bias, initial = given.values()
@@ -169,11 +170,18 @@ def causal_conv1d(
         assert own is not None and taps is not None
         if activation not in (None, "silu", "swish"):
             refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
+        if place.kernel not in KERNELS:
+            refuse(f"{what}: kernel", " or ".join(KERNELS), place.kernel, '"torch" computes on any device')
+        if by_fla := place.kernel == "fla":
+            own = own.to(torch.get_autocast_dtype(own.device.type)) if autocast else own
+            taps, bias = taps.to(own.dtype), None if bias is None else bias.to(own.dtype)
+            if (lacking := shortfall_of("x", own)) is not None:
+                refuse(f"{what}: kernel", *lacking, UnsupportedError)
         pieces = _pieces(what, place, own, initial)
     _agree(what, place, pieces, (len(own), own.dtype, *taps.shape, bias is None, initial is None, final))
     rows = own.flatten(0, 1)
-    found = convolution(rows, taps, bias, pieces, place.name, what, initial).unflatten(0, own.shape[:2])
-    out = wrap.rows(found if activation is None else F.silu(found))
+    found = convolution(rows, taps, bias, pieces, place.name, what, initial, activation, by_fla)
+    out = wrap.rows(found.unflatten(0, own.shape[:2]))
     if not final:
         return out
     return out, wrap.states(last_rows(rows, taps.shape[1], initial, pieces, place.name, what))

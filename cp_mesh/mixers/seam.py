@@ -41,7 +41,7 @@ def with_seam(rule: str, rows: dict[str, Any], between: Between) -> tuple[Tensor
             between.decays = between.decays_of(None if "g" not in rows else rows["g"][0], rows["initial_state"])
         scanned = import_module("fla.utils").input_guard(_scanned)  # its kernel takes rows that lie one after another
         rows = rows | {"initial_state": scanned(between, **rows)}
-    given = defaults | rows
+    given = defaults | {"state_v_first": False} | rows  # as without a seam: kernels are tuned for each value
     out, states = function.apply(between, *(given[name] for name in defaults))
     return out, states
 

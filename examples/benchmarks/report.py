@@ -181,7 +181,8 @@ def machine(device: torch.device, world_size: int, commit: str | None) -> dict[s
     """What the figures were measured on and with."""
     cuda = device.type == "cuda"
     versions = {}
-    for package in ("triton", "flash-attn-4", "flash-attn-3", "flash-attn", "nvidia-cutlass-dsl", "ring-flash-attn"):
+    attention = "flash-attn-4", "flash-attn-3", "flash-attn", "nvidia-cutlass-dsl", "ring-flash-attn"
+    for package in ("triton", "fla-core", *attention):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {

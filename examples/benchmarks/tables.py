@@ -498,6 +498,47 @@ alone. `one/fla` is one GPU with all tokens; `fla/...` is flash-linear-attention
     return f"{head_of(name, machine)}{text}\n{markdown(['tokens', *names], lines)}"
 
 
+def recurrent_page(name: str) -> str:
+    """Of `mixers.py` with several layers: both passes by tokens, of the last row of each case."""
+    rows, parts = read(name), [""]
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        of_layer = [row for row in rows if row["layer"] == layer]
+        cases = {(row["rows"], row["documents"], row["contestant"]): row for row in of_layer if row["fwdbwd_ms"]}
+        names = [*dict.fromkeys(row["contestant"] for row in of_layer if row["fwdbwd_ms"])]
+        lines = []
+        for tokens, documents in dict.fromkeys(case[:2] for case in cases):
+            of_case = {x: cases[tokens, documents, x] for x in names if (tokens, documents, x) in cases}
+            ms = {x: float(row["fwdbwd_ms"]) for x, row in of_case.items()}
+            alone = min((t for x, t in ms.items() if x.startswith("one/") or x == "fla/one"), default=None)
+            share = {x: f" ({t * int(rows[0]['world_size']) / alone:.2f})" if alone else "" for x, t in ms.items()}
+            cells = [f"{ms[x]:.1f}{share[x]}" if x in ms else "" for x in names]
+            lines.append([f"{int(tokens):,}" + (", packed" if documents == "packed" else ""), *cells])
+        found = {(row["contestant"], row["rows"], row["status"]) for row in of_layer if row["status"] != "ok"}
+        without = "".join(f"- `{x}`, {int(n):,} tokens: {status}\n" for x, n, status in sorted(found))
+        parts.append(f"## {layer}\n\n{markdown(['tokens', *names], lines)}" + (f"\n{without}" if without else ""))
+    text = "Milliseconds of both passes; in brackets, that over the GPU's share of the fastest time of one GPU alone.\n"
+    machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['dtype']}"
+    return f"{head_of(name, machine)}\n{text}" + "\n".join(parts)
+
+
+def hybrid_page(name: str) -> str:
+    """Of `hybrid_step.py`: every row."""
+    rows = read(name)
+    columns = ("step_ms", "of_share", "tokens_per_s", "peak_gib", "loss", "grad_norm", "status")
+    lines = [
+        [f"{int(row['rows']):,}" + (", packed" if row["documents"] == "packed" else ""), row["contestant"]]
+        + [row[column] for column in columns]
+        for row in rows
+    ]
+    row = rows[0]
+    machine = (
+        f"{row['world_size']}x {row['gpu']}, torch {row['torch']}, Transformers {row['transformers']}, {row['dtype']}"
+    )
+    head = ["tokens", "", "ms a step", "of its share", "tokens/s", "GiB at its peak", "loss", "gradient norm", "status"]
+    what = f"Whole training steps of {row['layers']} layers of Qwen3.5-9B. `one` is a GPU alone."
+    return f"{head_of(name, machine)}\n{what}\n\n{markdown(head, lines)}"
+
+
 def tp_page(name: str) -> str:
     """Of `training.py --tp`: steps by commit and length."""
     rows = read(name)
@@ -744,7 +785,11 @@ MANY: dict[str, Callable[[str], str]] = {
 }
 """Of what `many_gpus.py` writes, by its name there."""
 
-for stem, page in ((f"{name}_{gpus}xh200", make) for gpus in (4, 8) for name, make in MANY.items()):
+LATER = {"recurrent_2xh100": recurrent_page, "hybrid_2xh100": hybrid_page}
+"""Of files that machines of two GPUs write."""
+
+of_many = {f"{name}_{gpus}xh200": make for gpus in (4, 8) for name, make in MANY.items()}
+for stem, page in (of_many | LATER).items():
     if (RESULTS / f"{stem}.csv").exists():
         assert f"{stem}.md" not in PAGES, stem
         PAGES[f"{stem}.md"] = partial(page, f"{stem}.csv")
