@@ -16,6 +16,7 @@ from test_loss import peak_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import (
     ArgumentError,
@@ -95,6 +96,55 @@ def test_logits(terms: str) -> None:
     with mock.patch.object(ops, "CHUNK_BYTES", 7 * V * 8):
         found = step(losses(logits, labels, **arguments(terms, soft)), logits)
     assert_same(found, step(whole(logits, labels, terms, soft), logits))
+
+
+def test_a_padded_vocabulary() -> None:
+    """Whose logits are -inf in both models, and a teacher that is NaN where tokens are ignored."""
+    (hidden, labels), soft = rows(), F.linear(*teacher_of())
+    logits = F.linear(hidden, head().weight).detach().requires_grad_()
+    labels, padded = labels.clamp(max=V - 2), torch.arange(V) == V - 1
+    want = step(whole(logits[..., :-1], labels, "teacher", soft[..., :-1]), logits)
+    soft = soft.masked_fill(padded, -torch.inf).where(labels[..., None] != -100, torch.nan)
+    assert_same(step(losses(logits.masked_fill(padded, -torch.inf), labels, teacher=soft), logits), want)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_recomputed_and_differentiated_twice(fused: bool) -> None:
+    """Saved tensors are unpacked once, as a checkpoint wants; a second derivative is refused."""
+    (hidden, labels), linear, teacher = rows(), head(bias=False), teacher_of(bias=False)
+    hidden.requires_grad_()
+
+    def total(hidden: Tensor) -> Tensor:
+        if fused:
+            return losses(hidden, labels, weight=linear.weight, **arguments("all", teacher))
+        return losses(linear(hidden), labels, **arguments("all", F.linear(*teacher)))
+
+    leaves = [hidden, linear.weight]
+    assert_same(step(checkpoint(total, hidden, use_reentrant=False), *leaves), step(total(hidden), *leaves))
+    found = torch.autograd.grad(total(hidden), leaves, create_graph=True)
+    assert_same([x.detach() for x in found], torch.autograd.grad(total(hidden), leaves))
+    with pytest.raises(UnsupportedError, match="no second derivative"):
+        sum(x.square().sum() for x in found).backward()
+
+
+def evaluated_first(rank: int) -> None:
+    """An evaluation is no first step, whose labels are checked: these are shifted after they were sharded."""
+    axis, linear = mesh((2,), ("cp",)), head(bias=False)
+    sequence = ShardedSequence(axis, LAYOUTS["zigzag"], length=S)
+    tokens = torch.arange(B * S).view(B, S) % V
+    labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+    own = sequence.shard({"input_ids": tokens, "labels": labels})
+    hidden = F.one_hot(own["input_ids"], V)[..., :C].double()
+    with torch.no_grad():
+        cross_entropy(hidden, own["labels"], axis, weight=linear.weight)
+    own = sequence.shard({"input_ids": tokens})
+    wrong = F.pad(own["input_ids"][:, 1:], (0, 1), value=-100)
+    cross_entropy(hidden, wrong, axis, weight=linear.weight)
+
+
+def test_evaluated_first(pool: Any) -> None:
+    for raised in pool(2).run_expecting_error(evaluated_first):
+        assert raised is not None and "the next tokens of this rank's rows" in raised.message
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -186,7 +236,8 @@ def refused_over_tp(rank: int) -> None:
 
 def test_refused_over_tp(pool: Any) -> None:
     for raised in pool(2).run_expecting_error(refused_over_tp):
-        assert raised is not None and raised.type == "RankMismatchError" and "kind" in raised.message
+        assert raised is not None and raised.type == "RankMismatchError"
+        assert "label_smoothing and z_loss" in raised.message
 
 
 def compiled(rank: int) -> None:
@@ -231,6 +282,14 @@ def test_what_is_refused() -> None:
         "are those of the student": {"x": hidden, "weight": linear.weight, "teacher": (soft[:, 1:], weight)},
         "rows and V are": {"x": hidden, "weight": linear.weight, "teacher": (soft, weight[1:], bias[1:])},
         "perhaps bias": {"x": hidden, "weight": linear.weight, "teacher": (soft, weight, bias[1:])},
+        "got tuple; of an output": {"x": logits, "teacher": ()},
+        "got dict; of an output": {"x": logits, "teacher": {"logits": 1}},
+        "a number, got Parameter": {
+            "x": hidden,
+            "weight": weight,
+            "temperature": nn.Parameter(weight[0, 0]),
+        },
+        "a number, got Tensor": {"x": logits, "z_loss": logits[0, 0, 0]},
     }.items():
         with pytest.raises(ArgumentError, match=match):
             losses(labels=labels, **given)

@@ -16,10 +16,10 @@ import torch
 from inside import room
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from ranks import Pools, mesh
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from cp_mesh import Contiguous, Layout, Mask, ShardedSequence, ZigZag, mixers
+from cp_mesh import Contiguous, Layout, Mask, RecurrentParallel, ShardedSequence, ZigZag, mixers, parallelize
 
 needs_package = pytest.mark.skipif(not find_spec("fla"), reason="needs fla-core")
 needs_interpreter = pytest.mark.skipif(not INTERPRETED or not find_spec("fla"), reason="test_interpreted runs it")
@@ -148,8 +148,10 @@ def convolved(rank: int, kernel: str, dtype: torch.dtype, activation: str | None
     given = [x.to(dtype).requires_grad_() for x in given]
     mask = Mask.from_cu_seqlens(torch.tensor([0, *lens]).cumsum(0))
     with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
-        out = mixers.causal_conv1d(*given, sequence=sequence, mask=mask, activation=activation, kernel=kernel)
-    return [x.double() for x in (out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype)))]
+        options = {"sequence": sequence, "mask": mask, "activation": activation, "output_final_state": True}
+        out, states = mixers.causal_conv1d(*given, kernel=kernel, **options)
+    assert states.dtype == dtype  # as the rows came
+    return [x.double() for x in (out.detach(), states.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype)))]
 
 
 @needs_interpreter
@@ -160,6 +162,29 @@ def test_convolutions(pool: Pools, dtype: torch.dtype, activation: str | None) -
     found, exact = (pool(2).run(convolved, *case, activation, timeout=300) for case in cases)
     for own, want in zip(found, exact, strict=True):
         assert max(float((x - y).norm() / y.norm()) for x, y in zip(own, want, strict=True)) < 1.5e-3
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0, dtype=torch.float64).view(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mixers.causal_conv1d(x, self.weight)
+
+
+def convolved_beside_rules(rank: int) -> None:
+    """In float64, which the kernel of the style's rules does not compute."""
+    axis, module = mesh((2,), ("cp",)), Convolution()
+    sequence = ShardedSequence(axis, length=16)
+    x = sequence.shard([torch.arange(32.0, dtype=torch.float64).view(1, 16, 2)])[0]
+    want = mixers.causal_conv1d(x, module.weight, sequence=sequence)
+    model = parallelize(nn.Sequential(module), axis, {"0": RecurrentParallel(sequence, kernel="fla")})
+    assert torch.equal(model(x), want)
+
+
+def test_kernels_of_styles_are_of_rules(pool: Pools) -> None:
+    pool(2).run(convolved_beside_rules)
 
 
 @pytest.mark.parametrize("kernel", ["fla", "cudnn"])

@@ -40,11 +40,11 @@ class Between:
         return self.index(("held", self.given), lambda: np.flatnonzero((self.begin > 0) | pieces.receives[pieces.own]))
 
     def sent(self, back: bool = False) -> Tensor:
-        """Own pieces that other ranks hear of."""
+        """Own pieces whose A and B are gathered."""
         return self.index(("sent", back), lambda: self.pieces.chains(back)[0].own)
 
     def due(self, back: bool = False) -> Tensor:
-        """Own pieces that are due what others make of a state."""
+        """Own pieces to whose state `pass_on` adds."""
         return self.index(("due", back), lambda: self.pieces.chains(back)[1].own)
 
     def index(self, key: Any, make: Callable[[], Ints]) -> Tensor:

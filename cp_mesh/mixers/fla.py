@@ -41,7 +41,7 @@ def shortfall_of(names: str, *tensors: Tensor) -> Shortfall:
         return "tensors on a GPU", device, 'kernel="torch" computes on CPUs'
     dtypes = [x.dtype for x in tensors]
     if len({*dtypes}) > 1 or dtypes[0] not in HALF:
-        hint = "cast them; states stay in float32"
+        hint = "cast to half precision; recurrences keep their states in float32"
         return f"{names} in bfloat16, or all in float16", ", ".join(map(str, dtypes)), hint
     if (found := _release("fla-core")) < (0, 6):
         got = f"release {'.'.join(map(str, found))}" if found else "no such package"

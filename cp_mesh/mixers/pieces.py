@@ -176,7 +176,7 @@ class Pieces:
         def near(pieces: Ints) -> tuple[Ints, Ints, Ints]:
             """Positions [pieces, before + after] beside each piece; -1: none of its document, less: before it.
 
-            Then with 0 for those that are less, and the batch row of each.
+            Then the same with 0 for what is negative, and the batch row of each.
             """
             left = self.start[pieces, None] + np.arange(-before, 0)
             right = self.end[pieces, None] + np.arange(after)

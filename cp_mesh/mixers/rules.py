@@ -153,7 +153,8 @@ def causal_conv1d(
         initial_state: the inputs before each document, [N, D, W] as in flash-linear-attention, of which the last W - 1
             are read; equal on every cp rank, and its gradient is this rank's share. None: zeros.
         output_final_state: return the last W inputs of each document, too.
-        kernel: "fla" by the package fla-core, half precision on GPUs; others by `torch.convolution`.
+        kernel: "fla" is a kernel of fla-core, for half precision on GPUs; "auto" and "torch" are `torch.convolution`,
+            also in a module whose style names a kernel.
 
     Returns:
         [B, T, D]; with ``output_final_state`` that and [N, D, W], on every rank. Rows of no document are as if each run
@@ -170,21 +171,22 @@ def causal_conv1d(
         assert own is not None and taps is not None
         if activation not in (None, "silu", "swish"):
             refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
-        if place.kernel not in KERNELS:
-            refuse(f"{what}: kernel", " or ".join(KERNELS), place.kernel, '"torch" computes on any device')
-        if by_fla := place.kernel == "fla":
-            own = own.to(torch.get_autocast_dtype(own.device.type)) if autocast else own
-            taps, bias = taps.to(own.dtype), None if bias is None else bias.to(own.dtype)
-            if (lacking := shortfall_of("x", own)) is not None:
+        if kernel not in KERNELS:
+            refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes on any device')
+        convolved = own
+        if kernel == "fla":
+            convolved = own.to(torch.get_autocast_dtype(own.device.type)) if autocast else own
+            taps, bias = taps.to(convolved.dtype), None if bias is None else bias.to(convolved.dtype)
+            if (lacking := shortfall_of("x", convolved)) is not None:
                 refuse(f"{what}: kernel", *lacking, UnsupportedError)
         pieces = _pieces(what, place, own, initial)
     _agree(what, place, pieces, (len(own), own.dtype, *taps.shape, bias is None, initial is None, final))
-    rows = own.flatten(0, 1)
-    found = convolution(rows, taps, bias, pieces, place.name, what, initial, activation, by_fla)
+    rows = convolved.flatten(0, 1)
+    found = convolution(rows, taps, bias, pieces, place.name, what, initial, activation, kernel == "fla")
     out = wrap.rows(found.unflatten(0, own.shape[:2]))
     if not final:
         return out
-    return out, wrap.states(last_rows(rows, taps.shape[1], initial, pieces, place.name, what))
+    return out, wrap.states(last_rows(own.flatten(0, 1), taps.shape[1], initial, pieces, place.name, what))
 
 
 def token_shift(x: Tensor, *, sequence: ShardedSequence | None = None, mask: Mask | None = None) -> Tensor:

@@ -84,7 +84,7 @@ def _wrapped(x: Tensor, lead: DTensor, dims: Mapping[int, int], begins: Sequence
 def to_local(
     what: str, tensors: Tensors, sequence: ShardedSequence | None, states: bool
 ) -> tuple[dict[str, Tensor | None], Wrap]:
-    """This rank's part of each tensor, and what makes of the results what the tensors are.
+    """This rank's part of each tensor, and what makes DTensors of results if these are.
 
     Args:
         what: the call, for messages.

@@ -45,7 +45,7 @@ def cross_entropy(
 
     The SUM over the ranks of ``mesh`` is the mean over all tokens, however many tokens each rank holds, even none. The
     SUM of gradients is the gradient of that mean. Log the sum, not one rank's share. The backward keeps the logits and
-    allocates their gradient; nothing else of their size is allocated. With ``weight`` no whole logits are.
+    allocates their gradient; nothing else of their size is allocated. With ``weight`` whole logits never are in memory.
 
     Args:
         logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least. Or the output of a linear
@@ -59,11 +59,13 @@ def cross_entropy(
             by 1. None: the valid tokens of this call over ``mesh``.
         weight, bias, temperature: of the last linear, as in `token_log_probs`.
         label_smoothing: the share of the target that is 1 / V for each token, from 0 to 1, as in `F.cross_entropy`.
-        z_loss: each valid token adds ``z_loss * logsumexp(logits)**2``, 1e-4 in PaLM (arXiv:2204.02311, section 5).
-        teacher: soft targets of distillation (arXiv:1503.02531), as probabilities in `F.cross_entropy`: the teacher's
-            logits [..., V]; with ``weight`` its hidden states [..., C'] and weight [V, C'], perhaps a bias [V], in a
-            tuple. Its logits are divided by ``temperature``, too; labels then only tell which tokens are valid. The
-            gradient is that of KL(teacher || student), without the factor temperature**2.
+            This and the next are equal on all ranks.
+        z_loss: each valid token adds ``z_loss * logsumexp(logits / temperature)**2``, 1e-4 in PaLM (arXiv:2204.02311,
+            section 5).
+        teacher: a model whose probabilities are the targets (arXiv:1503.02531). Pass its logits [..., V], without a
+            gradient; with ``weight`` a tuple of its hidden states [..., C'], weight [V, C'] and perhaps bias [V]. They
+            are divided by ``temperature``, too. Of labels only which are valid is read then, but pass the usual ones,
+            which a first call checks. The gradient is that of KL(teacher || student), without temperature**2.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
@@ -96,11 +98,13 @@ def _cross_entropy(
     ignore_index: int,
     count: int | Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     *options: Any,
 ) -> Tensor:
-    losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, *options)
+    losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
     vocab = logits.shape[-1] if weight is None else len(weight)
     trained = logits.requires_grad or (weight is not None and weight.requires_grad)
+    trained = torch.is_grad_enabled() and (trained or (bias is not None and bias.requires_grad))
     groups = groups_of(mesh)
     if not isinstance(logits, Tensor):
         logits.check_groups([group.group_name for group in groups])

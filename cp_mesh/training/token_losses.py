@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import untraced
@@ -63,10 +62,12 @@ def prepare_losses(
     """Check the arguments of `cross_entropy`, without a collective; return the function that computes losses [N]."""
     soft: tuple[Tensor, ...] = ()
     if teacher is not None:
-        soft = (teacher,) if isinstance(teacher, Tensor) else tuple(y for y in teacher if y is not None)
-        if not all(isinstance(y, Tensor) for y in (x, *soft)):
+        if any(hasattr(y, "check_groups") for y in (x, teacher)):
             hint = "leave the last linears of both models out of tp plans, and pass weight="
             refuse(f"{what}: teacher", "no logits of VocabParallelHead", "some", hint, UnsupportedError)
+        soft = tuple(y for y in teacher if y is not None) if isinstance(teacher, tuple | list) else (teacher,)
+        if not (soft and all(isinstance(y, Tensor) for y in soft)):
+            refuse(f"{what}: teacher", _TEACHER, type(teacher).__name__, "of an output of Transformers pass its logits")
         if torch.is_grad_enabled() and any(y.requires_grad for y in soft):
             hint = "call the teacher under torch.no_grad(), and pass its weight.detach()"
             refuse(f"{what}: teacher", "tensors without a gradient", "one with requires_grad", hint)
@@ -76,6 +77,10 @@ def prepare_losses(
             refuse(what, "local tensors", "DTensors", hint)
     if x.shape[:-1] != labels.shape:
         refuse(f"{what}: labels", f"shape {tuple(x.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
+    for number in (temperature, label_smoothing, z_loss):
+        if not isinstance(number, int | float):
+            named = f"{what}: temperature, label_smoothing or z_loss"
+            refuse(named, "a number", type(number).__name__, "it has no gradient: float(x)")
     if not (0 <= label_smoothing <= 1 and 0 <= z_loss < math.inf):
         got = f"label_smoothing={label_smoothing}, z_loss={z_loss}"
         refuse(what, "label_smoothing from 0 to 1 and a z_loss of 0 or more", got, "0.0 leaves a term out")
@@ -91,8 +96,7 @@ def prepare_losses(
             refuse(what, "hidden states [..., C], weight [V, C] and bias [V]", got, hint)
         fits = teacher is None or (soft[0].shape[:-1] == labels.shape and _fit(*soft) and len(soft[1]) == len(weight))
     if not fits:
-        expected = "logits [..., V], or with weight= a tuple of hidden states [..., C], weight [V, C], perhaps bias [V]"
-        refuse(f"{what}: teacher", expected, [tuple(y.shape) for y in soft], "rows and V are those of the student")
+        refuse(f"{what}: teacher", _TEACHER, [tuple(y.shape) for y in soft], "rows and V are those of the student")
     if not temperature > 0:
         refuse(f"{what}: temperature", "a positive number", temperature, "1.0 leaves the logits as they are")
     flat, options = labels.flatten(), (ignore_index, label_smoothing, z_loss)
@@ -108,6 +112,9 @@ def prepare_losses(
     return partial(
         _linear_losses, _head(x, weight, bias), flat, 1 / temperature, options, () if teacher is None else _head(*soft)
     )
+
+
+_TEACHER = "logits [..., V], or with weight= a tuple of hidden states [..., C], weight [V, C], perhaps bias [V]"
 
 
 def _fit(hidden: Any = None, weight: Any = None, bias: Tensor | None = None, *other: Tensor) -> bool:
@@ -158,9 +165,10 @@ def _token_losses(
         if teacher is None:
             losses[rows] = F.nll_loss(x, labels[rows], ignore_index=ignore_index, reduction="none")
         else:
-            losses[rows] = -teacher[rows].softmax(1, x.dtype).mul_(x).sum(1)
+            q = teacher[rows].softmax(1, x.dtype)
+            losses[rows] = -(q * x).masked_fill_(q == 0, 0).sum(1)  # a logit may be -inf there
         if label_smoothing:
-            losses[rows] += label_smoothing * (-x.mean(1) - losses[rows])
+            losses[rows] = (1 - label_smoothing) * losses[rows] - label_smoothing * x.mean(1)
         torch.sum(x.exp_(), 1, keepdim=True, out=sums[rows])
     losses += sums.squeeze(1).log()
     if z_loss:
@@ -191,7 +199,8 @@ def _token_losses_backward(
         if teacher is None:
             x.scatter_add_(1, classes[rows], (label_smoothing - 1) * sums[rows])
         else:
-            x.addcmul_(teacher[rows].softmax(1, x.dtype), sums[rows], value=label_smoothing - 1)
+            q = teacher[rows].softmax(1, x.dtype).masked_fill_(~counts[rows, None], 0)
+            x.addcmul_(q, sums[rows], value=label_smoothing - 1)
         torch.mul(x, scale[rows], out=dlogits[rows])
     return dlogits
 
@@ -224,8 +233,8 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        saved, teacher = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        dlogits = _token_losses_backward(dlosses, *saved, *ctx.options, *teacher)
+        logits, labels, largest, sums, *teacher = ctx.saved_tensors
+        dlogits = _token_losses_backward(dlosses, logits, labels, largest, sums, *ctx.options, *teacher)
         return dlogits, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
@@ -237,6 +246,16 @@ def _logits(scale: float, *heads: Any) -> Iterator[tuple[Any, ...]]:
         rows = slice(begin, min(begin + step, len(hidden)))
         parts = (F.linear(x[rows], *head) for x, *head in filter(None, heads))
         yield rows, *(x.to(accumulation_dtype(x.dtype)).mul_(scale) for x in parts)
+
+
+class _Gradient(torch.autograd.Function):
+    """A gradient of the inputs that has none itself."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    backward = staticmethod(_refuse_second_backward)
 
 
 class _LinearLosses(torch.autograd.Function):
@@ -254,15 +273,25 @@ class _LinearLosses(torch.autograd.Function):
         return found[0].flatten()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden, weight, bias, labels, *of_all), teacher = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _LinearLosses._gradients(ctx, dlosses, *saved)
+        if torch.is_grad_enabled():  # create_graph
+            grads = [x if x is None else _Gradient.apply(x, dlosses, *saved[:2]) for x in grads]
+        return *grads, *[None] * (len(ctx.needs_input_grad) - 3)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, dlosses: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, largest: Tensor,
+        sums: Tensor, *teacher: Any,
+    ) -> list[Tensor | None]:  # fmt: skip
         wants = [want and x is not None for x, want in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)]
         dhidden = torch.empty_like(hidden) if wants[0] else None
         dweight = torch.zeros_like(weight, dtype=dlosses.dtype) if wants[1] else None
-        dbias = torch.zeros_like(bias, dtype=dlosses.dtype) if wants[2] else None
+        dbias = torch.zeros_like(bias, dtype=dlosses.dtype) if bias is not None and wants[2] else None
         for rows, logits, *soft in _logits(ctx.scale, (hidden, weight, bias), teacher):
-            of_rows = labels[rows], *(x[rows] for x in of_all)
+            of_rows = labels[rows], largest[rows], sums[rows]
             dlogits = _token_losses_backward(dlosses[rows], logits, *of_rows, *ctx.options, *soft).mul_(ctx.scale)
             rounded = dlogits.to(hidden.dtype)
             if dhidden is not None:
@@ -271,5 +300,5 @@ class _LinearLosses(torch.autograd.Function):
                 dweight += rounded.t() @ hidden[rows]
             if dbias is not None:
                 dbias += dlogits.sum(0)
-        grads = (None if x is None else x.to(y.dtype) for x, y in ((dhidden, hidden), (dweight, weight), (dbias, bias)))
-        return *grads, *[None] * (len(ctx.needs_input_grad) - 3)
+        pairs = (dhidden, hidden), (dweight, weight), (dbias, bias)
+        return [None if x is None or y is None else x.to(y.dtype) for x, y in pairs]
