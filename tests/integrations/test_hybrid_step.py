@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 from scripts import run_script
 
+pytest.importorskip("transformers.models.qwen3_5")
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
