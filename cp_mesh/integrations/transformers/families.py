@@ -92,7 +92,8 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
         hint = "pass the wrapped model, such as peft_model.base_model.model"
         refuse("parallelize", "a PreTrainedModel", type(model).__name__, hint)
-    if (vars(model).get("forward") or type(model).forward).__module__.startswith("liger_kernel."):
+    forward = vars(model).get("forward") or type(model).forward
+    if str(forward.__module__).startswith("liger_kernel."):
         hint = "apply Liger with fused_linear_cross_entropy=False; its loss would shift labels within this rank's rows"
         refuse("parallelize", "a forward of Transformers", "Liger's fused_linear_cross_entropy", hint, UnsupportedError)
     check_config(model.config, type(model).__name__)
