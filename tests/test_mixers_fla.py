@@ -9,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_mixer_kernels as specified
@@ -185,6 +186,19 @@ def convolved_beside_rules(rank: int) -> None:
 
 def test_kernels_of_styles_are_of_rules(pool: Pools) -> None:
     pool(2).run(convolved_beside_rules)
+
+
+def convolved_in_two_dtypes(rank: int) -> None:
+    """Under autocast rows travel in half precision with "fla" alone."""
+    given = torch.zeros(1, 4, 2), torch.zeros(2, 3)
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=8)
+    with mock.patch.object(room("mixers.fla"), "_interprets", lambda: True), torch.autocast("cpu", torch.float16):
+        mixers.causal_conv1d(*given, sequence=sequence, kernel=("torch", "fla")[rank])
+
+
+def test_convolutions_that_differ(pool: Pools) -> None:
+    for raised in pool(2).run_expecting_error(convolved_in_two_dtypes):
+        assert raised is not None and raised.type == "RankMismatchError"
 
 
 @pytest.mark.parametrize("kernel", ["fla", "cudnn"])

@@ -180,7 +180,8 @@ def causal_conv1d(
             if (lacking := shortfall_of("x", convolved)) is not None:
                 refuse(f"{what}: kernel", *lacking, UnsupportedError)
         pieces = _pieces(what, place, own, initial)
-    _agree(what, place, pieces, (len(own), own.dtype, *taps.shape, bias is None, initial is None, final))
+    dtypes = own.dtype, convolved.dtype  # both travel: final states in the first
+    _agree(what, place, pieces, (len(own), *dtypes, *taps.shape, bias is None, initial is None, final))
     rows = convolved.flatten(0, 1)
     found = convolution(rows, taps, bias, pieces, place.name, what, initial, activation, kernel == "fla")
     out = wrap.rows(found.unflatten(0, own.shape[:2]))
