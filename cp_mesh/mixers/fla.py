@@ -24,7 +24,7 @@ Shortfall = tuple[object, object, str] | None
 
 
 def shortfall(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Shortfall:
-    """Of a recurrence."""
+    """What a recurrence lacks."""
     if (K := k.shape[-1]) > 256 or K % 2 or v.shape[-1] % 2:
         return "K and V even, and K at most 256", f"{K} and {v.shape[-1]}", 'kernel="torch" takes any'
     if (found := shortfall_of("q, k and v", q, k, v)) is not None:
@@ -36,7 +36,7 @@ def shortfall(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Shortfall:
 
 
 def shortfall_of(names: str, *tensors: Tensor) -> Shortfall:
-    """Of any call of the package."""
+    """What any call of the package lacks."""
     if (device := tensors[0].device).type != "cuda" and not _interprets():
         return "tensors on a GPU", device, 'kernel="torch" computes on CPUs'
     dtypes = [x.dtype for x in tensors]

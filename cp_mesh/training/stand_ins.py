@@ -207,7 +207,7 @@ def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Any, FunctionType | N
 
 
 def _reads_ours(own: FunctionType) -> bool:
-    """Whether a function reads a module of cp_mesh, or something with such a name, from its file."""
+    """Whether a function reads something of its file whose name begins with cp_mesh, such as a module."""
     found = (own.__globals__.get(name) for name in names_read(own.__code__))
     return any(getattr(x, "__name__", "").startswith("cp_mesh") for x in found)
 

@@ -16,7 +16,8 @@ would not fit, by its peak at an eighth of the rows, is not run: a rank alone wi
 Times are those of one call on the slowest rank: median, minimum and maximum over the repeats.
 
 fla-core tunes its kernels in their first calls, for minutes: keep TRITON_CACHE_DIR between runs. ``--tune`` only makes
-these calls: one GPU plays each of two ranks in turn, which receive nothing. Several processes may tune other layers.
+these calls, on one GPU: first as rank 0 of two, then as rank 1, without communication. Other processes may tune other
+layers meanwhile.
 """
 
 from __future__ import annotations

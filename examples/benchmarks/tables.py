@@ -516,7 +516,7 @@ def recurrent_page(name: str) -> str:
         found = {(row["contestant"], row["rows"], row["status"]) for row in of_layer if row["status"] != "ok"}
         without = "".join(f"- `{x}`, {int(n):,} tokens: {status}\n" for x, n, status in sorted(found))
         parts.append(f"## {layer}\n\n{markdown(['tokens', *names], lines)}" + (f"\n{without}" if without else ""))
-    text = "Milliseconds of both passes; in brackets, that over the GPU's share of the fastest time of one GPU alone.\n"
+    text = "Milliseconds of both passes. In brackets: divided by the ideal, the best time of one GPU over the GPUs.\n"
     machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['dtype']}"
     return f"{head_of(name, machine)}\n{text}" + "\n".join(parts)
 
