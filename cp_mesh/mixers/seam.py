@@ -9,15 +9,17 @@ differentiated that only summarizes.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.between import Between
+from cp_mesh.mixers.pieces import Ints
 from cp_mesh.wrap import with_names
 
 _FUNCTIONS = {
@@ -38,7 +40,7 @@ def with_seam(rule: str, rows: dict[str, Any], between: Between) -> tuple[Tensor
         rows = rows | {"cp_context": between}
     else:
         with torch.no_grad():
-            between.decays = between.decays_of(None if "g" not in rows else rows["g"][0], rows["initial_state"])
+            between.a = between.decays_of(None if "g" not in rows else rows["g"][0], rows["initial_state"])
         scanned = import_module("fla.utils").input_guard(_scanned)  # its kernel takes rows that lie one after another
         rows = rows | {"initial_state": scanned(between, **rows)}
     given = defaults | {"state_v_first": False} | rows  # as without a seam: kernels are tuned for each value
@@ -99,50 +101,76 @@ def _scan_back(between: Between, **given: Any) -> Any:
 
 
 def _passed_on(ends: Tensor, known: Tensor, between: Between, back: bool) -> Tensor:
-    assert between.decays is not None
+    assert between.a is not None
+    sent = between.sent(back)
+    return _with_due(between.a[sent], ends[sent], known, between, back)
+
+
+def _with_due(a: Tensor, b: Tensor, known: Tensor, between: Between, back: bool) -> Tensor:
     with torch.no_grad():
-        due, _ = between.pass_on(between.decays[between.sent(back)], ends[between.sent(back)], back)
+        due, _ = between.pass_on(a, b, back)
     return between.add(known, due, back)
 
 
 def _before(
-    between: Between, k: Tensor, w: Tensor, u: Tensor, cu_seqlens: Tensor, initial_state: Tensor, **options: Any
+    between: Between, k: Tensor, w: Tensor, u: Tensor, initial_state: Tensor, chunk_size: int = 64, **options: Any
 ) -> Tensor:
-    """As `chunk_gated_delta_rule_fwd_h_pre_process`: the states before this rank's pieces."""
-    summarize, given = import_module("fla.ops.cp.chunk_fwd").chunk_cp_fwd_h, _read(options)
+    """As `chunk_gated_delta_rule_fwd_h_pre_process`: the states before this rank's pieces.
 
-    def of_piece(i: int, out: Tensor) -> None:
-        summarize(k=k, w=w, u=u, hm=out, cu_seqlens=cu_seqlens[i : i + 2], **given)
-
-    return _summarized(of_piece, initial_state, between, False)
+    A and B come from the kernel of the rows themselves: A from the identity as state and zeros as values. The kernel of
+    `cp_context` for both multiplies in TF32x3, which took four times as long on an H100.
+    """
+    scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
+    sizes = {"chunk_size": chunk_size, "output_final_state": True, "save_new_value": False}
+    eye = torch.eye(w.shape[3], device=w.device).expand(1, w.shape[2], -1, -1)
+    a, b = [eye[:0]], [initial_state[:0]]
+    for own, rows, bounds in _adjacent(between, between.through, chunk_size):
+        given, begin = _rows(rows, k=k, w=w, **options), eye.repeat(own.stop - own.start, 1, 1, 1)
+        a.append(scan(u=torch.zeros_like(given["w"]), initial_state=begin, **given, **bounds, **sizes)[2])
+    for own, rows, bounds in _adjacent(between, between.pieces.chains(False)[0].own, chunk_size):
+        given = _rows(rows, k=k, w=w, u=u, **options)
+        b.append(scan(initial_state=initial_state[own], **given, **bounds, **sizes)[2])
+    between.a = torch.cat(a)
+    return _with_due(_of_sent(between.a, between, False), torch.cat(b), initial_state, between, False)
 
 
 def _after(
-    between: Between, q: Tensor, k: Tensor, w: Tensor, do: Tensor, dv: Tensor, cu_seqlens: Tensor, dht: Tensor,
-    initial_state: Tensor, **options: Any,
+    between: Between, q: Tensor, k: Tensor, w: Tensor, do: Tensor, dv: Tensor, dht: Tensor, initial_state: Tensor,
+    scale: float | None = None, chunk_size: int = 64, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `chunk_gated_delta_rule_bwd_dhu_pre_process`: the gradients after this rank's pieces; the states before."""
-    summarize, given = import_module("fla.ops.cp.chunk_bwd").chunk_cp_bwd_dh, _read(options)
-
-    def of_piece(i: int, out: Tensor) -> None:
-        summarize(q=q, k=k, w=w, do=do, dv=dv, dhm=out, cu_seqlens=cu_seqlens[i : i + 2], **given)
-
-    return _summarized(of_piece, dht, between, True), initial_state
-
-
-def _summarized(of_piece: Any, known: Tensor, between: Between, back: bool) -> Tensor:
-    """The package summarizes a piece as [HV, K, V + K]: what it makes of no state, then A."""
-    sent, (K, V) = between.pieces.chains(back)[0].own, known.shape[2:]
-    found = known.new_empty(len(sent), known.shape[1], K, V + K)
-    for i, out in zip(sent.tolist(), found, strict=True):
-        of_piece(i, out)
-    b, a = found.split([V, K], -1)
-    b = b + exactly(torch.matmul, a, known[between.sent(back)])
-    return between.add(known, between.pass_on(a, b, back)[0], back)
+    scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_bwd_dhu
+    assert between.a is not None
+    b = [dht[:0]]
+    for own, rows, bounds in _adjacent(between, between.pieces.chains(True)[0].own, chunk_size):
+        given = _rows(rows, q=q, k=k, w=w, do=do, dv=dv, **options) | bounds | {"scale": scale}
+        b.append(scan(h0=initial_state[own], dht=dht[own], chunk_size=chunk_size, **given)[1])
+    return _with_due(_of_sent(between.a.mT, between, True), torch.cat(b), dht, between, True), initial_state
 
 
-def _read(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in options.items() if name in ("g", "gk", "scale", "chunk_size")}
+def _of_sent(a: Tensor, between: Between, back: bool) -> Tensor:
+    """A of the pieces that are sent. Of a document's first piece, or ``back`` of its last, nobody reads it."""
+    sent, through = between.pieces.chains(back)[0].own, between.through
+    index = between.index(("through", back), lambda: np.searchsorted(sent, through))
+    return a.new_zeros(len(sent), *a.shape[1:]).index_copy(0, index, a)
+
+
+def _adjacent(between: Between, own: Ints, chunk_size: int) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+    """Pieces of this rank that lie one after another: which, their rows, and where each begins among these."""
+    lens = between.pieces.lens
+    ends = lens.cumsum()
+    for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
+        which = slice(run[0], run[-1] + 1)
+        bounds = np.r_[0, lens[which].cumsum()].astype(np.int32)
+        given: dict[str, Any] = {"cu_seqlens": between.index(("bounds", *run[[0, -1]]), partial(np.copy, bounds))}
+        given["chunk_indices"] = range((-(-lens[which] // chunk_size)).sum())  # the package asks for their number alone
+        yield which, slice(ends[run[-1]] - bounds[-1], ends[run[-1]]), given
+
+
+def _rows(rows: slice, **given: Any) -> dict[str, Any]:
+    """Of all rows those of some pieces, of the arguments that the kernel knows."""
+    names = "q", "k", "w", "u", "g", "gk", "do", "dv"
+    return {name: x[:, rows] for name, x in given.items() if name in names and x is not None}
 
 
 def _held(between: Between, states: Tensor, **_: Any) -> Tensor:

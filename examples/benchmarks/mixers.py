@@ -116,6 +116,7 @@ def whole_inputs(layer: Layer, rows: int, device: torch.device, dtype: torch.dty
 
     Rows are q, k, v, g, beta if the rule has it, or the input of the layer; and the gradient of the output. Weights of
     a layer: of q, k and v; of the gate; of beta and the decay; of the convolution; A_log, dt_bias; norm; output.
+    Some heads forget within tokens, others hardly: otherwise a wrong state of another rank would show in no result.
     """
     made = torch.Generator(device).manual_seed(0)
     normal = partial(torch.randn, generator=made, device=device)
@@ -124,12 +125,13 @@ def whole_inputs(layer: Layer, rows: int, device: torch.device, dtype: torch.dty
         of_all = 2 * layer.H * layer.K + of_v
         shapes = (of_all, width), (of_v, width), (2 * layer.HV, width), (of_all, TAPS), (width, of_v)
         *weights, out = ((normal(shape) * shape[1] ** -0.5).to(dtype) for shape in shapes)
-        A_log, dt_bias, norm = (torch.full((n,), x) for n, x in ((layer.HV, -2.0), (layer.HV, 0.5), (layer.V, 1.0)))
+        A_log, dt_bias, norm = torch.linspace(-8, -1, layer.HV), torch.full((layer.HV,), 0.5), torch.ones(layer.V)
         weights += [*(x.to(device, dtype) for x in (A_log, dt_bias, norm)), out]
         return [normal(1, rows, width).to(dtype) for _ in range(2)], weights
     q, k = (F.normalize(normal(1, rows, layer.H, layer.K), dim=-1).to(dtype) for _ in range(2))
     v, grad = (normal(1, rows, layer.HV, layer.V).to(dtype) for _ in range(2))
-    g = -0.1 * normal(1, rows, layer.HV, *([layer.K] if layer.rule == "kda" else [])).abs()
+    g = -normal(1, rows, layer.HV, *([layer.K] if layer.rule == "kda" else [])).abs()
+    g *= torch.logspace(-5, -1, layer.HV, device=device).view(-1, *[1] * (g.ndim - 3))
     beta = [] if layer.rule == "gla" else [normal(1, rows, layer.HV).sigmoid().to(dtype)]
     return [q, k, v, g, *beta, grad], []
 
