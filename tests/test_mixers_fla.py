@@ -111,6 +111,7 @@ def of_rank(
     rows = [x.repeat_interleave(2, -1)[..., ::2] for x in inputs]  # as parts of one projection: not contiguous
     options = {"sequence": sequence, "mask": Mask.from_cu_seqlens(torch.tensor([0, *lens]).cumsum(0))}
     options |= {"kernel": kernel, "method": "states", "output_final_state": with_states, "scale": 0.3}
+    options["use_qk_l2norm_in_kernel"] = with_states
     if with_states:
         options["initial_state"] = initial.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     outs = [x for x in getattr(mixers, name)(*rows, **options) if x is not None]

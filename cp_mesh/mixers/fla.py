@@ -98,10 +98,18 @@ def by_fla(
     return out[0], states
 
 
-def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Causal, of each channel by itself: rows [T, D] before which there are zeros, weight [D, W]."""
-    convolution = import_module("fla.modules.causal_conv1d").causal_conv1d
-    return cast(Tensor, convolution(rows[None], weight, bias, activation=activation)[0][0])
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, initial: Tensor, lens: tuple[int, ...]
+) -> Tensor:
+    """Causal, of each channel by itself: sequences one after another, x [T, D], with the rows before them as states."""
+    convolution, (ends, on_device) = import_module("fla.modules.causal_conv1d").causal_conv1d, _ends(lens, x.device)
+    options = {"activation": activation, "cu_seqlens": on_device, "cu_seqlens_cpu": ends}
+    return cast(Tensor, convolution(x[None], weight, bias, initial_state=initial, **options)[0][0])
+
+
+def normalize(x: Tensor) -> Tensor:
+    """Rows [..., K] of length 1, computed in float32."""
+    return cast(Tensor, import_module("fla.modules.norm.l2norm").l2norm(x))
 
 
 @lru_cache(maxsize=8)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,14 +64,43 @@ def convolution(
     """Causal, of each channel by itself: x [B * rows, D], weight [D, W], initial [num_documents, D, W]."""
     before = weight.shape[1] - 1
     begins = None if initial is None else initial[..., 1:].transpose(1, 2).flatten(0, 1)
+    if by_fla and before and len(x):
+        x, states = _states(x, pieces, before, group_name, what, begins)
+        return convolve(x, weight, bias, activation, states, tuple(pieces.lens.tolist()))
     rows, at = with_halo(x, pieces, before, 0, group_name, what, initial=begins)
     rows = rows if len(rows) else F.pad(rows, (0, 0, 0, before + 1))  # of a rank that holds none
-    if by_fla:
-        return convolve(rows, weight, bias, activation)[at]
     # by another name than conv1d, which watches read as one over the rows of this rank alone
     found = torch.convolution(rows.t()[None], weight[:, None], bias, [1], [0], [1], False, [0], len(weight))
     out = found[0].t()[at - before]
     return out if activation is None else F.silu(out)
+
+
+class _Taken(torch.autograd.Function):
+    """Some rows, and all; gradients of the former are added to those of all in place, which one function made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index)
+        return x.view_as(x), x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_taken: Tensor) -> tuple[Tensor, None]:
+        return grad.index_put_(ctx.saved_tensors, of_taken, accumulate=True), None
+
+
+def _states(
+    x: Tensor, pieces: Pieces, before: int, group_name: str, what: str, initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """All rows, for their gradient; and without a copy of them the rows before each piece, [pieces, D, 1 + before]."""
+    halo, num_own, key = pieces.halo_of(before, 0), len(x), ("states", before)
+    beside = np.delete(halo.source, halo.rows)
+    near = beside < num_own
+    x, taken = _Taken.apply(x, pieces.on(x.device, (*key, "taken"), lambda: np.r_[beside[near], halo.sent.own]))
+    own, sent = taken.split([int(near.sum()), len(halo.sent.own)])
+    gathered = gather_rows(sent, halo.sent.lens, pieces.cp_rank, group_name, what)
+    index = np.where(near, near.cumsum() - 1, beside - num_own + near.sum())
+    rows = _rows([own, gathered], initial, pieces.on(x.device, key, lambda: index))
+    return x, F.pad(rows.unflatten(0, (-1, before)).transpose(1, 2), (1, 0))
 
 
 def last_rows(x: Tensor, width: int, initial: Tensor | None, pieces: Pieces, group_name: str, what: str) -> Tensor:

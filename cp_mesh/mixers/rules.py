@@ -15,7 +15,7 @@ from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.mixers.fla import shortfall_of
+from cp_mesh.mixers.fla import by_fla, normalize, shortfall_of
 from cp_mesh.mixers.halo import convolution, last_rows, with_halo
 from cp_mesh.mixers.kernels import KERNELS, Kernel, choose_kernel, folds
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
@@ -225,10 +225,13 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
         final, scale = options.get("output_final_state", False), options.get("scale")
         tensors = {**tensors, "initial_state": options.get("initial_state")}
         given, wrap = to_local(what, tensors, place.sequence, final or tensors["initial_state"] is not None)
-        found, initial = _inputs(what, given, options.get("use_qk_l2norm_in_kernel", False)), given["initial_state"]
+        found, initial = _inputs(what, given), given["initial_state"]
+        compute = choose_kernel(what, place.kernel, *found)
+        if options.get("use_qk_l2norm_in_kernel", False):
+            unit = normalize if compute is by_fla else _normalized
+            found = found._replace(q=unit(found.q), k=unit(found.k))
         q, v = found.q, found.v
         pieces = _pieces(what, place, v, initial)
-        compute = choose_kernel(what, place.kernel, *found)
         method = _choose(what, place.method, pieces, found)
         scale = 1.0 if what == "ssd" else q.shape[-1] ** -0.5 if scale is None else scale
     batch, run = len(v), partial(compute, scale=scale)
@@ -258,7 +261,7 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
     return wrap.rows(out), wrap.states(states)
 
 
-def _inputs(what: str, given: Tensors, normalize: bool) -> Inputs:
+def _inputs(what: str, given: Tensors) -> Inputs:
     """As [B, T, ...], after the tensors were checked."""
     if what == "ssd":
         D = given["D"]
@@ -276,7 +279,6 @@ def _inputs(what: str, given: Tensors, normalize: bool) -> Inputs:
         sizes = check(what, given, shapes, ("k", "v"))
         q, k, v = given["q"], given["k"], given["v"]
         assert q is not None and k is not None and v is not None
-        q, k = (_normalized(q), _normalized(k)) if normalize else (q, k)
         groups, heads, found = sizes["H"], sizes["HV"], Inputs(q, k, v, g, given.get("beta"))
     if heads % groups:
         refuse(f"{what}: heads", f"a multiple of {groups}", heads, "repeat heads, or groups")
