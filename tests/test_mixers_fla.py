@@ -247,7 +247,6 @@ def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) ->
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("rule", RULES)
 def test_what_auto_takes_it_for(monkeypatch: pytest.MonkeyPatch, rule: str, device: str) -> None:
-    """The gated delta rule alone passed the gate on GPUs."""
     fla, (decay, delta) = room("mixers.fla"), RULES[rule]
     monkeypatch.setattr(fla, "_release", {"fla-core": (0, 6, 0), "triton": (3, 7, 1)}.get)
     shapes = {"none": None, "of heads": (1, 4, 2), "of channels": (1, 4, 2, 8)}
@@ -256,7 +255,7 @@ def test_what_auto_takes_it_for(monkeypatch: pytest.MonkeyPatch, rule: str, devi
         g = None if shapes[decay] is None else torch.empty(shapes[decay], device=device)
         beta = torch.empty(1, 4, 2, device=device) if delta else None
         found = specified.choose_kernel("a rule", "auto", x, x, x, g, beta)
-    assert (found is fla.by_fla) == (rule == "gated_delta_rule" and device == "cuda")
+    assert (found is fla.by_fla) == (device == "cuda")
 
 
 def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

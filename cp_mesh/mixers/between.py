@@ -24,7 +24,7 @@ class Between:
 
     def __init__(self, pieces: Pieces, device: torch.device, given: bool, group_name: str, what: str) -> None:
         self.pieces, self.device, self.given, self.group_name, self.what = pieces, device, given, group_name, what
-        self.a: Tensor | None = None  # that the backward reads again: of own pieces, or of those that are `through`
+        self.a: Tensor | None = None  # that the backward reads again: of own pieces, or of `Pieces.through`
 
     @property
     def begin(self) -> Ints:
@@ -46,12 +46,6 @@ class Between:
     def due(self, back: bool = False) -> Tensor:
         """Own pieces to whose state `pass_on` adds."""
         return self.index(("due", back), lambda: self.pieces.chains(back)[1].own)
-
-    @property
-    def through(self) -> Ints:
-        """Own pieces whose document began before them and goes on behind them."""
-        pieces = self.pieces
-        return np.flatnonzero((pieces.sends & pieces.receives)[pieces.own])
 
     def index(self, key: Any, make: Callable[[], Ints]) -> Tensor:
         return self.pieces.on(self.device, key, make)

@@ -17,7 +17,7 @@ from cp_mesh.mixers.recurrence import Inputs, recurrence
 
 Kernel = Literal["auto", "torch", "fla", "reference"]
 KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}
-"""By name. "auto" takes "fla" for the gated delta rule, where it can: the rule that passed the gate on GPUs."""
+"""By name. "auto" takes "fla" on GPUs, where it can: it passed the gate there (examples/benchmarks/mixers.py)."""
 MOST = 2**26
 """Numbers of v, and of k of each head of v, that are computed at once: a bound of the working memory."""
 
@@ -33,8 +33,7 @@ def choose_kernel(
     """
     if kernel not in KERNELS:
         refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
-    gated_delta = beta is not None and g is not None and g.ndim == v.ndim - 1
-    if kernel == "fla" or (kernel == "auto" and gated_delta and v.device.type == "cuda"):
+    if kernel == "fla" or (kernel == "auto" and v.device.type == "cuda"):
         if (lacking := shortfall(q, k, v, g)) is None:
             return by_fla
         if kernel == "fla":

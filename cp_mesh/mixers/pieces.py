@@ -132,6 +132,11 @@ class Pieces:
         """Whether the document began before a piece."""
         return self.kept & (self.start > self.first)
 
+    @cached_property
+    def through(self) -> Ints:
+        """Those of this rank whose document began before them and goes on behind them, as indices of `own`."""
+        return np.flatnonzero((self.sends & self.receives)[self.own])
+
     def sent(self, which: NDArray[np.bool_]) -> tuple[Sent, Ints]:
         """Those pieces of this rank, as indices of `own`, and for every piece where it is among all that are sent."""
         chosen = np.flatnonzero(which)
@@ -152,7 +157,7 @@ class Pieces:
 
     def chains(self, back: bool) -> tuple[Sent, Chains]:
         """Which states are sent, and how this rank folds them, from the first piece of a document or ``back``."""
-        found: tuple[Sent, Chains] = self._once(("chains", back), lambda: self._chains(back))
+        found: tuple[Sent, Chains] = self.once(("chains", back), lambda: self._chains(back))
         return found
 
     def _chains(self, back: bool) -> tuple[Sent, Chains]:
@@ -227,15 +232,16 @@ class Pieces:
 
     def halo_of(self, before: int, after: int) -> Halo:
         """`halo`, made once."""
-        found: Halo = self._once(("halo", before, after), lambda: self.halo(before, after))
+        found: Halo = self.once(("halo", before, after), lambda: self.halo(before, after))
         return found
 
     def on(self, device: torch.device, key: Any, make: Callable[[], Ints]) -> Tensor:
         """An array as a tensor on a device, made once."""
-        found: Tensor = self._once((device, key), lambda: torch.from_numpy(make()).to(device))
+        found: Tensor = self.once((device, key), lambda: torch.from_numpy(make()).to(device))
         return found
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What is made once from these pieces."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

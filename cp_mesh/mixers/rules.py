@@ -153,8 +153,8 @@ def causal_conv1d(
         initial_state: the inputs before each document, [N, D, W] as in flash-linear-attention, of which the last W - 1
             are read; equal on every cp rank, and its gradient is this rank's share. None: zeros.
         output_final_state: return the last W inputs of each document, too.
-        kernel: "fla" is a kernel of fla-core, for half precision on GPUs; "auto" and "torch" are `torch.convolution`,
-            also in a module whose style names a kernel.
+        kernel: "fla" is a kernel of fla-core, for half precision on GPUs, "torch" is `torch.convolution`; "auto" takes
+            "fla" on GPUs, where it can, unless the module's style names "torch" or "reference".
 
     Returns:
         [B, T, D]; with ``output_final_state`` that and [N, D, W], on every rank. Rows of no document are as if each run
@@ -173,17 +173,21 @@ def causal_conv1d(
             refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
         if kernel not in KERNELS:
             refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes on any device')
-        convolved = own
-        if kernel == "fla":
-            convolved = own.to(torch.get_autocast_dtype(own.device.type)) if autocast else own
+        by_style = kernel == "auto" and place.kernel in ("auto", "fla") and own.device.type == "cuda"
+        asked = kernel == "fla" or by_style
+        convolved = own.to(torch.get_autocast_dtype(own.device.type)) if asked and autocast else own
+        lacking = shortfall_of("x", convolved) if asked else None
+        if kernel == "fla" and lacking is not None:
+            refuse(f"{what}: kernel", *lacking, UnsupportedError)
+        if fused := asked and lacking is None:
             taps, bias = taps.to(convolved.dtype), None if bias is None else bias.to(convolved.dtype)
-            if (lacking := shortfall_of("x", convolved)) is not None:
-                refuse(f"{what}: kernel", *lacking, UnsupportedError)
+        else:
+            convolved = own
         pieces = _pieces(what, place, own, initial)
     dtypes = own.dtype, convolved.dtype  # both travel: final states in the first
     _agree(what, place, pieces, (len(own), *dtypes, *taps.shape, bias is None, initial is None, final))
     rows = convolved.flatten(0, 1)
-    found = convolution(rows, taps, bias, pieces, place.name, what, initial, activation, kernel == "fla")
+    found = convolution(rows, taps, bias, pieces, place.name, what, initial, activation, fused)
     out = wrap.rows(found.unflatten(0, own.shape[:2]))
     if not final:
         return out

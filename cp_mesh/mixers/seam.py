@@ -9,7 +9,6 @@ differentiated that only summarizes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cp_mesh.mixers.between import Between
-from cp_mesh.mixers.pieces import Ints
 from cp_mesh.wrap import with_names
 
 _FUNCTIONS = {
@@ -124,10 +122,10 @@ def _before(
     sizes = {"chunk_size": chunk_size, "output_final_state": True, "save_new_value": False}
     eye = torch.eye(w.shape[3], device=w.device).expand(1, w.shape[2], -1, -1)
     a, b = [eye[:0]], [initial_state[:0]]
-    for own, rows, bounds in _adjacent(between, between.through, chunk_size):
+    for own, rows, bounds in _adjacent(between, "through", chunk_size):
         given, begin = _rows(rows, k=k, w=w, **options), eye.repeat(own.stop - own.start, 1, 1, 1)
         a.append(scan(u=torch.zeros_like(given["w"]), initial_state=begin, **given, **bounds, **sizes)[2])
-    for own, rows, bounds in _adjacent(between, between.pieces.chains(False)[0].own, chunk_size):
+    for own, rows, bounds in _adjacent(between, "behind", chunk_size):
         given = _rows(rows, k=k, w=w, u=u, **options)
         b.append(scan(initial_state=initial_state[own], **given, **bounds, **sizes)[2])
     between.a = torch.cat(a)
@@ -142,7 +140,7 @@ def _after(
     scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_bwd_dhu
     assert between.a is not None
     b = [dht[:0]]
-    for own, rows, bounds in _adjacent(between, between.pieces.chains(True)[0].own, chunk_size):
+    for own, rows, bounds in _adjacent(between, "before", chunk_size):
         given = _rows(rows, q=q, k=k, w=w, do=do, dv=dv, **options) | bounds | {"scale": scale}
         b.append(scan(h0=initial_state[own], dht=dht[own], chunk_size=chunk_size, **given)[1])
     return _with_due(_of_sent(between.a.mT, between, True), torch.cat(b), dht, between, True), initial_state
@@ -150,21 +148,33 @@ def _after(
 
 def _of_sent(a: Tensor, between: Between, back: bool) -> Tensor:
     """A of the pieces that are sent. Of a document's first piece, or ``back`` of its last, nobody reads it."""
-    sent, through = between.pieces.chains(back)[0].own, between.through
-    index = between.index(("through", back), lambda: np.searchsorted(sent, through))
-    return a.new_zeros(len(sent), *a.shape[1:]).index_copy(0, index, a)
+    num = len(between.sent(back))
+    if len(a) == num:
+        return a
+    pieces = between.pieces
+    index = between.index(("through", back), lambda: np.searchsorted(pieces.chains(back)[0].own, pieces.through))
+    return a.new_zeros(num, *a.shape[1:]).index_copy(0, index, a)
 
 
-def _adjacent(between: Between, own: Ints, chunk_size: int) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Pieces of this rank that lie one after another: which, their rows, and where each begins among these."""
-    lens = between.pieces.lens
-    ends = lens.cumsum()
-    for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
-        which = slice(run[0], run[-1] + 1)
-        bounds = np.r_[0, lens[which].cumsum()].astype(np.int32)
-        given: dict[str, Any] = {"cu_seqlens": between.index(("bounds", *run[[0, -1]]), partial(np.copy, bounds))}
-        given["chunk_indices"] = range((-(-lens[which] // chunk_size)).sum())  # the package asks for their number alone
-        yield which, slice(ends[run[-1]] - bounds[-1], ends[run[-1]]), given
+def _adjacent(between: Between, which: str, chunk_size: int) -> list[tuple[slice, slice, dict[str, Any]]]:
+    """Runs of pieces of this rank, one after another: which, their rows, and where each begins among these.
+
+    ``which``: "through" the piece a document goes, or it goes on "behind" or "before" the piece.
+    """
+    pieces, device = between.pieces, between.device
+
+    def runs() -> Any:
+        own = pieces.through if which == "through" else pieces.chains(which == "before")[0].own
+        ends = pieces.lens.cumsum()
+        for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
+            lens = pieces.lens[run]
+            bounds = torch.from_numpy(np.r_[0, lens.cumsum()].astype(np.int32)).to(device)
+            chunks = range((-(-lens // chunk_size)).sum())  # the package asks for their number alone
+            rows = slice(ends[run[-1]] - lens.sum(), ends[run[-1]])
+            yield slice(run[0], run[-1] + 1), rows, {"cu_seqlens": bounds, "chunk_indices": chunks}
+
+    found: list[Any] = pieces.once(("adjacent", device, which, chunk_size), lambda: [*runs()])
+    return found
 
 
 def _rows(rows: slice, **given: Any) -> dict[str, Any]:

@@ -60,7 +60,10 @@ LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
 
 
 class Layer(NamedTuple):
-    """A rule, its numbers of heads and channels, and the features of the layer around it, 0 for the rule alone."""
+    """A rule, its numbers of heads and channels, and the features of the layer around it, 0 for the rule alone.
+
+    ``decays`` are those of a head.
+    """
 
     rule: str
     H: int
@@ -68,15 +71,18 @@ class Layer(NamedTuple):
     K: int
     V: int
     width: int = 0
+    decays: int = 1
 
 
 LAYERS = {
     "gdn": Layer("gated_delta_rule", 16, 48, 128, 128),
-    "kda": Layer("kda", 32, 32, 128, 128),
+    "kda": Layer("kda", 32, 32, 128, 128, decays=128),
     "ssd": Layer("gla", 8, 128, 128, 64),  # in half precision, as mamba-ssm computes it
+    "delta": Layer("delta_rule", 16, 48, 128, 128, decays=0),
+    "gla": Layer("gla", 16, 16, 128, 128, decays=128),
     "gdn layer": Layer("gated_delta_rule", 16, 32, 128, 128, 4096),
     "tiny gdn": Layer("gated_delta_rule", 2, 4, 8, 8),
-    "tiny kda": Layer("kda", 2, 2, 8, 8),
+    "tiny kda": Layer("kda", 2, 2, 8, 8, decays=8),
     "tiny layer": Layer("gated_delta_rule", 2, 4, 8, 8, 32),
 }
 TAPS = 4
@@ -114,8 +120,8 @@ Given = tuple[list[Tensor], list[Tensor]]
 def whole_inputs(layer: Layer, rows: int, device: torch.device, dtype: torch.dtype) -> Given:
     """Rows and weights, equal on every rank.
 
-    Rows are q, k, v, g, beta if the rule has it, or the input of the layer; and the gradient of the output. Weights of
-    a layer: of q, k and v; of the gate; of beta and the decay; of the convolution; A_log, dt_bias; norm; output.
+    Rows are q, k, v, g and beta if the rule has them, or the input of the layer; and the gradient of the output.
+    Weights of a layer: of q, k and v; gate; beta and decay; convolution; A_log, dt_bias; norm; output.
     Some heads forget within tokens, others hardly: otherwise a wrong state of another rank would show in no result.
     """
     made = torch.Generator(device).manual_seed(0)
@@ -130,10 +136,10 @@ def whole_inputs(layer: Layer, rows: int, device: torch.device, dtype: torch.dty
         return [normal(1, rows, width).to(dtype) for _ in range(2)], weights
     q, k = (F.normalize(normal(1, rows, layer.H, layer.K), dim=-1).to(dtype) for _ in range(2))
     v, grad = (normal(1, rows, layer.HV, layer.V).to(dtype) for _ in range(2))
-    g = -normal(1, rows, layer.HV, *([layer.K] if layer.rule == "kda" else [])).abs()
-    g *= torch.logspace(-5, -1, layer.HV, device=device).view(-1, *[1] * (g.ndim - 3))
+    g = -normal(1, rows, layer.HV, layer.decays).abs() * torch.logspace(-5, -1, layer.HV, device=device)[:, None]
+    decays = [g.squeeze(-1) if layer.decays == 1 else g] if layer.decays else []
     beta = [] if layer.rule == "gla" else [normal(1, rows, layer.HV).sigmoid().to(dtype)]
-    return [q, k, v, g, *beta, grad], []
+    return [q, k, v, *decays, *beta, grad], []
 
 
 def whole_layer(
