@@ -17,7 +17,7 @@ from cp_mesh.mixers.recurrence import Inputs, recurrence
 
 Kernel = Literal["auto", "torch", "fla", "reference"]
 KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}
-"""By name. "auto" takes "fla" on GPUs, where it can: it passed the gate there (examples/benchmarks/mixers.py)."""
+"""By name. "auto" takes "fla" on GPUs for the rules that passed the gate of examples/benchmarks/mixers.py there."""
 MOST = 2**26
 """Numbers of v, and of k of each head of v, that are computed at once: a bound of the working memory."""
 
@@ -33,7 +33,8 @@ def choose_kernel(
     """
     if kernel not in KERNELS:
         refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
-    if kernel == "fla" or (kernel == "auto" and v.device.type == "cuda"):
+    passed = g is not None and (beta is not None or g.ndim == v.ndim - 1)  # not delta_rule, and gla of channels
+    if kernel == "fla" or (kernel == "auto" and passed and v.device.type == "cuda"):
         if (lacking := shortfall(q, k, v, g)) is None:
             return by_fla
         if kernel == "fla":
