@@ -69,18 +69,35 @@ class _AllToAll(torch.autograd.Function):
         return wait_for(started, what, group_name), None, None, None, None
 
 
-def to_heads(x: Tensor, lens: tuple[int, ...], inverse: Tensor, group_name: str, what: str) -> Tensor:
+class _Ordered(torch.autograd.Function):
+    """Rows in another order, and gradients ``back``: `index_select` would add them one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+def to_heads(
+    x: Tensor, lens: tuple[int, ...], inverse: Tensor, order: Tensor, group_name: str, what: str
+) -> Tensor:  # fmt: skip
     """[B, rows, H, ...] of this rank to [B, S, H / cp, ...], by position, of this rank's heads."""
     size = len(lens)
     parts = x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.ndim + 1))  # [cp, rows, B, heads, ...]
     moved: Tensor = _AllToAll.apply(parts.flatten(0, 1), [x.shape[1]] * size, [*lens], group_name, what)
-    return moved.index_select(0, inverse).transpose(0, 1)
+    ordered: Tensor = _Ordered.apply(moved, inverse, order)
+    return ordered.transpose(0, 1)
 
 
-def to_rows(x: Tensor, lens: tuple[int, ...], order: Tensor, rank: int, group_name: str, what: str) -> Tensor:
+def to_rows(
+    x: Tensor, lens: tuple[int, ...], inverse: Tensor, order: Tensor, rank: int, group_name: str, what: str
+) -> Tensor:  # fmt: skip
     """[B, S, heads, ...] by position to [B, rows, cp * heads, ...]: the way back of `to_heads`."""
-    size = len(lens)
-    rows = x.transpose(0, 1).index_select(0, order)
+    size, rows = len(lens), _Ordered.apply(x.transpose(0, 1), order, inverse)
     moved: Tensor = _AllToAll.apply(rows, [*lens], [lens[rank]] * size, group_name, what)
     parts = moved.unflatten(0, (size, lens[rank])).permute(2, 1, 0, *range(3, x.ndim + 1))
     return parts.flatten(2, 3)

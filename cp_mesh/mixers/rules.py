@@ -246,7 +246,8 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
     heads = method == "heads" and size > 1
     if heads:
         inverse = pieces.on(v.device, "inverse", lambda: pieces.inverse)
-        inputs = [None if x is None else to_heads(x, pieces.shard_lens, inverse, name, what) for x in inputs]
+        order = pieces.on(v.device, "order", lambda: pieces.order)
+        inputs = [None if x is None else to_heads(x, pieces.shard_lens, inverse, order, name, what) for x in inputs]
         if initial is not None:
             initial = initial.chunk(size, 1)[pieces.cp_rank]
     here = pieces.whole if heads and pieces.whole is not None else pieces
@@ -255,8 +256,7 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
         out, states = by_states(run, flat, initial, here, name, what, final, scale)
     out = out.unflatten(0, (batch, -1))
     if heads:
-        order = pieces.on(v.device, "order", lambda: pieces.order)
-        out = to_rows(out, pieces.shard_lens, order, pieces.cp_rank, name, what)
+        out = to_rows(out, pieces.shard_lens, inverse, order, pieces.cp_rank, name, what)
         if states is not None:
             lens = (states.shape[1],) * size
             states = gather_rows(states.transpose(0, 1), lens, pieces.cp_rank, name, what).transpose(0, 1)
