@@ -100,7 +100,7 @@ def label(contestant: str) -> str:
         case "floor":
             return f"floor: the same tiles on one GPU, {kernel}"
         case "single_gpu":
-            return f"the whole sequence on one GPU, {kernel}"
+            return f"one GPU, its own rows alone, {kernel}"
         case "ulysses":
             return f"Ulysses, {kernel}"
         case "torch":
