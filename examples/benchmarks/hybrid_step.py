@@ -192,8 +192,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     status, of_row = problem or "ok", most / rows
                     if ms := float(found.get("step_ms", 0)):
                         alone |= {(documents, rows): ms} if name == "one" else {}
-                        share = ms * ranks.size / alone.get((documents, rows), torch.nan)
-                        row |= found | {"tokens_per_s": f"{rows / ms * 1e3:.0f}", "of_share": f"{share:.4g}"}
+                        row |= found | {"tokens_per_s": f"{rows / ms * 1e3:.0f}"}
+                        if best := alone.get((documents, rows)):
+                            row["of_share"] = f"{ms * ranks.size / best:.4g}"
                 row["status"] = status
                 ranks.print(", ".join(f"{x} {row[x]}" for x in COLUMNS[COLUMNS.index("contestant") :] if x in row))
                 if args.csv is not None and ranks.rank == 0:

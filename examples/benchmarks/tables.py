@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import many_gpus
@@ -101,7 +100,7 @@ def label(contestant: str) -> str:
         case "floor":
             return f"floor: the same tiles on one GPU, {kernel}"
         case "single_gpu":
-            return f"the whole sequence on one GPU, {kernel}"
+            return f"one GPU, its own rows alone, {kernel}"
         case "ulysses":
             return f"Ulysses, {kernel}"
         case "torch":
@@ -476,28 +475,6 @@ def measured_linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
     return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
 
 
-def mixers_page(name: str) -> str:
-    """Of `mixers.py`: both passes by tokens."""
-    rows = read(name)
-    names = [*dict.fromkeys(row["contestant"] for row in rows)]
-    lines = []
-    for (documents, tokens), of_case in groupby(rows, lambda row: (row["documents"], row["rows"])):
-        ms = {row["contestant"]: f"{float(row['fwdbwd_ms']):.1f}" for row in of_case}
-        lines.append([f"{int(tokens):,}" + (", packed" if documents == "packed" else ""), *(ms[x] for x in names)])
-    text = """
-Gated delta rule of Qwen3.5-27B (16 heads of q and k, 48 of v, 128 channels), bfloat16, ms of both passes, the operator
-alone. `one/fla` is one GPU with all tokens; `fla/...` is flash-linear-attention's own `cp_context`.
-
-- One long document gains little: a summary of a rank's tokens takes about as long as the tokens. Packed text gains, as
-  most documents lie on one rank. `"heads"` needs no summaries; it was not timed.
-- Below 32,768 tokens the host is the limit. At this commit each call read the releases of two packages from files, more
-  than a millisecond. It does no longer; times after that were not taken.
-- Errors are those of one GPU.
-"""
-    machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, commit {rows[0]['commit']}"
-    return f"{head_of(name, machine)}{text}\n{markdown(['tokens', *names], lines)}"
-
-
 def recurrent_page(name: str) -> str:
     """Of `mixers.py` with several layers: both passes by tokens, of the last row of each case."""
     rows, parts = read(name), [""]
@@ -516,9 +493,25 @@ def recurrent_page(name: str) -> str:
         found = {(row["contestant"], row["rows"], row["status"]) for row in of_layer if row["status"] != "ok"}
         without = "".join(f"- `{x}`, {int(n):,} tokens: {status}\n" for x, n, status in sorted(found))
         parts.append(f"## {layer}\n\n{markdown(['tokens', *names], lines)}" + (f"\n{without}" if without else ""))
-    text = "Milliseconds of both passes. In brackets: divided by the ideal, the best time of one GPU over the GPUs.\n"
     machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['dtype']}"
-    return f"{head_of(name, machine)}\n{text}" + "\n".join(parts)
+    return f"{head_of(name, machine)}{RECURRENT_WORDS}" + "\n".join(parts)
+
+
+RECURRENT_WORDS = """
+Milliseconds of both passes. In brackets: divided by the ideal, the best time of one GPU over the GPUs. `cp_mesh` names
+method, layout and kernel. `fla/contiguous` and `fla/zigzag` are flash-linear-attention's own `cp_context`. `one/fla` is
+cp_mesh on one GPU with all tokens, `fla/one` the package alone. `gdn` is the gated delta rule of Qwen3.5-27B, `kda`
+that of Kimi Linear 48B, `ssd` that of Nemotron 3, `gdn layer` a whole layer of Qwen3.5-9B.
+
+- One document of 131,072 tokens, gated delta rule: cp_mesh took 33.3 ms (contiguous) and 38.9 (zigzag, 35.1 to 44.1),
+  `cp_context` 52.2 and 52.8, one GPU 54.0. Both summarize a rank's tokens for the ranks behind it. `cp_context` has a
+  kernel for that, whose products are sums of three in TF32. cp_mesh takes the kernel of the rows.
+- Packed text needs few summaries. `cp_context` takes 11 to 14 % longer for the gated delta rule, and as long for KDA.
+- `heads` gains 3 % at most for the gated delta rule, packed or not, and 11 % for the others. Why was not looked into.
+- At 8,192 tokens the host is the limit: cp_mesh took 7.5 and 8.6 ms, `cp_context` 5.7 and 4.8, one GPU 4.1.
+- A whole layer took 1.06 to 1.12 of the ideal at 131,072 tokens, and 1.18 to 1.22 at 32,768, where `cp_context` took
+  1.07 and 1.19 for packed text.
+"""
 
 
 def hybrid_page(name: str) -> str:
@@ -527,7 +520,7 @@ def hybrid_page(name: str) -> str:
     columns = ("step_ms", "of_share", "tokens_per_s", "peak_gib", "loss", "grad_norm", "status")
     lines = [
         [f"{int(row['rows']):,}" + (", packed" if row["documents"] == "packed" else ""), row["contestant"]]
-        + [row[column] for column in columns]
+        + [row[column].partition(". ")[0] for column in columns]
         for row in rows
     ]
     row = rows[0]
@@ -535,8 +528,28 @@ def hybrid_page(name: str) -> str:
         f"{row['world_size']}x {row['gpu']}, torch {row['torch']}, Transformers {row['transformers']}, {row['dtype']}"
     )
     head = ["tokens", "", "ms a step", "of its share", "tokens/s", "GiB at its peak", "loss", "gradient norm", "status"]
-    what = f"Whole training steps of {row['layers']} layers of Qwen3.5-9B. `one` is a GPU alone."
+    what = f"Whole training steps of {row['layers']} layers of Qwen3.5-9B. {HYBRID_WORDS}"
     return f"{head_of(name, machine)}\n{what}\n\n{markdown(head, lines)}"
+
+
+HYBRID_WORDS = """`one` is a GPU alone.
+The share is its time over the GPUs: two GPUs took 0.97 to 1.06 of that, and hold 262,144 tokens. One GPU runs out of
+memory at 131,072 tokens of one document, and would at 262,144 of packed text. Losses and gradient norms differ by
+1.1e-4 at most. Convolutions were PyTorch's at this commit."""
+
+
+def torchtitan_page(name: str) -> str:
+    """Of `torchtitan_training.py`: every row."""
+    rows = read(name)
+    columns = {"seq_len": "tokens", "variant": "attention of", "method": "method", "step_ms": "ms a step"}
+    columns |= {"step_ms_min": "least", "step_ms_max": "most", "tokens_per_s": "tokens/s"}
+    columns |= {"peak_gib": "GiB at its peak", "first_loss": "first loss", "last_loss": "last loss"}
+    lines = [[row[column] for column in columns] for row in rows]
+    row = rows[0]
+    machine = f"{row['world_size']}x {row['gpu']}, torch {row['torch']}, {row['precision']}"
+    what = f"{row['steps']} steps of the Trainer of torchtitan {row['torchtitan']} with {row['layers']} layers of"
+    what += f" Llama-3-8B's shape, {row['checkpoint']} checkpoints, attention by cuDNN."
+    return f"{head_of(name, machine)}\n{what}\n\n{markdown([*columns.values()], lines)}"
 
 
 def tp_page(name: str) -> str:
@@ -749,6 +762,7 @@ PAGES: dict[str, Callable[[], str]] = {
             "attention_2xh200",
             "attention_4xh200",
             "graphs_2xh200",
+            "magi_2xh100",
             "masks_2xh200",
             "masks_4xh200",
             "methods_2xh200",
@@ -768,7 +782,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
     "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
     "long_2xh200.md": long_page,
-    "mixers_2xh100.md": lambda: mixers_page("mixers_2xh100.csv"),
+    "recurrent_2xh100.md": lambda: recurrent_page("recurrent_2xh100.csv"),
+    "hybrid_2xh100.md": lambda: hybrid_page("hybrid_2xh100.csv"),
+    "torchtitan_2xh100.md": lambda: torchtitan_page("torchtitan_2xh100.csv"),
     "low_precision_2xh200.md": low_precision_page,
     "scores_2xh200.md": scores_page,
     "scores_speed_h200.md": scores_speed_page,
@@ -785,11 +801,8 @@ MANY: dict[str, Callable[[str], str]] = {
 }
 """Of what `many_gpus.py` writes, by its name there."""
 
-LATER = {"recurrent_2xh100": recurrent_page, "hybrid_2xh100": hybrid_page}
-"""Of files that machines of two GPUs write."""
-
 of_many = {f"{name}_{gpus}xh200": make for gpus in (4, 8) for name, make in MANY.items()}
-for stem, page in (of_many | LATER).items():
+for stem, page in of_many.items():
     if (RESULTS / f"{stem}.csv").exists():
         assert f"{stem}.md" not in PAGES, stem
         PAGES[f"{stem}.md"] = partial(page, f"{stem}.csv")

@@ -56,3 +56,29 @@ def test_a_wrong_model_is_not_timed(tmp_path: Path) -> None:
     code, rows = run(script, "--rows 64", tmp_path / "x.csv")
     assert code and [row["status"].startswith("failed the gate") for row in rows] == [False, True]
     assert rows[0]["step_ms"] and not rows[1]["step_ms"]
+
+
+FULL = """
+import sys
+sys.path[:0] = [{benchmarks!r}]
+import hybrid_step
+import torch
+own = hybrid_step.measure
+def measure(trained, *others):
+    if trained.mesh.size() == 1:
+        raise torch.OutOfMemoryError("no memory. Tried a lot")
+    return own(trained, *others)
+hybrid_step.measure = measure
+hybrid_step.main()
+"""
+
+
+@pytest.mark.full
+def test_steps_that_one_rank_cannot_hold_have_no_share(tmp_path: Path) -> None:
+    script = tmp_path / "bench.py"
+    script.write_text(FULL.format(benchmarks=str(BENCHMARKS)))
+    code, (one, cp) = run(script, "--rows 64", tmp_path / "x.csv")
+    assert code == 0 and "no memory" in one["status"] and not one["step_ms"]
+    assert cp["status"] == "ok" and float(cp["step_ms"]) > 0 and cp["of_share"] == ""
+    with mock.patch.object(tables, "RESULTS", tmp_path):
+        assert "no memory |" in tables.hybrid_page("x.csv")
