@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_mesh.mixers.fla import convolve
 from cp_mesh.mixers.moving import gather_rows
-from cp_mesh.mixers.pieces import Pieces
+from cp_mesh.mixers.pieces import Halo, Ints, Pieces
 
 
 def with_halo(
@@ -92,15 +92,21 @@ def _states(
     x: Tensor, pieces: Pieces, before: int, group_name: str, what: str, initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """All rows, for their gradient; and without a copy of them the rows before each piece, [pieces, D, 1 + before]."""
-    halo, num_own, key = pieces.halo_of(before, 0), len(x), ("states", before)
+    halo, key, device = pieces.halo_of(before, 0), ("states", before), x.device
+    num_near, taken, index = pieces.once(key, lambda: _beside(halo, len(x)))
+    x, rows = _Taken.apply(x, pieces.on(device, (*key, "taken"), lambda: taken))
+    own, sent = rows.split([num_near, len(halo.sent.own)])
+    gathered = gather_rows(sent, halo.sent.lens, pieces.cp_rank, group_name, what)
+    rows = _rows([own, gathered], initial, pieces.on(device, (*key, "index"), lambda: index))
+    return x, F.pad(rows.unflatten(0, (-1, before)).transpose(1, 2), (1, 0))
+
+
+def _beside(halo: Halo, num_own: int) -> tuple[int, Ints, Ints]:
+    """Rows before pieces: how many of this rank, these with those that are sent, and where each comes from."""
     beside = np.delete(halo.source, halo.rows)
     near = beside < num_own
-    x, taken = _Taken.apply(x, pieces.on(x.device, (*key, "taken"), lambda: np.r_[beside[near], halo.sent.own]))
-    own, sent = taken.split([int(near.sum()), len(halo.sent.own)])
-    gathered = gather_rows(sent, halo.sent.lens, pieces.cp_rank, group_name, what)
     index = np.where(near, near.cumsum() - 1, beside - num_own + near.sum())
-    rows = _rows([own, gathered], initial, pieces.on(x.device, key, lambda: index))
-    return x, F.pad(rows.unflatten(0, (-1, before)).transpose(1, 2), (1, 0))
+    return int(near.sum()), np.r_[beside[near], halo.sent.own], index
 
 
 def last_rows(x: Tensor, width: int, initial: Tensor | None, pieces: Pieces, group_name: str, what: str) -> Tensor:
