@@ -74,8 +74,11 @@ def errors(kernel: str, given: list[Tensor | None], lens: list[int]) -> list[flo
     return [float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in zip(own, exact, strict=True)]
 
 
-def halves(num_rows: int, rule: str, strong: float | None = None) -> list[Tensor | None]:
+def halves(num_rows: int, rule: str, strong: float | None = None, slow: bool = False) -> list[Tensor | None]:
+    """Inputs; ``slow``: heads forget within tokens or hardly, so states from far away show in the results."""
     given = specified.drawn(num_rows, *RULES[rule], strong, K=16, V=8)
+    if slow and given[3] is not None:
+        given[3] *= torch.logspace(-3, 0, specified.HV).view(-1, *[1] * (given[3].ndim - 2))
     return [x if x is None else x.half().double() for x in given]
 
 
@@ -101,7 +104,7 @@ def of_rank(
     """Outputs, states, and gradients of a rank, as float64."""
     if kernel == "fla":
         in_interpreter(setattr)
-    given, name = halves(sum(lens), rule), {"simple_gla": "gla"}.get(rule.split()[0], rule)
+    given, name = halves(sum(lens), rule, slow=True), {"simple_gla": "gla"}.get(rule.split()[0], rule)
     made, shape = torch.Generator().manual_seed(1), (len(lens), specified.HV, 16, 8)
     initial, of_states = (torch.randn(*shape, dtype=torch.float64, generator=made) for _ in range(2))
     sequence = ShardedSequence(mesh((2,), ("cp",)), length=sum(lens), layout=layout, pad=False)
@@ -149,9 +152,11 @@ def convolved(rank: int, kernel: str, dtype: torch.dtype, activation: str | None
     given = [shard, torch.randn(6, 4, generator=made).half(), torch.randn(6, generator=made).half()]
     given = [x.to(dtype).requires_grad_() for x in given]
     mask = Mask.from_cu_seqlens(torch.tensor([0, *lens]).cumsum(0))
+    initial = torch.randn(len(lens), 6, 4, generator=made).half().to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
         options = {"sequence": sequence, "mask": mask, "activation": activation, "output_final_state": True}
-        out, states = mixers.causal_conv1d(*given, kernel=kernel, **options)
+        out, states = mixers.causal_conv1d(*given, kernel=kernel, initial_state=initial, **options)
+    given.append(initial)
     assert states.dtype == dtype  # as the rows came
     return [x.double() for x in (out.detach(), states.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype)))]
 
@@ -214,7 +219,7 @@ def test_convolutions_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, 
 @is_that_run
 @pytest.mark.nightly("interpreted")
 def test_interpreted(interpreted: Interpreted) -> None:
-    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 3) + 2
+    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 3) + 3
 
 
 LACKING = {
@@ -256,6 +261,55 @@ def test_what_auto_takes_it_for(monkeypatch: pytest.MonkeyPatch, rule: str, devi
         beta = torch.empty(1, 4, 2, device=device) if delta else None
         found = specified.choose_kernel("a rule", "auto", x, x, x, g, beta)
     assert (found is fla.by_fla) == (device == "cuda" and rule in ("gated_delta_rule", "kda", "simple_gla"))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("style", ["auto", "fla", "torch", "reference"])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_which_convolutions_auto_takes_it_for(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, style: str, device: str
+) -> None:
+    fla = room("mixers.fla")
+    monkeypatch.setattr(fla, "_release", {"fla-core": (0, 6, 0), "triton": (3, 7, 1)}.get)
+    takes = room("mixers.kernels").convolves_by_fla
+    with FakeTensorMode():
+        half, single = (torch.empty(4, 2, dtype=x, device=device) for x in (torch.bfloat16, torch.float32))
+        found = takes("a layer", kernel, style, half), takes("a layer", kernel, style, single)
+    assert found == (kernel == "auto" and style in ("auto", "fla") and device == "cuda", False)
+
+
+def test_float64_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast leaves it as it is, and the package does not compute it."""
+    monkeypatch.setattr(room("mixers.fla"), "_interprets", lambda: True)
+    given = torch.zeros(1, 4, 2, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError, match="float64"):
+        mixers.causal_conv1d(*given, kernel="fla")
+
+
+def a_of_calls(rank: int) -> list[Tensor]:
+    """A of every call that something still holds after its backward, while its output lives."""
+    in_interpreter(setattr)
+    calls, seen = room("mixers.between").Between, []
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=140, layout=ZigZag(), pad=False)
+    shards = sequence.shard([x[None] for x in halves(140, "gated_delta_rule") if x is not None])
+    made = calls.__init__
+
+    def seeing(self: Any, *given: Any) -> None:
+        made(self, *given)
+        seen.append(self)
+
+    with mock.patch.object(calls, "__init__", seeing):
+        inputs = [x.half().requires_grad_() for x in shards]
+        out = mixers.gated_delta_rule(*inputs, sequence=sequence, kernel="fla", method="states")[0]
+    before = [x.a for x in seen if x.a is not None]
+    out.sum().backward()
+    assert len(seen) == 1
+    return [*before, *(x.a for x in seen if x.a is not None)]
+
+
+@needs_interpreter
+def test_a_is_among_what_autograd_saves(pool: Pools) -> None:
+    assert pool(2).run(a_of_calls, timeout=300) == [[], []]
 
 
 def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

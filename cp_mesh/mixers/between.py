@@ -24,7 +24,8 @@ class Between:
 
     def __init__(self, pieces: Pieces, device: torch.device, given: bool, group_name: str, what: str) -> None:
         self.pieces, self.device, self.given, self.group_name, self.what = pieces, device, given, group_name, what
-        self.a: Tensor | None = None  # that the backward reads again: of own pieces, or of `Pieces.through`
+        self.shape = torch.Size()  # [HV, K, V] of states, in the seam of delta rules
+        self.a: Tensor | None = None  # of own pieces [HV, 1 or K, 1]; in that seam of `Pieces.through`, [HV, K, K]
 
     @property
     def begin(self) -> Ints:
@@ -46,6 +47,12 @@ class Between:
     def due(self, back: bool = False) -> Tensor:
         """Own pieces to whose state `pass_on` adds."""
         return self.index(("due", back), lambda: self.pieces.chains(back)[1].own)
+
+    def taken(self) -> Tensor:
+        """A, which is not kept here any longer."""
+        a, self.a = self.a, None
+        assert a is not None
+        return a
 
     def index(self, key: Any, make: Callable[[], Ints]) -> Tensor:
         return self.pieces.on(self.device, key, make)

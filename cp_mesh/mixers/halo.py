@@ -76,7 +76,7 @@ def convolution(
 
 
 class _Taken(torch.autograd.Function):
-    """Some rows, and all; gradients of the former are added to those of all in place, which one function made."""
+    """All rows, and some. Gradients of these are added to that of all in place: `convolve` made it for nobody else."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.chunks import chunked
-from cp_mesh.mixers.fla import by_fla, shortfall
+from cp_mesh.mixers.fla import by_fla, shortfall, shortfall_of
 from cp_mesh.mixers.recurrence import Inputs, recurrence
 
 Kernel = Literal["auto", "torch", "fla", "reference"]
@@ -40,6 +40,24 @@ def choose_kernel(
         if kernel == "fla":
             refuse(f"{what}: kernel", *lacking, UnsupportedError)
     return partial(_run, KERNELS[kernel])
+
+
+def convolves_by_fla(what: str, kernel: str, of_style: str, x: Tensor) -> bool:
+    """Whether fla-core computes a convolution of rows like x.
+
+    Args:
+        kernel, of_style: what the call names, and what the style of its module does.
+
+    Raises:
+        ArgumentError, UnsupportedError: as `choose_kernel`.
+    """
+    if kernel not in KERNELS:
+        refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes on any device')
+    if kernel != "fla" and (kernel != "auto" or of_style not in ("auto", "fla") or x.device.type != "cuda"):
+        return False
+    if (lacking := shortfall_of("x", x)) is not None and kernel == "fla":
+        refuse(f"{what}: kernel", *lacking, UnsupportedError)
+    return lacking is None
 
 
 def folds(run: Callable[..., Any]) -> bool:

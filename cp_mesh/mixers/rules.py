@@ -15,9 +15,9 @@ from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.mixers.fla import by_fla, normalize, shortfall_of
+from cp_mesh.mixers.fla import by_fla, normalize
 from cp_mesh.mixers.halo import convolution, last_rows, with_halo
-from cp_mesh.mixers.kernels import KERNELS, Kernel, choose_kernel, folds
+from cp_mesh.mixers.kernels import Kernel, choose_kernel, convolves_by_fla, folds
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs
@@ -171,18 +171,11 @@ def causal_conv1d(
         assert own is not None and taps is not None
         if activation not in (None, "silu", "swish"):
             refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
-        if kernel not in KERNELS:
-            refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes on any device')
-        by_style = kernel == "auto" and place.kernel in ("auto", "fla") and own.device.type == "cuda"
-        asked = kernel == "fla" or by_style
-        convolved = own.to(torch.get_autocast_dtype(own.device.type)) if asked and autocast else own
-        lacking = shortfall_of("x", convolved) if asked else None
-        if kernel == "fla" and lacking is not None:
-            refuse(f"{what}: kernel", *lacking, UnsupportedError)
-        if fused := asked and lacking is None:
-            taps, bias = taps.to(convolved.dtype), None if bias is None else bias.to(convolved.dtype)
-        else:
-            convolved = own
+        half = autocast and own.dtype != torch.float64  # which autocast leaves as it is
+        dtype = torch.get_autocast_dtype(own.device.type) if half else own.dtype
+        fused, convolved = convolves_by_fla(what, kernel, place.kernel, own.new_empty(0, dtype=dtype)), own
+        if fused:
+            convolved, taps, bias = own.to(dtype), taps.to(dtype), None if bias is None else bias.to(dtype)
         pieces = _pieces(what, place, own, initial)
     dtypes = own.dtype, convolved.dtype  # both travel: final states in the first
     _agree(what, place, pieces, (len(own), *dtypes, *taps.shape, bias is None, initial is None, final))

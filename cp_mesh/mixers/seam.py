@@ -123,12 +123,12 @@ def _before(
     eye = torch.eye(w.shape[3], device=w.device).expand(1, w.shape[2], -1, -1)
     a, b = [eye[:0]], [initial_state[:0]]
     for own, rows, bounds in _adjacent(between, "through", chunk_size):
-        given, begin = _rows(rows, k=k, w=w, **options), eye.repeat(own.stop - own.start, 1, 1, 1)
+        given, begin = _part(rows, k=k, w=w, **options), eye.repeat(own.stop - own.start, 1, 1, 1)
         a.append(scan(u=torch.zeros_like(given["w"]), initial_state=begin, **given, **bounds, **sizes)[2])
     for own, rows, bounds in _adjacent(between, "behind", chunk_size):
-        given = _rows(rows, k=k, w=w, u=u, **options)
+        given = _part(rows, k=k, w=w, u=u, **options)
         b.append(scan(initial_state=initial_state[own], **given, **bounds, **sizes)[2])
-    between.a = torch.cat(a)
+    between.a, between.shape = torch.cat(a), initial_state.shape[1:]
     return _with_due(_of_sent(between.a, between, False), torch.cat(b), initial_state, between, False)
 
 
@@ -138,12 +138,11 @@ def _after(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `chunk_gated_delta_rule_bwd_dhu_pre_process`: the gradients after this rank's pieces; the states before."""
     scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_bwd_dhu
-    assert between.a is not None
-    b = [dht[:0]]
+    a, b = between.taken(), [dht[:0]]
     for own, rows, bounds in _adjacent(between, "before", chunk_size):
-        given = _rows(rows, q=q, k=k, w=w, do=do, dv=dv, **options) | bounds | {"scale": scale}
+        given = _part(rows, q=q, k=k, w=w, do=do, dv=dv, **options) | bounds | {"scale": scale}
         b.append(scan(h0=initial_state[own], dht=dht[own], chunk_size=chunk_size, **given)[1])
-    return _with_due(_of_sent(between.a.mT, between, True), torch.cat(b), dht, between, True), initial_state
+    return _with_due(_of_sent(a.mT, between, True), torch.cat(b), dht, between, True), initial_state
 
 
 def _of_sent(a: Tensor, between: Between, back: bool) -> Tensor:
@@ -157,9 +156,9 @@ def _of_sent(a: Tensor, between: Between, back: bool) -> Tensor:
 
 
 def _adjacent(between: Between, which: str, chunk_size: int) -> list[tuple[slice, slice, dict[str, Any]]]:
-    """Runs of pieces of this rank, one after another: which, their rows, and where each begins among these.
+    """Runs of this rank's pieces that lie one after another: which, their rows, and where each begins among these.
 
-    ``which``: "through" the piece a document goes, or it goes on "behind" or "before" the piece.
+    ``which``: of a document that also lies "behind" them, "before" them, or on both sides, "through" them.
     """
     pieces, device = between.pieces, between.device
 
@@ -168,28 +167,34 @@ def _adjacent(between: Between, which: str, chunk_size: int) -> list[tuple[slice
         ends = pieces.lens.cumsum()
         for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
             lens = pieces.lens[run]
-            bounds = torch.from_numpy(np.r_[0, lens.cumsum()].astype(np.int32)).to(device)
-            chunks = range((-(-lens // chunk_size)).sum())  # the package asks for their number alone
-            rows = slice(ends[run[-1]] - lens.sum(), ends[run[-1]])
-            yield slice(run[0], run[-1] + 1), rows, {"cu_seqlens": bounds, "chunk_indices": chunks}
+            bounds, offsets = (np.r_[0, num.cumsum()] for num in (lens, -(-lens // chunk_size)))
+            given: dict[str, Any] = {"cu_seqlens": torch.from_numpy(bounds.astype(np.int32)).to(device)}
+            given |= {"chunk_offsets": torch.from_numpy(offsets).to(device)}
+            given |= {"chunk_indices": range(offsets[-1])}  # the package asks for their number alone
+            yield slice(run[0], run[-1] + 1), slice(ends[run[-1]] - lens.sum(), ends[run[-1]]), given
 
     found: list[Any] = pieces.once(("adjacent", device, which, chunk_size), lambda: [*runs()])
     return found
 
 
-def _rows(rows: slice, **given: Any) -> dict[str, Any]:
+def _part(rows: slice, **given: Any) -> dict[str, Any]:
     """Of all rows those of some pieces, of the arguments that the kernel knows."""
     names = "q", "k", "w", "u", "g", "gk", "do", "dv"
     return {name: x[:, rows] for name, x in given.items() if name in names and x is not None}
 
 
 def _held(between: Between, states: Tensor, **_: Any) -> Tensor:
-    """Those that are not zero: the package holds them between the passes."""
-    return states[between.held]
+    """What the package saves for the backward: states that are not zero, and A."""
+    return torch.cat([states[between.held].flatten(), between.taken().flatten()])
 
 
-def _whole(between: Between, states: Tensor, **_: Any) -> Tensor:
-    return states.new_zeros(len(between.pieces.lens), *states.shape[1:]).index_copy(0, between.held, states)
+def _whole(between: Between, saved: Tensor, **_: Any) -> Tensor:
+    """The states before all pieces, of what was saved; A waits for `_after`."""
+    num, (heads, K, V) = len(between.held), between.shape
+    states, a = saved.split([num * heads * K * V, len(saved) - num * heads * K * V])
+    between.a = a.view(-1, heads, K, K)
+    whole = saved.new_zeros(len(between.pieces.lens), heads, K, V)
+    return whole.index_copy(0, between.held, states.view(num, heads, K, V))
 
 
 _CHUNK = 64

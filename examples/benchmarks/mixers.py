@@ -62,7 +62,7 @@ LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
 class Layer(NamedTuple):
     """A rule, its numbers of heads and channels, and the features of the layer around it, 0 for the rule alone.
 
-    ``decays`` are those of a head.
+    ``decays``: numbers of decay a head, 0, 1 or K.
     """
 
     rule: str
