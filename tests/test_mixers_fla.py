@@ -227,6 +227,7 @@ LACKING = {
     "K": "at most 256",
     "odd V": "K and V even",
     "old package": "fla-core 0.6",
+    "new package": "fla-core 0.6",
     "no package": "no such package",
     "hopper": "right on Hopper",
     "cpu": "tensors on a GPU",
@@ -237,7 +238,12 @@ LACKING = {
 def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fla = room("mixers.fla")
     releases = {"fla-core": (0, 6, 0), "triton": (3, 7, 1)}
-    of_name = {"old package": {"fla-core": (0, 5, 9)}, "no package": {"fla-core": ()}, "hopper": {"triton": (3, 6)}}
+    of_name = {
+        "old package": {"fla-core": (0, 5, 9)},
+        "new package": {"fla-core": (0, 7)},
+        "no package": {"fla-core": ()},
+        "hopper": {"triton": (3, 6)},
+    }
     releases |= of_name.get(name, {})
     monkeypatch.setattr(fla, "_release", releases.get)
     monkeypatch.setattr(fla, "_interprets", lambda: name != "cpu")

@@ -43,9 +43,9 @@ def shortfall_of(names: str, *tensors: Tensor) -> Shortfall:
     if len({*dtypes}) > 1 or dtypes[0] not in HALF:
         hint = "cast to half precision; recurrences keep their states in float32"
         return f"{names} in bfloat16, or all in float16", ", ".join(map(str, dtypes)), hint
-    if (found := _release("fla-core")) < (0, 6):
+    if not (0, 6) <= (found := _release("fla-core")) < (0, 7):  # the seam replaces names of 0.6
         got = f"release {'.'.join(map(str, found))}" if found else "no such package"
-        return "fla-core 0.6 or later", got, "pip install 'cp_mesh[mixers]'"
+        return "fla-core 0.6", got, "pip install 'cp_mesh[mixers]'"
     return None
 
 
