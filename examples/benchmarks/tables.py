@@ -507,7 +507,8 @@ that of Kimi Linear 48B, `ssd` that of Nemotron 3, `gdn layer` a whole layer of 
   `cp_context` 52.2 and 52.8, one GPU 54.0. Both summarize a rank's tokens for the ranks behind it. `cp_context` has a
   kernel for that, whose products are sums of three in TF32. cp_mesh takes the kernel of the rows.
 - Packed text needs few summaries. `cp_context` takes 11 to 14 % longer for the gated delta rule, and as long for KDA.
-- `heads` gains 3 % at most for the gated delta rule, packed or not, and 11 % for others. Its backward added row by row then.
+- `heads` gains 3 % at most for the gated delta rule, packed or not, and 11 % for others. Its backward put rows in order
+  one by one, which it does no longer; times after that were not taken.
 - At 8,192 tokens the host is the limit: cp_mesh took 7.5 and 8.6 ms, `cp_context` 5.7 and 4.8, one GPU 4.1.
 - A whole layer took 1.06 to 1.12 of the ideal at 131,072 tokens, and 1.18 to 1.22 at 32,768, where `cp_context` took
   1.07 and 1.19 for packed text.
