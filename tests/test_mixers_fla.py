@@ -230,6 +230,7 @@ LACKING = {
     "new package": "fla-core 0.6",
     "no package": "no such package",
     "hopper": "right on Hopper",
+    "hopper without decays": "right on Hopper",
     "cpu": "tensors on a GPU",
 }
 
@@ -243,6 +244,7 @@ def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) ->
         "new package": {"fla-core": (0, 7)},
         "no package": {"fla-core": ()},
         "hopper": {"triton": (3, 6)},
+        "hopper without decays": {"triton": (3, 6)},
     }
     releases |= of_name.get(name, {})
     monkeypatch.setattr(fla, "_release", releases.get)
@@ -252,7 +254,11 @@ def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) ->
         1, 4, 2, {"K": 300, "odd V": 7}.get(name, 8), dtype=torch.float32 if name == "float32" else torch.float16
     )
     with pytest.raises(NotImplementedError, match=LACKING[name]):
-        specified.choose_kernel("a rule", "fla", x, x, x, torch.zeros(1, 4, 2), x[..., 0])
+        g = None if name == "hopper without decays" else torch.zeros(1, 4, 2)
+        specified.choose_kernel("a rule", "fla", x, x, x, g, x[..., 0])
+    if name.startswith("hopper"):
+        with pytest.raises(NotImplementedError, match=LACKING[name]):
+            mixers.causal_conv1d(x[..., 0], torch.zeros(2, 3).half(), kernel="fla")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

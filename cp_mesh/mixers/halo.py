@@ -102,7 +102,7 @@ def _states(
 
 
 def _beside(halo: Halo, num_own: int) -> tuple[int, Ints, Ints]:
-    """Rows before pieces: how many of this rank, these with those that are sent, and where each comes from."""
+    """How many rows before pieces this rank has; their indices, then those that it sends; where each is found."""
     beside = np.delete(halo.source, halo.rows)
     near = beside < num_own
     index = np.where(near, near.cumsum() - 1, beside - num_own + near.sum())

@@ -35,7 +35,7 @@ def choose_kernel(
         refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
     passed = g is not None and (beta is not None or g.ndim == v.ndim - 1)  # not delta_rule, and gla of channels
     if kernel == "fla" or (kernel == "auto" and passed and v.device.type == "cuda"):
-        if (lacking := shortfall(q, k, v, g)) is None:
+        if (lacking := shortfall(q, k, v)) is None:
             return by_fla
         if kernel == "fla":
             refuse(f"{what}: kernel", *lacking, UnsupportedError)
@@ -46,7 +46,7 @@ def convolves_by_fla(what: str, kernel: str, of_style: str, x: Tensor) -> bool:
     """Whether fla-core computes a convolution of rows like x.
 
     Args:
-        kernel, of_style: what the call names, and what the style of its module does.
+        kernel, of_style: the kernels that the call and the style of its module name.
 
     Raises:
         ArgumentError, UnsupportedError: as `choose_kernel`.

@@ -70,7 +70,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Ordered(torch.autograd.Function):
-    """Rows in another order, and gradients ``back``: `index_select` would add them one by one."""
+    """Rows in another order; gradients go ``back``. The backward of `index_select` would add them row by row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ def _before(
 ) -> Tensor:
     """As `chunk_gated_delta_rule_fwd_h_pre_process`: the states before this rank's pieces.
 
-    A and B come from the kernel of the rows themselves: A from the identity as state and zeros as values. The kernel of
-    `cp_context` for both multiplies in TF32x3, which took four times as long on an H100.
+    A and B come from the kernel of the rows themselves: A from the identity as state and zeros as values. `cp_context`
+    has a kernel for both, whose products are TF32x3. It took longer on H100s (docs/log.md).
     """
     scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
     sizes = {"chunk_size": chunk_size, "output_final_state": True, "save_new_value": False}
@@ -178,7 +178,7 @@ def _adjacent(between: Between, which: str, chunk_size: int) -> list[tuple[slice
 
 
 def _part(rows: slice, **given: Any) -> dict[str, Any]:
-    """Of all rows those of some pieces, of the arguments that the kernel knows."""
+    """The rows of some pieces, of each argument that the kernel knows."""
     names = "q", "k", "w", "u", "g", "gk", "do", "dv"
     return {name: x[:, rows] for name, x in given.items() if name in names and x is not None}
 
