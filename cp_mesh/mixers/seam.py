@@ -24,6 +24,7 @@ _FUNCTIONS = {
     **{"gated_delta_rule": "ChunkGatedDeltaRuleFunction", "kda": "ChunkKDAFunction"},
     **{"simple_gla": "ChunkSimpleGLAFunction", "gla": "ChunkGLAFunction"},
 }
+_CHUNK = 64
 
 
 def with_seam(rule: str, rows: dict[str, Any], between: Between) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def _with_due(a: Tensor, b: Tensor, known: Tensor, between: Between, back: bool)
 
 
 def _before(
-    between: Between, k: Tensor, w: Tensor, u: Tensor, initial_state: Tensor, chunk_size: int = 64, **options: Any
+    between: Between, k: Tensor, w: Tensor, u: Tensor, initial_state: Tensor, chunk_size: int = _CHUNK, **options: Any
 ) -> Tensor:
     """As `chunk_gated_delta_rule_fwd_h_pre_process`: the states before this rank's pieces.
 
@@ -134,7 +135,7 @@ def _before(
 
 def _after(
     between: Between, q: Tensor, k: Tensor, w: Tensor, do: Tensor, dv: Tensor, dht: Tensor, initial_state: Tensor,
-    scale: float | None = None, chunk_size: int = 64, **options: Any,
+    scale: float | None = None, chunk_size: int = _CHUNK, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `chunk_gated_delta_rule_bwd_dhu_pre_process`: the gradients after this rank's pieces; the states before."""
     scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_bwd_dhu
@@ -197,7 +198,6 @@ def _whole(between: Between, saved: Tensor, **_: Any) -> Tensor:
     return whole.index_copy(0, between.held, states.view(num, heads, K, V))
 
 
-_CHUNK = 64
 _SEAM: dict[str, Any] = {
     "chunk_gated_delta_rule_fwd_h_pre_process": _before,
     "chunk_gated_delta_rule_bwd_dhu_pre_process": _after,
