@@ -55,6 +55,7 @@ from parallel_llama import apply_fsdp  # noqa: E402
 import cp_mesh  # noqa: E402
 from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
 from cp_mesh.tools.explain.step import PRESETS, ModelSizes, StepExplanation  # noqa: E402
+from cp_mesh.training.host_copies import pinned_bytes  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OPTIONS = ("plain", "recompute", "tiled_loss", "mlp_rows", "offload_checkpoints", "offload_optimizer")
@@ -208,7 +209,8 @@ class Trainer:
         local = (
             x.to_local() for state in self.optimizer.state.values() for x in state.values() if isinstance(x, DTensor)
         )
-        host = torch.cuda.host_memory_stats()["allocated_bytes.peak"] + sum(x.nbytes for x in local if not x.is_cuda)
+        host = torch.cuda.host_memory_stats()["allocated_bytes.peak"] + pinned_bytes()
+        host += sum(x.nbytes for x in local if not x.is_cuda)
         gpu = torch.cuda.max_memory_allocated() + symmetric_memory_bytes()
         most = [over_ranks(num / 2**30, dist.ReduceOp.MAX, self.device) for num in (gpu, host)]
         return most[0], most[1]

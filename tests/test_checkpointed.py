@@ -579,7 +579,7 @@ def test_on_a_gpu(keep_attention: bool) -> None:
         model = nn.Sequential(*(Wide() for _ in range(16))).cuda().bfloat16()
         style = Checkpointed(offload=offload, keep_attention=keep_attention)
         parallelize(model, alone(), {"*": style})
-        x = torch.randn(1, 16384, wide, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(1, 20000, wide, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with mock.patch.object(torch.cuda, "stream", slowly(torch.cuda.stream)):
             for _ in range(3):
                 model.zero_grad()
@@ -593,8 +593,46 @@ def test_on_a_gpu(keep_attention: bool) -> None:
         if offload:
             (lane,) = style._lanes.values()
             assert len(lane.free) == 16 and all(buffer.is_pinned() for buffer in lane.free)
+            assert copies.pinned_bytes() == 16 * x.nbytes  # no power of two
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
     assert peaks[False] - peaks[True] >= 10 * x.nbytes, peaks
+    del model, style, lane
+    gc.collect()
+    assert not copies.pinned_bytes()
+
+
+class Pinning:
+    """In the place of CUDA's functions that pin memory."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.calls, self.held = error, [], dict[int, int]()
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        assert not flags
+        self.held |= {} if self.error else {pointer: size}
+        return self.error
+
+    def cudaHostUnregister(self, pointer: int) -> None:
+        self.calls.append("unpin")
+        del self.held[pointer]
+
+    def synchronize(self) -> None:
+        self.calls.append("wait")
+
+
+def test_memory_is_pinned_as_long_as_it_lives() -> None:
+    """No more than asked for, and let go only when all copies are done."""
+    cuda, size = Pinning(), 5000
+    with mock.patch.object(torch.cuda, "cudart", lambda: cuda):
+        x = copies.pinned(torch.empty(size, dtype=torch.uint8), cuda)
+        view = x[:10]
+        assert cuda.held == {x.data_ptr(): size} and copies.pinned_bytes() == size
+        del x, view
+        assert cuda.calls == ["wait", "unpin"] and not cuda.held and not copies.pinned_bytes()
+        cuda.error = 2
+        with pytest.raises(MemoryError, match="cannot pin 0.00 GiB, CUDA error 2"):
+            copies.pinned(torch.empty(size, dtype=torch.uint8), cuda)
+    assert not copies.pinned_bytes()
 
 
 def slowly(stream: Any) -> Any:

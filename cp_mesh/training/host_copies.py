@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -36,6 +36,34 @@ def streams_of(device: torch.device) -> Any:
     return torch.cuda if device.type == "cuda" else _NoStreams()
 
 
+_pinned: dict[int, int] = {}  # bytes by address
+
+
+def pinned_bytes() -> int:
+    """Host memory that `pinned` holds, in bytes; it is not in `torch.cuda.host_memory_stats`."""
+    return sum(_pinned.values())
+
+
+def pinned(x: Tensor, stream: Any) -> Tensor:
+    """Pin the memory of ``x`` until it goes; ``stream``: the one that copies from and to it.
+
+    `torch.empty(pin_memory=True)` takes the next power of two bytes, up to twice as many as asked for.
+    """
+    pointer = x.data_ptr()
+    error = int(torch.cuda.cudart().cudaHostRegister(pointer, x.nbytes, 0))
+    if error:
+        raise MemoryError(f"Checkpointed(offload=True): cannot pin {x.nbytes / 2**30:.2f} GiB, CUDA error {error}")
+    _pinned[pointer] = x.nbytes
+    finalize(x, _unpin, pointer, stream).atexit = False
+    return x
+
+
+def _unpin(pointer: int, stream: Any) -> None:
+    stream.synchronize()  # copies of this memory may be under way
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+    del _pinned[pointer]
+
+
 class Lane:
     """Of one device: the stream that copies, free buffers of the host, and which blocks have tensors on the device."""
 
@@ -50,7 +78,8 @@ class Lane:
         if fits := [i for i, x in enumerate(self.free) if x.numel() >= size]:
             return self.free.pop(min(fits, key=lambda i: self.free[i].numel()))
         del self.free[:1]  # so their number stays that of the tensors kept at a time
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+        found = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return pinned(found, self.stream) if self.device.type == "cuda" else found
 
     def let_stay(self, *blocks: Kept | None) -> None:
         """Make the tensors of all other blocks leave the device."""
