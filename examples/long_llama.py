@@ -18,8 +18,9 @@ first compares loss and gradient norm of two layers and 8,192 tokens with the pl
 
 Columns: `seconds`: forward, backward, clipping and AdamW on the slowest rank, the last of `--steps`. `peak_gib`: the
 peak of PyTorch's allocator on any rank, with cp_mesh's symmetric memory. `host_gib`: pinned host memory of a rank, and
-AdamW's states if they are there. `attention_s`: with `--split`, attention alone, both passes, of all layers. `mfu`:
-of the GPUs' bf16 peak, with causal attention as half of full attention, and its backward as 2.5 times its forward.
+AdamW's states if they are there. `attention_s`: with `--split`, attention alone, both passes, of all layers; from one
+kv head and its query heads. `mfu`: of the GPUs' bf16 peak, with causal attention as half of full attention, and its
+backward as 2.5 times its forward.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class LongLlama(Llama):
         """Compute a share of the mean loss of ``count`` tokens, of tokens and labels [B, S] and positions [S]."""
         assert labels is not None
         if self.plain:
-            return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1), labels.flatten())
+            return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1).float(), labels.flatten())
         x = self.hidden(tokens, positions) if self.tiled else super().forward(tokens, positions)
         weight = self.output.weight if self.tiled else None
         return cp_mesh.cross_entropy(x, labels, self.data, count=count, weight=weight)
@@ -187,20 +188,22 @@ class Trainer:
         return loss / (dist.get_world_size() if self.args.plain else 1), float(norm), seconds
 
     def attention_seconds(self, seq_len: int) -> float:
-        """Both passes of attention alone, of all layers; of random rows."""
+        """Both passes of attention alone, of all layers: those of one kv head with random rows, times their number."""
         config, rows = self.config, seq_len // self.mesh["cp"].size()
-        dtype, options = DTYPES[self.args.precision], {"mask": mask_of(self.args), "head_chunks": self.args.head_chunks}
+        dtype = DTYPES[self.args.precision]
 
         def random(heads: int) -> Tensor:
             return torch.randn(1, heads, rows, config.head_dim, dtype=dtype, device=self.device)
 
-        q, k, v = (random(heads).requires_grad_() for heads in (config.num_heads, *[config.num_kv_heads] * 2))
-        dout = random(config.num_heads)
+        group = config.num_heads // config.num_kv_heads
+        q, k, v = (random(heads).requires_grad_() for heads in (group, 1, 1))
+        dout = random(group)
         self.wait()
         start = time.perf_counter()
-        cp_mesh.attention(q, k, v, mesh=self.mesh["cp"], **options).backward(dout)
+        cp_mesh.attention(q, k, v, mesh=self.mesh["cp"], mask=mask_of(self.args)).backward(dout)
         self.wait()
-        return over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX, self.device) * config.num_layers
+        seconds = over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX, self.device)
+        return seconds * config.num_kv_heads * config.num_layers
 
     def memory(self) -> tuple[float, float]:
         """Peak GiB on a GPU, and of pinned memory and AdamW's states in the host's; of the rank that takes most."""

@@ -630,7 +630,7 @@ def test_memory_is_pinned_as_long_as_it_lives() -> None:
         del x, view
         assert cuda.calls == ["wait", "unpin"] and not cuda.held and not copies.pinned_bytes()
         cuda.error = 2
-        with pytest.raises(MemoryError, match="cannot pin 0.00 GiB, CUDA error 2"):
+        with pytest.raises(MemoryError, match=r"cannot pin .* CUDA error 2"):
             copies.pinned(torch.empty(size, dtype=torch.uint8), cuda)
     assert not copies.pinned_bytes()
 
