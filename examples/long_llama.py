@@ -147,6 +147,9 @@ def build(config: LlamaConfig, mesh: DeviceMesh, args: argparse.Namespace, devic
         }
         if args.mlp_rows:
             plan["layers.*.feed_forward"] = cp_mesh.TiledMLP(tile_rows=args.mlp_rows)
+        if max(args.seq_len) // mesh["cp"].size() * config.dim >= 2**32:  # there PyTorch 2.11's norms are wrong
+            norms = ("layers.*.attention_norm", "layers.*.feed_forward_norm", "norm")
+            plan |= dict.fromkeys(norms, cp_mesh.TiledMLP(tile_rows=args.mlp_rows or 8192))
         cp_mesh.parallelize(model, mesh["cp"], plan)
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")} if args.offload_optimizer else {}
     apply_fsdp(model, data, args.precision, summed=not args.plain, **offload)

@@ -131,7 +131,7 @@ def test_backward_of_few_heads_at_a_time(heads: tuple[int, int]) -> None:
 
     whole, group = aten._cpu_flash_backward(tile), heads[0] // heads[1]
     for at_a_time in range(1, heads[1] + 1):
-        with mock.patch.object(aten, "FAR", 2 * group * at_a_time * 5 * 8 + 1):
+        with mock.patch.multiple(aten, FAR=2 * group * 3 * 5 * 8 + 1, PART=2 * group * at_a_time * 5 * 8):
             parts = aten.by_heads(backward, tile)
         assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
         assert max(sizes) == group * at_a_time and sum(sizes) == heads[0]
