@@ -114,39 +114,3 @@ def test_a_key_alone_goes_to_flash_attention():
             aten._cudnn_backward(BackwardTile(x, x, k, k, x, lse, None, FULL, Scores(1.0)))
         assert asked == [(name, keys)] * 2
         asked.clear()
-
-
-@pytest.mark.parametrize("heads", [(6, 3), (4, 1), (2, 2)])
-def test_backward_of_few_heads_at_a_time(heads: tuple[int, int]) -> None:
-    """The bits of all heads at once, however few there are at a time; and in cuDNN's backward from that size on."""
-    q, k, v, dout = make_qkv(2, *heads, 5, 8, seed=1)
-    q, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, dout))
-    out, lse = aten._cpu_flash_forward(q, k, v, CAUSAL, Scores(1.0))
-    tile, sizes = BackwardTile(dout, q, k, v, out, lse, None, CAUSAL, Scores(1.0)), []
-
-    def backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
-        sizes.append(t.q.shape[1])
-        assert all(x.is_contiguous() and x.numel() < aten.FAR for x in t[:6] if x is not None)
-        return aten._cpu_flash_backward(t)
-
-    whole, group = aten._cpu_flash_backward(tile), heads[0] // heads[1]
-    for at_a_time in range(1, heads[1] + 1):
-        with mock.patch.multiple(aten, FAR=2 * group * 3 * 5 * 8 + 1, PART=2 * group * at_a_time * 5 * 8):
-            parts = aten.by_heads(backward, tile)
-        assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
-        assert max(sizes) == group * at_a_time and sum(sizes) == heads[0]
-        sizes.clear()
-    with mock.patch.object(aten, "FAR", 2 * group * 5 * 8), mock.patch.object(aten, "_fa2_backward", lambda t: "fa2"):
-        assert aten.by_heads(backward, tile) == "fa2" and not sizes
-
-
-@pytest.mark.parametrize("far", ["dout", "q", "k", "v", "out", None])
-def test_cudnn_gets_no_tensor_of_many_elements(far: str | None) -> None:
-    x = torch.zeros(1, 1, 3, 8)
-    given = dict.fromkeys(("dout", "q", "k", "v", "out"), x)
-    if far:
-        given[far] = torch.zeros(1, 1, 3, 9)[..., :8]  # from its first to its last lie 26
-    tile = BackwardTile(**given, lse=x[..., 0], delta=None, cover=FULL, scores=Scores(1.0))
-    asked = SimpleNamespace(backward=lambda *_, **__: "whole")
-    with mock.patch.multiple(aten, FAR=24, by_heads=lambda of, t: "parts", cudnn=asked):
-        assert aten._cudnn_backward(tile) == ("parts" if far else "whole")

@@ -164,14 +164,15 @@ def test_documents_as_sequences(layout, window, heads, kv_heads, head_dim) -> No
 
 
 @pytest.mark.parametrize("rows_first", [True, False])
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("cpu_flash", "reference")])
+@pytest.mark.parametrize("name", [name for name, x in KERNELS.items() if x.capability.covers[0] == "full"])
 def test_large_tensors(name: str, rows_first: bool) -> None:
     """More than 2**31 elements, in both orders of dims: the results of the same heads a few at a time.
 
-    cuDNN's own backward fails this.
+    cuDNN's own backward fails this, which is why it gets few heads of such tensors.
     """
     heads, kv_heads, seq_len, dim, few = 4096, 1024, 4200, 128, 32
-    if lacks := KERNELS[name].capability.lacking():
+    capability = KERNELS[name].capability
+    if lacks := capability.lacking() or (capability.devices[0] == "cpu" and "it runs on the CPU"):
         pytest.skip(lacks)
     dtype, gib = (torch.float32, 100) if name == "efficient" else (torch.bfloat16, 50)
     if torch.cuda.mem_get_info()[0] < gib << 30:

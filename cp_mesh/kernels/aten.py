@@ -9,7 +9,6 @@ No kernel here accepts a gradient of lse. They round partial gradients to the in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -48,37 +47,6 @@ def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     return cpu_flash.backward(dout, q, k, v, out, t.lse, 0.0, t.cover == CAUSAL, scale=t.scores.scale)
 
 
-FAR, PART = 2**31, 2**29
-"""Elements between a tensor's first and last from which on cuDNN's backward is wrong, silently; its forward is exact.
-Found with cuDNN 9.19 on an H200, tested by test_large_tensors. And elements of a part that keeps a GPU busy."""
-
-
-def _span(x: Tensor) -> int:
-    return 1 + sum((num - 1) * step for num, step in zip(x.shape, x.stride(), strict=True))
-
-
-def by_heads(
-    backward: Callable[[BackwardTile], tuple[Tensor, Tensor, Tensor]], t: BackwardTile
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A tile's backward with copies of a few kv heads and their query heads at a time, of about `PART` elements.
-
-    FlashAttention-2 takes the tile if one kv head reaches `FAR`.
-    """
-    (B, H, q_rows, D), (_, K, k_rows, _) = t.q.shape, t.k.shape
-    of_one = B * D * max(H // K * q_rows, k_rows)
-    if of_one >= FAR:
-        return _fa2_backward(t)
-    dq, dk, dv = (torch.empty_like(x) for x in (t.q, t.k, t.v))
-    at_a_time = max(1, PART // of_one)
-    for first in range(0, K, at_a_time):
-        kv = slice(first, min(first + at_a_time, K))
-        q = slice(kv.start * H // K, kv.stop * H // K)
-        heads = {name: getattr(t, name)[:, q].contiguous() for name in ("dout", "q", "out", "lse")}
-        heads |= {name: getattr(t, name)[:, kv].contiguous() for name in ("k", "v")}
-        dq[:, q], dk[:, kv], dv[:, kv] = backward(t._replace(**heads))
-    return dq, dk, dv
-
-
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     if k.shape[2] == 1:  # cuDNN does not support it
         return _fa2_forward(q, k, v, cover, scores)
@@ -89,8 +57,6 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores:
 def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     if t.k.shape[2] == 1:
         return _fa2_backward(t)
-    if any(_span(x) > FAR for x in (t.dout, t.q, t.k, t.v, t.out) if x is not None):
-        return by_heads(_cudnn_backward, t)
     _, seed, offset = _philox(t.q.device)
     # cuDNN reads lse as contiguous; a slice of rows of the running lse is not
     lse = t.lse.contiguous()[..., None]
@@ -146,6 +112,7 @@ CPU_FLASH = merging_kernel(
     Capability(devices=("cpu",), dtypes=(torch.float64, torch.float32, *_HALF)),
     _cpu_flash_forward,
     _cpu_flash_backward,
+    large=True,
     squares=True,
     taped=True,
     rounds=False,
@@ -178,6 +145,7 @@ FA2 = merging_kernel(
     ),
     _fa2_forward,
     _fa2_backward,
+    large=True,
     squares=True,
     taped=True,
 )

@@ -20,6 +20,7 @@ from cp_mesh.geometry.schedule import split_causal
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finish_sums
 from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
+from cp_mesh.kernels.few_heads import by_heads
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 
 # (q, k, v, cover, scores) -> (out, lse) of the tile alone; lse as in `contract`. The cover is of a kind that the
@@ -93,6 +94,7 @@ def merging_kernel(
     forward: TileForward,
     backward: TileBackward,
     *,
+    large: bool = False,
     squares: bool = False,
     uses_delta: bool = False,
     rounds: bool = True,
@@ -105,6 +107,7 @@ def merging_kernel(
     Args:
         name, capability: of the kernel.
         forward, backward: the tile functions.
+        large: these functions count elements in 64 bits; others get tensors of `few_heads`.
         squares: pass only full tiles and square causal tiles to these functions.
         uses_delta: the backward reads delta instead of computing it from out.
         rounds: partial gradients are in the inputs' dtype, not in the accumulation dtype.
@@ -112,6 +115,8 @@ def merging_kernel(
         taped, reproducible: as in `Kernel`.
     """
     prepare: Prepare = _squares if squares else list
+    if not large:
+        forward, backward = by_heads(forward, backward)
 
     def begin_forward(q: Tensor, v_head_dim: int, scores: Scores) -> MergingForward:
         return MergingForward(forward, prepare, q, v_head_dim, scores)

@@ -159,6 +159,7 @@ REFERENCE = merging_kernel(
     ),
     _forward,
     _backward,
+    large=True,
     uses_delta=True,
     rounds=False,
     taped=True,

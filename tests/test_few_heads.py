@@ -1,0 +1,124 @@
+"""Tiles of large tensors, computed a few heads at a time: the results of all heads at once; tried with small limits."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from dense import make_qkv
+from inside import KERNELS, BackwardTile, Pairs, Scores, inner, make_delta, name_of_captured, room, trace
+from torch import Tensor
+
+from cp_mesh import Mask, UnsupportedError
+
+few_heads = room("few_heads")
+reference = room("kernels.reference")
+ScoreGradients = inner("scores", "ScoreGradients")
+
+B, S, D, DV = 2, 6, 4, 3
+HEADS = [(6, 3), (8, 2), (4, 1), (3, 3)]
+
+
+def scores_of(name: str, H: int) -> Scores:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+
+    of_heads = drawn(H)
+    score_mod, captured = trace("score_mod", lambda score, b, h, i, j: score * of_heads[h] + b, drawn(B, H, S, D))
+    return {
+        "plain": Scores(0.3),
+        "softcap": Scores(0.3, softcap=2.0),
+        "slopes": Scores(0.3, alibi_slopes=drawn(H), wanted=frozenset({"alibi_slopes"})),
+        "bias": Scores(0.3, bias=drawn(B, H, S, S), wanted=frozenset({"bias"})),
+        "bias of all heads": Scores(0.3, bias=drawn(1, 1, S, S), wanted=frozenset({"bias"})),
+        "dropout": Scores(0.3, dropout_p=0.4, dropout_seed=torch.tensor([11, 3])),
+        "function": Scores(0.3, score_mod=score_mod, captured=captured, wanted=frozenset({name_of_captured(0)})),
+    }[name]
+
+
+def both_passes(forward: Any, backward: Any, heads: tuple[int, int], scores: Scores) -> list[Tensor]:
+    """out, lse, dq, dk, dv and gradients of scores; of q and dout in [B, S, H, D] order."""
+    q, k, v, dout = make_qkv(B, *heads, S, D, DV, seed=1)
+    q, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, dout))
+    cover = Pairs(Mask(), torch.arange(S), torch.arange(S))
+    out, lse = forward(q, k, v, cover, scores)
+    tile = BackwardTile(dout, q, k, v, out, lse, make_delta(dout, out), cover, scores, k.clone(), v.clone())
+    *grads, of_scores = backward(tile)
+    return [out, lse, *grads, *(of_scores or {}).values()]
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap", "slopes", "bias", "bias of all heads", "dropout", "function"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 100])
+def test_results_are_those_of_all_heads(heads: tuple[int, int], name: str, most: int) -> None:
+    """``most``: query heads whose elements a part may have. Below those of a kv head its query heads are parted too."""
+    seen, of_head, scores = [], B * S * D, scores_of(name, heads[0])
+
+    def counted(function: Any) -> Any:
+        def called(*given: Any) -> Any:
+            q, k, v, *_ = given if len(given) > 1 else given[0][1:]
+            assert all(x.is_contiguous() for x in (q, k, v)) and q.numel() < few_heads.FAR
+            seen.append((q.shape[1], k.shape[1]))
+            return function(*given)
+
+        return called
+
+    given = reference._forward, reference._backward
+    whole = both_passes(*given, heads, scores)
+    most, group = min(most, heads[0] - 1), heads[0] // heads[1]
+    with mock.patch.multiple(few_heads, FAR=of_head * (most + 1), PART=of_head * most):
+        parts = both_passes(*few_heads.by_heads(*map(counted, given)), heads, scores)
+    assert len(parts) == len(whole) and [x.dtype for x in parts] == [x.dtype for x in whole]
+    for a, b in zip(parts, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert sum(q for q, _ in seen) == 2 * heads[0] and all(k == -(-q // group) for q, k in seen)
+    assert max(q for q, _ in seen) == (most if most < group else most // group * group)
+
+
+def test_small_tensors_and_large_kernels_stay_whole() -> None:
+    """A tensor counts with what lies between its elements: rows of a buffer that also holds others."""
+    asked: list[int] = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        asked.append(q.shape[1])
+        return q, q[..., 0]
+
+    few, _ = few_heads.by_heads(forward, None)
+    wide, q = torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 5, 8)
+    for x, parts in (
+        (q, [2]),
+        (wide.transpose(1, 2), [2]),
+        (torch.zeros(1, 5, 3, 8)[:, :, :2].transpose(1, 2), [1, 1]),
+    ):
+        with mock.patch.multiple(few_heads, FAR=q.numel() + 1, PART=1):
+            few(x, q, q, None, Scores(1.0))
+        assert asked == parts
+        asked.clear()
+    kernels = KERNELS.values()
+    passes = {x.name: x.begin_forward(q, 8, Scores(1.0))._tile_forward for x in kernels}
+    parted = {name for name, x in passes.items() if "by_heads" in getattr(x, "__qualname__", "")}
+    assert parted == {"fa4", "fa3", "fa2_package", "cudnn", "efficient", "flex"}
+
+
+def test_a_head_that_is_too_large_is_refused() -> None:
+    q, k, v, _ = make_qkv(B, 2, 2, S, D, seed=1)
+    forward, _ = few_heads.by_heads(reference._forward, reference._backward)
+    with (
+        mock.patch.multiple(few_heads, FAR=B * S * D, PART=1),
+        pytest.raises(UnsupportedError, match="elements in a head"),
+    ):
+        forward(q, k, v, None, Scores(1.0))
+
+
+def test_partial_gradients_of_one_kv_head_add_up_in_float32() -> None:
+    """The kernel rounds dk and dv of some query heads to bfloat16; their sum is rounded once more."""
+    parts = [torch.tensor(x, dtype=torch.bfloat16).expand(1, 1, 1, 1) for x in (1.0, 2.0**-9, 2.0**-9, 2.0**-9)]
+
+    def backward(t: BackwardTile) -> tuple[Tensor, ...]:
+        return t.q, *[parts.pop(0)] * 2
+
+    x, k = torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    tile = BackwardTile(x, x, k, k, x, x[..., 0].float(), None, None, Scores(1.0))
+    with mock.patch.multiple(few_heads, FAR=2, PART=1):
+        _, dk, _, _ = few_heads.by_heads(None, backward)[1](tile)
+    assert dk.dtype == torch.bfloat16 and dk.item() == 1 + 2.0**-7
