@@ -266,7 +266,7 @@ def test_what_nobody_took_leaves_the_device() -> None:
     """The end of one forward brings the last block of the one before, whose backward comes later or never."""
     _, ours, _ = pair(offload=True)
     outs = [ours(rows(seed)) for seed in range(3)]
-    blocks = [each for each in gc.get_objects() if isinstance(each, Kept)]
+    blocks = [each for each in gc.get_objects() if type(each) is Kept]  # others may be dead proxies
     for out in (outs[1], outs[0], outs[2]):
         out.sum().backward(retain_graph=True)
         here = [block for block in blocks if any(each.near is not None for each in block.tensors)]

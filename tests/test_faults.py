@@ -463,10 +463,11 @@ KEPT = {
     "flash_attn_4._compiled": "a compiled kernel of the package, which keeps it too",
     "seam._function": "rules of the package, four",
     "fla._release": "two packages",
+    "host_copies._pinned": "memory, which takes its entry with it",
 }
 KEPT_WITH = {f"{path_of(x.rpartition('.')[0])[8:]}.{x.rpartition('.')[2]}": why for x, why in KEPT.items()}
 """Tables without a number that bounds them."""
-BOUNDED = {"_compiled", "_programs", "_known", "_function", "_release"}
+BOUNDED = {"_compiled", "_programs", "_known", "_function", "_release", "_pinned"}
 """Those whose keys are few, or are dropped."""
 
 

@@ -439,6 +439,24 @@ def long_page() -> str:
     return f"{million_page('long_2xh200.csv')}\nProjected from these:\n\n{projected_table()}"
 
 
+def ladder_page(name: str) -> str:
+    """`long_llama.py`: one length after the other on one GPU."""
+    rows = read(name)
+    lines = [
+        [
+            f"{int(row['seq_len']):,}", row["layers"], row["window"] or "all",
+            "PyTorch" if row["plain"] == "True" else "cp_mesh", "host" if row["offload_optimizer"] == "True" else "GPU",
+            *(row[x] for x in ("predicted_gib", "peak_gib", "host_gib", "seconds", "attention_s")),
+            *(row[x] for x in ("loss", "grad_norm", "commit", "status")),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["tokens", "layers", "keys seen", "plan", "optimizer on", "predicted, GiB", "peak, GiB", "in the host's"]
+    head += ["s a step", "attention, s", "loss", "gradient norm", "commit", "status"]
+    machine = f"1x {rows[0]['gpu']}, torch {rows[0]['torch']}; optimizer states in bf16, blocks recomputed in full"
+    return f"{head_of(name, machine)}\n{markdown(head, lines)}"
+
+
 def linears_page(name: str) -> str:
     """Of `linears.py`: at each commit both passes, of them what is beyond the products alone, and what is kept."""
     measured = [row for row in read(name) if row["fwdbwd_ms"]]
@@ -783,6 +801,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
     "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
     "long_2xh200.md": long_page,
+    "long_h200.md": lambda: ladder_page("long_h200.csv"),
     "recurrent_2xh100.md": lambda: recurrent_page("recurrent_2xh100.csv"),
     "hybrid_2xh100.md": lambda: hybrid_page("hybrid_2xh100.csv"),
     "torchtitan_2xh100.md": lambda: torchtitan_page("torchtitan_2xh100.csv"),
