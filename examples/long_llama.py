@@ -303,7 +303,8 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=timedelta(minutes=10))
-    world, cp = dist.get_world_size(), args.cp or dist.get_world_size()
+    world = dist.get_world_size()
+    cp = args.cp = args.cp or world
     mesh = init_device_mesh(args.device, (world // cp, cp), mesh_dim_names=("dp", "cp"))
     sizes = ModelSizes.read(json.loads(args.model) if args.model.startswith("{") else args.model)
     if args.layers:
@@ -319,7 +320,7 @@ def main() -> None:
     limit = args.gpu_memory or over_ranks(free, dist.ReduceOp.MIN, device)
     about = {
         "date": date.today().isoformat(), "commit": args.commit, "world": world, "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "cp": cp,
+        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }  # fmt: skip
     about |= {name: value for name, value in vars(args).items() if name in COLUMNS}
     about |= {"model": args.model, "layers": sizes.num_hidden_layers}

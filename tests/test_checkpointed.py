@@ -354,7 +354,7 @@ def test_what_attention_returned(options: dict[str, bool], compiled: bool) -> No
         assert not any(each() for lane in style._lanes.values() for each in lane.near)
     assert bool(graphs) == compiled
     assert len(calls) == 2 * (2 if options["keep_attention"] else 4)
-    buffers = sorted(x.numel() for lane in style._lanes.values() for x in lane.free if x.numel())
+    buffers = sorted(x.numel() for lane in style._lanes.values() for x in lane.free)
     lse = B * 2 * S * 8
     per_block = [rows().nbytes] + [lse, rows().nbytes] * options["keep_attention"]
     assert buffers == (sorted(per_block * 2) if options["offload"] else [])
@@ -564,21 +564,23 @@ def test_another_stream() -> None:
 @pytest.mark.parametrize("keep_attention", [True, False])
 def test_on_a_gpu(keep_attention: bool) -> None:
     """With slow copies: the same bits as without them, and memory of few blocks."""
-    peaks, found, wide = {}, {}, 1024
+    peaks, found, wide, heads = {}, {}, 1024, 8
 
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(wide, wide)
+            self.linear, self.core = nn.Linear(wide, wide), Core()
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.linear(x).sin()
+            q = self.linear(x).sin().unflatten(-1, (heads, -1)).transpose(1, 2)
+            return x + self.core(q, q, q).transpose(1, 2).flatten(-2)
 
     for offload in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Wide() for _ in range(16))).cuda().bfloat16()
+        model, axis = nn.Sequential(*(Wide() for _ in range(16))).cuda().bfloat16(), alone()
         style = Checkpointed(offload=offload, keep_attention=keep_attention)
-        parallelize(model, alone(), {"*": style})
+        core = ContextParallel(ShardedSequence(axis), deterministic=True)
+        parallelize(model, axis, {"*": style, "*.core": core})
         x = torch.randn(1, 20000, wide, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with mock.patch.object(torch.cuda, "stream", slowly(torch.cuda.stream)):
             for _ in range(3):
@@ -592,10 +594,11 @@ def test_on_a_gpu(keep_attention: bool) -> None:
         found[offload] = gradients(model)
         if offload:
             (lane,) = style._lanes.values()
-            assert len(lane.free) == 16 and all(buffer.is_pinned() for buffer in lane.free)
-            assert copies.pinned_bytes() == 16 * x.nbytes  # no power of two
+            kept = {x.nbytes, heads * 20000 * 4} if keep_attention else {x.nbytes}  # lse is too small to be pinned here
+            assert {buffer.numel() for buffer in lane.free} == kept and all(buffer.is_pinned() for buffer in lane.free)
+            assert copies.pinned_bytes() == 16 * x.nbytes * (1 + keep_attention)  # no power of two
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
-    assert peaks[False] - peaks[True] >= 10 * x.nbytes, peaks
+    assert peaks[False] - peaks[True] >= 10 * x.nbytes * (1 + keep_attention), peaks
     del model, style, lane
     gc.collect()
     assert not copies.pinned_bytes()
@@ -622,16 +625,16 @@ class Pinning:
 
 def test_memory_is_pinned_as_long_as_it_lives() -> None:
     """No more than asked for, and let go only when all copies are done."""
-    cuda, size = Pinning(), 5000
+    cuda, size = Pinning(), 5000000
     with mock.patch.object(torch.cuda, "cudart", lambda: cuda):
-        x = copies.pinned(torch.empty(size, dtype=torch.uint8), cuda)
+        x = copies.pinned(size, cuda)
         view = x[:10]
         assert cuda.held == {x.data_ptr(): size} and copies.pinned_bytes() == size
         del x, view
         assert cuda.calls == ["wait", "unpin"] and not cuda.held and not copies.pinned_bytes()
         cuda.error = 2
         with pytest.raises(MemoryError, match=r"cannot pin .* CUDA error 2"):
-            copies.pinned(torch.empty(size, dtype=torch.uint8), cuda)
+            copies.pinned(size, cuda)
     assert not copies.pinned_bytes()
 
 

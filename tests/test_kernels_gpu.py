@@ -175,6 +175,7 @@ def test_large_tensors(name: str, rows_first: bool) -> None:
     if lacks := capability.lacking() or (capability.devices[0] == "cpu" and "it runs on the CPU"):
         pytest.skip(lacks)
     dtype, gib = (torch.float32, 100) if name == "efficient" else (torch.bfloat16, 50)
+    torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < gib << 30:
         pytest.skip(f"needs {gib} GiB")
     generator = torch.Generator("cuda").manual_seed(0)

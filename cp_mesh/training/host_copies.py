@@ -44,16 +44,20 @@ def pinned_bytes() -> int:
     return sum(_pinned.values())
 
 
-def pinned(x: Tensor, stream: Any) -> Tensor:
-    """Pin the memory of ``x`` until it goes; ``stream``: the one that copies from and to it.
+def pinned(size: int, stream: Any) -> Tensor:
+    """Pinned memory of ``size`` bytes; ``stream``: the one that copies from and to it.
 
-    `torch.empty(pin_memory=True)` takes the next power of two bytes, up to twice as many as asked for.
+    `torch.empty(pin_memory=True)` takes the next power of two, up to twice as many bytes as asked for. Small buffers
+    are its own, since they could share a page, which is pinned once.
     """
+    if size < 2**20:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    x = torch.empty(size, dtype=torch.uint8, device="cpu")
     pointer = x.data_ptr()
-    error = int(torch.cuda.cudart().cudaHostRegister(pointer, x.nbytes, 0))
+    error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, 0))
     if error:
-        raise MemoryError(f"Checkpointed(offload=True): cannot pin {x.nbytes / 2**30:.2f} GiB, CUDA error {error}")
-    _pinned[pointer] = x.nbytes
+        raise MemoryError(f"Checkpointed(offload=True): cannot pin {size} bytes, CUDA error {error}")
+    _pinned[pointer] = size
     finalize(x, _unpin, pointer, stream).atexit = False
     return x
 
@@ -78,8 +82,8 @@ class Lane:
         if fits := [i for i, x in enumerate(self.free) if x.numel() >= size]:
             return self.free.pop(min(fits, key=lambda i: self.free[i].numel()))
         del self.free[:1]  # so their number stays that of the tensors kept at a time
-        found = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return pinned(found, self.stream) if self.device.type == "cuda" else found
+        on_gpu = self.device.type == "cuda"
+        return pinned(size, self.stream) if on_gpu else torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def let_stay(self, *blocks: Kept | None) -> None:
         """Make the tensors of all other blocks leave the device."""
@@ -106,6 +110,8 @@ class Kept:
             local = local.detach()  # without its graph, which holds this; writes to x count
         if type(local) is not Tensor:
             refuse(self.what, "a Tensor or DTensor", type(local).__name__, "Checkpointed()", UnsupportedError)
+        if not local.nbytes:  # a result of attention that was not asked for
+            return partial(lambda wrap: wrap(local.detach()), _wrap(x))
         self.tensors.append(_Stored(self.lane, local))
         return partial(self._get, len(self.tensors) - 1, _wrap(x))
 
