@@ -59,6 +59,7 @@ from cp_mesh.tools.explain.step import PRESETS, ModelSizes, StepExplanation  # n
 from cp_mesh.training.host_copies import pinned_bytes  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LARGE_NORMS = 2**32  # elements from which on PyTorch 2.11's are wrong (pytorch/pytorch#181555)
 OPTIONS = ("plain", "recompute", "tiled_loss", "mlp_rows", "offload_checkpoints", "offload_optimizer")
 COLUMNS = (
     *("date", "commit", "gpu", "world", "torch", "model", "layers", "cp", "seq_len", "window", "head_chunks"),
@@ -147,7 +148,7 @@ def build(config: LlamaConfig, mesh: DeviceMesh, args: argparse.Namespace, devic
         }
         if args.mlp_rows:
             plan["layers.*.feed_forward"] = cp_mesh.TiledMLP(tile_rows=args.mlp_rows)
-        if max(args.seq_len) // mesh["cp"].size() * config.dim >= 2**32:  # there PyTorch 2.11's norms are wrong
+        if max(args.seq_len) // mesh["cp"].size() * config.dim >= LARGE_NORMS:
             norms = ("layers.*.attention_norm", "layers.*.feed_forward_norm", "norm")
             plan |= dict.fromkeys(norms, cp_mesh.TiledMLP(tile_rows=args.mlp_rows or 8192))
         cp_mesh.parallelize(model, mesh["cp"], plan)

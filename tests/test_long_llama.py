@@ -7,17 +7,23 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from ranks import group_of_one
 from scripts import run_script
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples" / "benchmarks"), str(ROOT / "examples")]
 
 import long_llama  # noqa: E402
 import tables  # noqa: E402
+from llama import LlamaConfig  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "long_llama.py"
 SIZES = {
@@ -60,6 +66,23 @@ def test_each_plan_takes_the_plain_step(name: str, tmp_path: Path) -> None:
         for column in ("loss", "grad_norm"):
             assert float(a[column]) == pytest.approx(float(b[column]), rel=2e-6), (column, a, b)
     assert (ours[0]["attention_s"] != "") == ("--split" in words)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(152 * 32 + 1, 152), (152 * 32, 17)])
+def test_norms_of_very_long_sequences_are_tiled(limit: int, rows: int) -> None:
+    seen, real = set[int](), F.rms_norm
+
+    def norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.add(x.shape[-2])
+        return real(x, *args, **kwargs)
+
+    config = LlamaConfig(64, 32, 2, 4, 2, ffn_dim=48)
+    args = long_llama.parse_arguments(["--seq-len", "152", "--mlp-rows", "17", "--device", "cpu"])
+    args.tied = False
+    with group_of_one(), mock.patch.object(F, "rms_norm", norm), mock.patch.object(long_llama, "LARGE_NORMS", limit):
+        axes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+        long_llama.Trainer(config, axes, args, torch.device("cpu")).step(152)
+    assert max(seen) == rows, seen
 
 
 @pytest.mark.full

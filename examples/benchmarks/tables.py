@@ -440,20 +440,24 @@ def long_page() -> str:
 
 
 def ladder_page(name: str) -> str:
-    """`long_llama.py`: one length after the other on one GPU."""
+    """Steps of `long_llama.py`, one after the other."""
     rows = read(name)
     lines = [
         [
-            f"{int(row['seq_len']):,}", row["layers"], row["window"] or "all",
-            "PyTorch" if row["plain"] == "True" else "cp_mesh", "host" if row["offload_optimizer"] == "True" else "GPU",
+            f"{row['world']}x {row['gpu'].split()[1]}", f"{int(row['seq_len']):,}", row["layers"],
+            row["window"] or "all",
+            "PyTorch" if row["plain"] == "True" else "cp_mesh",
+            ("input" if row["recompute"] == "full" else "input, attention")
+            + (", on the host" if row["offload_checkpoints"] == "True" else ""),
+            "host" if row["offload_optimizer"] == "True" else "GPU",
             *(row[x] for x in ("predicted_gib", "peak_gib", "host_gib", "seconds", "attention_s")),
             *(row[x] for x in ("loss", "grad_norm", "commit", "status")),
         ]
         for row in rows
     ]  # fmt: skip
-    head = ["tokens", "layers", "keys seen", "plan", "optimizer on", "predicted, GiB", "peak, GiB", "in the host's"]
-    head += ["s a step", "attention, s", "loss", "gradient norm", "commit", "status"]
-    machine = f"1x {rows[0]['gpu']}, torch {rows[0]['torch']}; optimizer states in bf16, blocks recomputed in full"
+    head = ["GPUs", "tokens", "layers", "keys seen", "plan", "blocks keep", "optimizer on", "predicted, GiB"]
+    head += ["peak, GiB", "in the host's", "s a step", "attention, s", "loss", "gradient norm", "commit", "status"]
+    machine = f"torch {rows[0]['torch']}; optimizer states in bf16; GiB are those of a GPU or a rank"
     return f"{head_of(name, machine)}\n{markdown(head, lines)}"
 
 
@@ -801,7 +805,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
     "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
     "long_2xh200.md": long_page,
-    "long_h200.md": lambda: ladder_page("long_h200.csv"),
+    **{f"{x}.md": lambda x=x: ladder_page(f"{x}.csv") for x in ("doubled_2xh200", "long_h200", "offloaded")},  # type: ignore[misc]
     "recurrent_2xh100.md": lambda: recurrent_page("recurrent_2xh100.csv"),
     "hybrid_2xh100.md": lambda: hybrid_page("hybrid_2xh100.csv"),
     "torchtitan_2xh100.md": lambda: torchtitan_page("torchtitan_2xh100.csv"),

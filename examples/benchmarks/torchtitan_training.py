@@ -114,6 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args()
     args.precision = "fp32" if args.tiny else "bf16"
     if args.tiny:
@@ -276,7 +277,7 @@ def measure(args: argparse.Namespace, seq_len: int) -> list[dict[str, str]]:
         ms, ours = statistics.median(times), variant == "cp_mesh"
         values = {
             "date": datetime.now(UTC).date(),
-            "commit": commit(),
+            "commit": args.commit or commit(),
             "gpu": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
             "world_size": dist.get_world_size(),
             "torch": torch.__version__,
