@@ -805,7 +805,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
     "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
     "long_2xh200.md": long_page,
-    **{f"{x}.md": lambda x=x: ladder_page(f"{x}.csv") for x in ("doubled_2xh200", "long_h200", "offloaded")},  # type: ignore[misc]
+    **{
+        f"{x}.md": lambda x=x: ladder_page(f"{x}.csv") for x in ("doubled_2xh200", "long_h200", "offloaded_checkpoints")
+    },  # type: ignore[misc]
     "recurrent_2xh100.md": lambda: recurrent_page("recurrent_2xh100.csv"),
     "hybrid_2xh100.md": lambda: hybrid_page("hybrid_2xh100.csv"),
     "torchtitan_2xh100.md": lambda: torchtitan_page("torchtitan_2xh100.csv"),
