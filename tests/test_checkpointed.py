@@ -273,6 +273,16 @@ def test_what_nobody_took_leaves_the_device() -> None:
         assert len(here) <= 1 and len(blocks) == 3 * LAYERS
 
 
+def test_small_tensors_do_not_take_large_buffers() -> None:
+    """Of sequences that grow, as many bytes are held as the longest takes, in whichever order blocks keep tensors."""
+    for of_row in ((8192, 128, 8192), (128, 8192), (8192, 128)):
+        lane = copies.Lane(torch.device("cpu"))
+        for length in (16, 32, 64, 64, 16, 64):
+            for _ in range(2):
+                lane.free += [lane.buffer(length * each) for _ in range(3) for each in of_row]
+        assert sum(x.numel() for x in lane.free) == 3 * 64 * sum(of_row)
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     gc.collect()
@@ -607,6 +617,8 @@ def test_on_a_gpu(keep_attention: bool) -> None:
 class Pinning:
     """In the place of CUDA's functions that pin memory."""
 
+    device = "cpu"
+
     def __init__(self, error: int = 0) -> None:
         self.error, self.calls, self.held = error, [], dict[int, int]()
 
@@ -633,7 +645,7 @@ def test_memory_is_pinned_as_long_as_it_lives() -> None:
         del x, view
         assert cuda.calls == ["wait", "unpin"] and not cuda.held and not copies.pinned_bytes()
         cuda.error = 2
-        with pytest.raises(MemoryError, match=r"cannot pin .* CUDA error 2"):
+        with pytest.raises(MemoryError, match=r"cannot pin .* CUDA error 2; .* keep_attention=False"):
             copies.pinned(size, cuda)
     assert not copies.pinned_bytes()
 

@@ -15,11 +15,13 @@ few_heads = room("few_heads")
 reference = room("kernels.reference")
 ScoreGradients = inner("scores", "ScoreGradients")
 
-B, S, D, DV = 2, 6, 4, 3
+B, S, D = 2, 6, 4
+CASES = [(name, (S, 3)) for name in ("softcap", "slopes", "bias", "bias of all heads", "dropout", "function")]
+CASES += [("plain", shape) for shape in ((S, 3), (4, 3), (9, 3), (S, 7))]  # numbers of keys, and head dims of v
 HEADS = [(6, 3), (8, 2), (4, 1), (3, 3)]
 
 
-def scores_of(name: str, H: int) -> Scores:
+def scores_of(name: str, H: int, keys: int) -> Scores:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
 
@@ -29,45 +31,53 @@ def scores_of(name: str, H: int) -> Scores:
         "plain": Scores(0.3),
         "softcap": Scores(0.3, softcap=2.0),
         "slopes": Scores(0.3, alibi_slopes=drawn(H), wanted=frozenset({"alibi_slopes"})),
-        "bias": Scores(0.3, bias=drawn(B, H, S, S), wanted=frozenset({"bias"})),
-        "bias of all heads": Scores(0.3, bias=drawn(1, 1, S, S), wanted=frozenset({"bias"})),
+        "bias": Scores(0.3, bias=drawn(B, H, S, keys), wanted=frozenset({"bias"})),
+        "bias of all heads": Scores(0.3, bias=drawn(1, 1, S, keys), wanted=frozenset({"bias"})),
         "dropout": Scores(0.3, dropout_p=0.4, dropout_seed=torch.tensor([11, 3])),
         "function": Scores(0.3, score_mod=score_mod, captured=captured, wanted=frozenset({name_of_captured(0)})),
     }[name]
 
 
-def both_passes(forward: Any, backward: Any, heads: tuple[int, int], scores: Scores) -> list[Tensor]:
+def both_passes(
+    forward: Any, backward: Any, heads: tuple[int, int], shape: tuple[int, int], scores: Scores
+) -> list[Tensor]:
     """out, lse, dq, dk, dv and gradients of scores; of q and dout in [B, S, H, D] order."""
-    q, k, v, dout = make_qkv(B, *heads, S, D, DV, seed=1)
+    num_k, v_dim = shape
+    q, *_, dout = make_qkv(B, *heads, S, D, v_dim, seed=1)
+    _, k, v, _ = make_qkv(B, *heads, num_k, D, v_dim, seed=2)
     q, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, dout))
-    cover = Pairs(Mask(), torch.arange(S), torch.arange(S))
+    cover = Pairs(Mask(), torch.arange(S) + max(0, num_k - S), torch.arange(num_k))
     out, lse = forward(q, k, v, cover, scores)
     tile = BackwardTile(dout, q, k, v, out, lse, make_delta(dout, out), cover, scores, k.clone(), v.clone())
     *grads, of_scores = backward(tile)
+    assert out.transpose(1, 2).is_contiguous() or forward is reference._forward  # in q's order
     return [out, lse, *grads, *(of_scores or {}).values()]
 
 
-@pytest.mark.parametrize("name", ["plain", "softcap", "slopes", "bias", "bias of all heads", "dropout", "function"])
+@pytest.mark.parametrize(("name", "shape"), CASES)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 100])
-def test_results_are_those_of_all_heads(heads: tuple[int, int], name: str, most: int) -> None:
+def test_results_are_those_of_all_heads(heads: tuple[int, int], name: str, shape: tuple[int, int], most: int) -> None:
     """``most``: query heads whose elements a part may have. Below those of a kv head its query heads are parted too."""
-    seen, of_head, scores = [], B * S * D, scores_of(name, heads[0])
+    seen, of_head, scores = [], B * max(S, shape[0]) * max(D, shape[1]), scores_of(name, heads[0], shape[0])
 
     def counted(function: Any) -> Any:
         def called(*given: Any) -> Any:
             q, k, v, *_ = given if len(given) > 1 else given[0][1:]
-            assert all(x.is_contiguous() for x in (q, k, v)) and q.numel() < few_heads.FAR
+            assert all(x.is_contiguous() for x in (q, k, v)) and q.shape[1] * of_head < few_heads.FAR
+            if len(given) == 1:
+                of_q = (getattr(given[0], x) for x in ("dout", "out", "lse", "delta"))
+                assert all(x.shape[1] == q.shape[1] and x.data_ptr() % 16 == 0 for x in of_q)
             seen.append((q.shape[1], k.shape[1]))
             return function(*given)
 
         return called
 
     given = reference._forward, reference._backward
-    whole = both_passes(*given, heads, scores)
+    whole = both_passes(*given, heads, shape, scores)
     most, group = min(most, heads[0] - 1), heads[0] // heads[1]
     with mock.patch.multiple(few_heads, FAR=of_head * (most + 1), PART=of_head * most):
-        parts = both_passes(*few_heads.by_heads(*map(counted, given)), heads, scores)
+        parts = both_passes(*few_heads.by_heads(*map(counted, given)), heads, shape, scores)
     assert len(parts) == len(whole) and [x.dtype for x in parts] == [x.dtype for x in whole]
     for a, b in zip(parts, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
@@ -96,18 +106,47 @@ def test_small_tensors_and_large_kernels_stay_whole() -> None:
         asked.clear()
     kernels = KERNELS.values()
     passes = {x.name: x.begin_forward(q, 8, Scores(1.0))._tile_forward for x in kernels}
-    parted = {name for name, x in passes.items() if "by_heads" in getattr(x, "__qualname__", "")}
-    assert parted == {"fa4", "fa3", "fa2_package", "cudnn", "efficient", "flex"}
+    back = {x.name: x.begin_backward(q, q, q, q[..., 0], None, Scores(1.0))._tile_backward for x in kernels}
+    for each in (passes, back):
+        parted = {name for name, x in each.items() if "by_heads" in getattr(x, "__qualname__", "")}
+        assert parted == {"fa4", "fa3", "fa2_package", "cudnn", "efficient", "flex"}
 
 
-def test_a_head_that_is_too_large_is_refused() -> None:
-    q, k, v, _ = make_qkv(B, 2, 2, S, D, seed=1)
+@pytest.mark.parametrize("shape", [(S, D), (1, D), (2 * S, D // 2), (S // 2, 2 * D)])
+def test_a_head_that_is_too_large_is_refused(shape: tuple[int, int]) -> None:
+    q, *_ = make_qkv(B, 2, 2, S if shape[0] != 2 * S else 1, D if shape[1] == D else D // 2, D, seed=1)
+    _, k, v, _ = make_qkv(B, 2, 2, shape[0], q.shape[3], shape[1], seed=1)
     forward, _ = few_heads.by_heads(reference._forward, reference._backward)
+    largest = B * max(q.shape[2], shape[0]) * max(q.shape[3], shape[1])
     with (
-        mock.patch.multiple(few_heads, FAR=B * S * D, PART=1),
+        mock.patch.multiple(few_heads, FAR=largest, PART=1),
         pytest.raises(UnsupportedError, match="elements in a head"),
     ):
         forward(q, k, v, None, Scores(1.0))
+
+
+def test_a_tensor_that_spans_much_is_large() -> None:
+    """Each of dout, out, q, k and v, since kernels take offsets from strides."""
+    asked: list[int] = []
+
+    def backward(t: BackwardTile) -> tuple[Tensor, ...]:
+        asked.append(t.q.shape[1])
+        return t.q, t.k, t.v
+
+    x, wide = torch.zeros(1, 2, 5, 8), torch.zeros(1, 3, 50, 8)[:, :2, ::10]
+    names = ("dout", "q", "k", "v", "out")
+    with mock.patch.multiple(few_heads, FAR=2 * 5 * 8 + 1, PART=1):
+        for name in (None, *names):
+            given = dict.fromkeys(names, x) | ({name: wide} if name else {})
+            few_heads.by_heads(None, backward)[1](
+                BackwardTile(**given, lse=x[..., 0], delta=None, cover=None, scores=Scores(1.0))
+            )
+            assert asked == ([1, 1] if name else [2])
+            asked.clear()
+    assert (few_heads.FAR, few_heads.PART) == (
+        2**31,
+        2**29,
+    )  # the largest number of 32 bits, and what a GPU was timed with
 
 
 def test_partial_gradients_of_one_kv_head_add_up_in_float32() -> None:

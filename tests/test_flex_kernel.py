@@ -275,6 +275,23 @@ def test_tables_of_blocks_are_of_these_heads_rows_and_tensors() -> None:
     tables(lambda b, h, i, j: allow[i, j])
 
 
+@pytest.mark.parametrize("reads_heads", [False, True])
+def test_chunks_of_heads_share_tables_of_blocks(reads_heads: bool) -> None:
+    """Unless the mask is one of heads, however many heads a chunk has."""
+    made, cover, real = [], Pairs(Mask(), ROWS, ROWS), flex_blocks._made
+    mask_mod, read = trace("mask_mod", lambda b, h, i, j: (h if reads_heads else i) + j < S, torch.zeros(1))
+
+    def make(*args: Any) -> Any:
+        made.append(args)
+        return real(*args)
+
+    with mock.patch.object(flex_blocks, "_made", make):
+        for first, heads in ((0, H), (H, H), (2 * H, 1)):
+            scores = Scores(1.0, mask_mod=mask_mod, captured=read, first_head=first)
+            flex_blocks.blocks_of(Tile(cover, scores, torch.float64), (B, heads, S, S))
+    assert len(made) == (3 if reads_heads else 1)
+
+
 def test_tables_of_blocks_keep_no_copies_of_what_is_read() -> None:
     """A plan keeps its tables; a tile has copies of captured tensors, with pads."""
     cover, scores = Pairs(Mask(), ROWS, ROWS), scores_of("relative table", "causal", torch.zeros(1).double())

@@ -27,11 +27,13 @@ def blocks_of(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     scores = tile.scores
     mask_mod = scores.mask_mod
     read = () if mask_mod is None else tile.of_mask[1 + len(tile.rows) :]
-    first = scores.first_batch, scores.first_head  # chunks of heads share a tile
+    B, H, Sq, Sk = shape
+    reads_heads = mask_mod is not None and mask_mod.sizes(1, 2)[1] == 2
+    heads = (scores.first_head, H) if reads_heads else ()  # chunks of heads share a tile
     of_read = ((x.data_ptr(), x.stride(), times_written(x)) for x in read)
     if any(x.is_inference() for x in read):  # these have no version counter, so no cache
         return _made(tile, shape)
-    key = "blocks", mask_mod and mask_mod.handle, *shape, *first, *of_read
+    key = "blocks", mask_mod and mask_mod.handle, B, Sq, Sk, scores.first_batch, heads, *of_read
     # The cache holds the tensors too, so that no other tensor gets their address.
     return kept_of(tile.cover, key, lambda: (_made(tile, shape), read))[0]
 
