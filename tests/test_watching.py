@@ -314,6 +314,23 @@ def test_what_compiles_without_a_watch_compiles_with_it(pool: Any) -> None:
     pool(2).run(traced_twice)
 
 
+class Cuts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x[..., :1] * torch.arange(1, 1 + x.shape[1])[:, None]
+
+
+def cut_in_a_graph(rank: int) -> None:
+    model = parallel(Core(), planned="layers.0.core", sequence=ShardedSequence(mesh((2,), ("cp",))))
+    model.layers[0].out = Cuts()
+    model.layers[0].forward = torch.compile(model.layers[0].forward, backend="eager", fullgraph=True)
+    model(tokens_of())
+
+
+def test_compiled_forwards_of_a_watched_root_are_one_graph(pool: Any) -> None:
+    """Else a checkpoint around one would save other tensors than its recomputation, which nothing watches."""
+    pool(2).run(cut_in_a_graph)
+
+
 # Cores whose rows are not those of the root.
 
 

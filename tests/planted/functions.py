@@ -234,7 +234,7 @@ def _(made: Any) -> Any:
 
 
 plant("tables of blocks are kept though what they read was written", "tiles:kept_of", "tables of flex")(
-    lambda kept_of: lambda cover, key, make: kept_of(cover, key[:8], make)
+    lambda kept_of: lambda cover, key, make: kept_of(cover, key[:7], make)
 )
 plant("the last source is never seen", "rank_mask:_seen", "masks of sequences")(
     lambda seen: with_result(seen, lambda found: [*found[:-1], False])
