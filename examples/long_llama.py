@@ -59,7 +59,7 @@ from cp_mesh.tools.explain.step import PRESETS, ModelSizes, StepExplanation  # n
 from cp_mesh.training.host_copies import pinned_bytes  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LARGE_NORMS = 2**32  # elements from which on PyTorch 2.11's are wrong (pytorch/pytorch#181555)
+LARGE_NORMS = 2**32  # elements of an input from which on PyTorch 2.11 computes them wrong (pytorch/pytorch#181555)
 OPTIONS = ("plain", "recompute", "tiled_loss", "mlp_rows", "offload_checkpoints", "offload_optimizer")
 COLUMNS = (
     *("date", "commit", "gpu", "world", "torch", "model", "layers", "cp", "seq_len", "window", "head_chunks"),

@@ -47,8 +47,8 @@ def pinned_bytes() -> int:
 def pinned(size: int, stream: Any) -> Tensor:
     """Pinned memory of ``size`` bytes; ``stream``: the one that copies from and to it.
 
-    `torch.empty(pin_memory=True)` takes the next power of two, up to twice as many bytes as asked for. Of small buffers
-    that matters little, and pages are pinned whole.
+    `torch.empty(pin_memory=True)` takes the next power of two, up to twice as many bytes as asked for. Small buffers
+    come from there: little is lost, and registering would pin whole pages.
     """
     if size < 2**20:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -56,7 +56,7 @@ def pinned(size: int, stream: Any) -> Tensor:
     pointer = x.data_ptr()
     error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, 0))
     if error:
-        with suppress(RuntimeError):  # PyTorch's next launch would raise this error
+        with suppress(RuntimeError):  # takes the error, which PyTorch's next launch would raise
             torch.ones((), device=stream.device)
         hint = "take more ranks, or Checkpointed(offload=True, keep_attention=False)"
         raise MemoryError(f"Checkpointed(offload=True): cannot pin {size} bytes, CUDA error {error}; {hint}")
@@ -81,7 +81,7 @@ class Lane:
         self.near: list[ref[Kept]] = []
 
     def buffer(self, size: int) -> Tensor:
-        """Host memory of at least ``size`` bytes; not of far more, or lse would take that of hidden states."""
+        """Host memory of at least ``size`` bytes; not of far more, or lse would take a buffer of hidden states."""
         if fits := [i for i, x in enumerate(self.free) if size <= x.numel() <= 8 * size]:
             return self.free.pop(min(fits, key=lambda i: self.free[i].numel()))
         del self.free[:1]  # so their number stays that of the tensors kept at a time
