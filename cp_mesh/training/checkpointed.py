@@ -29,7 +29,9 @@ class Checkpointed(ParallelStyle):
     """Makes a block keep its input and what attention returns; the backward computes the rest again.
 
     Outputs, gradients and random numbers are those of the plain block. It is PyTorch's checkpoint without reentry.
-    Styles over cp and tp inside the block and `fully_shard` around it work as without.
+    As under that, a tensor written in place inside the block (``x += y``) after another operation saved it gives wrong
+    gradients without an error: write ``x = x + y``. Styles over cp and tp inside the block and `fully_shard` around it
+    work as without.
 
     With ``offload=True`` both wait in host memory, which is pinned on GPUs and used again by the next step. They come
     back one block ahead, so a GPU holds those of two blocks. The input is the first floating tensor among the
