@@ -76,7 +76,7 @@ class Watch(TorchFunctionMode):
     def look(self, name: str, args: Any, kwargs: Any) -> None:
         """Warn, once, if the model counts positions from 0 up to the local length, or slices a table so."""
         rows = self.local_rows
-        if rows is None or name not in self.tells or torch.compiler.is_compiling():  # tracing this would break graphs
+        if rows is None or name not in self.tells or torch.compiler.is_compiling():  # the rest breaks graphs
             return
         if sys._getframe(2).f_globals.get("__name__", "").startswith("cp_mesh."):
             return  # recurrent layers count rows of documents
