@@ -112,6 +112,7 @@ forward_level = partial(getattr, forward_ad, "_current_level")  # level of forwa
 allows_plain = torch._C._get_dtensor_allow_implicit_replication  # whether plain tensors may join DTensors
 backward_number = torch._C._current_graph_task_id  # id of the backward that runs in this thread; -1: none
 StopRecomputation = torch.utils.checkpoint._StopRecomputationError  # ends a checkpoint's recomputation; no failure
+saved_tensors_hooks_here: Any = torch._C._autograd._top_saved_tensors_default_hooks  # the innermost pair, or None
 set_grad_enabled = torch._C._set_grad_enabled  # the call of torch.no_grad that function modes see
 function_mode = torch.overrides._get_current_function_mode  # the innermost one
 function_modes = torch.overrides._get_current_function_mode_stack

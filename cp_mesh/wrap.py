@@ -84,10 +84,13 @@ def replaced(module: nn.Module, key: str) -> Replacement | None:
 
 
 def check_plain(what: str, module: nn.Module) -> None:
-    """Refuse a module whose forward cannot be replaced: one of torch.jit, or one that torch.compile returned."""
+    """Refuse a module whose forward cannot be replaced: without one, of torch.jit, or returned by torch.compile."""
     if isinstance(module, torch.jit.ScriptModule):
         hint = "apply the plan to the plain module; compile that with torch.compile, as torch.jit cannot"
         raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        hint = "name the modules that it holds, as in 'layers.*'"
+        refuse(what, "a module with a forward", f"a {type(module).__name__}, which is never called", hint)
     if COMPILED in dict(module.named_children()):
         hint = "cp_mesh.parallelize applies it to the module inside; compile the module that holds all of the linears"
         refuse(what, "a plain module", "one that torch.compile made", hint)

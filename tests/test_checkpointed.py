@@ -769,6 +769,41 @@ class Writes(Block):
         return y * x
 
 
+class Adds(Attends):
+    """In place, to what the norm saved in this block, or to attention's output."""
+
+    def __init__(self, to: str) -> None:
+        super().__init__()
+        self.norm, self.to = nn.LayerNorm(C), to
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.to == "stream":
+            x = x.clone()
+            x += super().forward(self.norm(x))
+            return x * x
+        q = self.q(x).unflatten(-1, (2, C // 2)).transpose(1, 2)
+        y = self.core(q, q, q)
+        y *= 2
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("to", ["stream", "attention"])
+def test_writes_to_what_is_saved(options: dict[str, bool], to: str) -> None:
+    """Plain autograd refuses them; PyTorch's checkpoint has wrong gradients. Also in a backward after a right one."""
+    torch.manual_seed(0)
+    model, sequence = Net(lambda: Adds(to), 2).double(), ShardedSequence(alone())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(rows()).sum().backward()
+    parallelize(model, alone(), {"layers.*": Checkpointed(**options), "layers.*.core": ContextParallel(sequence)})
+    say = r"Checkpointed\(Adds at layers\.1\): expected .* got a write"
+    if to == "attention" and options == {"offload": False, "keep_attention": True}:
+        say = "Tensor cached during selective activation checkpoint has been mutated"  # by PyTorch
+    for _ in range(2):
+        with pytest.raises(RuntimeError if "cached" in say else UnsupportedError, match=say):
+            model(rows()).sum().backward()
+
+
 class Odd(Tensor):
     pass
 

@@ -298,6 +298,21 @@ def test_labels_outside_of_the_vocabulary_of_one_rank(pool: Any) -> None:
         assert "or ignore_index=-1, got -100" in errors[rank].message
 
 
+def labels_too_short(rank: int, options: dict[str, Any], vocab: int) -> None:
+    axis = mesh((3,), ("cp",))
+    labels = torch.ones(B, 7 - (rank == 1), dtype=torch.int64)
+    cp_mesh.cross_entropy(torch.randn(B, 7, vocab), labels, axis, **options)
+
+
+@pytest.mark.parametrize(("options", "vocab"), [({}, 5), ({"count": 5}, 6)], ids=str)
+def test_labels_too_short_on_one_rank(pool: Any, options: dict[str, Any], vocab: int) -> None:
+    """Vocabularies of their own, as only first losses are compared."""
+    errors = raised(pool, 3, labels_too_short, options, vocab)
+    assert errors[1].message.startswith("cross_entropy: labels: expected shape (2, 7), got (2, 6)")
+    for rank in (0, 2):
+        assert "on 1 other ranks of the mesh: cross_entropy: labels: expected shape" in errors[rank].message
+
+
 def a_look_that_fails(rank: int) -> None:
     axis = mesh((3,), ("cp",))
     with mock.patch.object(loss, "check_labels", side_effect=RuntimeError("odd")) if rank == 1 else nullcontext():

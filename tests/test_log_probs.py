@@ -24,6 +24,7 @@ from cp_mesh import (
     Striped,
     VocabParallelHead,
     ZigZag,
+    cross_entropy,
     document_sums,
     parallelize,
     sum_gradients,
@@ -233,6 +234,47 @@ def test_a_vocabulary_over_tp(pool: Any) -> None:
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
 
 
+def labels_of_other_rows(rank: int, length: int) -> None:
+    """In the first step. Gathered rows pass, and rank 1 learns why rank 0 does not come."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    whole = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(length))
+    batch = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})
+    labels = batch["labels"]
+    x = sequence.gather(torch.randn(*labels.shape, V, requires_grad=True))
+    with torch.no_grad():
+        assert token_log_probs(x, whole[:, 1:]).shape == (B, length)
+    sequence.shard({"tokens": whole[:, :-1]})
+    x = torch.randn(*labels.shape, V, requires_grad=True)
+    if rank == 0:
+        labels = whole[:, 1:].chunk(2, 1)[0]
+    mask = Mask(documents=torch.zeros(length, dtype=torch.long))
+    document_sums(token_log_probs(x, labels), sequence=sequence, mask=mask)
+
+
+def test_labels_of_other_rows(pool: Any) -> None:
+    first, second = pool(2).run_expecting_error(labels_of_other_rows, 28, timeout=20.0)
+    assert first is not None and "got the labels of contiguous rows, beside tokens in zigzag" in first.message
+    assert second is not None and "cp rank 0 refused its arguments" in second.message
+    assert "the labels of contiguous rows" in second.message
+
+
+def right_labels(rank: int) -> None:
+    """A first trained call with right labels ends the check; a part of the rows is not refused."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    whole = torch.randint(V, (B, 33), generator=torch.Generator().manual_seed(3))
+    labels = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})["labels"]
+    x = torch.randn(*labels.shape, V, requires_grad=True)
+    token_log_probs(x[:, 1:].detach(), labels[:, 1:])
+    sequence.shard({"tokens": whole[:, :-1]})
+    token_log_probs(x, labels)
+    sequence.shard({"tokens": whole[:, :-1]})
+    token_log_probs(x, whole[:, 1:].chunk(2, 1)[rank])
+
+
+def test_right_labels(pool: Any) -> None:
+    pool(2).run(right_labels)
+
+
 def differing(rank: int) -> None:
     sequence = ShardedSequence(mesh((2,), ("cp",)), length=8)
     mask = Mask(documents=torch.tensor([0] * (3 + rank) + [1] * (5 - rank)))
@@ -257,6 +299,13 @@ def freed(rank: int) -> None:
         token_log_probs(hidden, labels, weight=linear.weight)
     with pytest.raises(ArgumentError, match="got one that FSDP2 has freed"):
         token_log_probs(hidden, labels, weight=weights[0])
+    given: dict[str, Any] = {"weight": linear.weight.full_tensor().detach(), "mesh": mesh((2,), ("cp",))}
+    with pytest.raises(ArgumentError, match=r"teacher: expected local tensors, got DTensors; under FSDP2 call unshard"):
+        cross_entropy(hidden, labels, **given, teacher=(hidden, linear.weight.detach()))
+    with pytest.raises(ArgumentError, match=r"teacher's weight: .* FSDP2 has freed; under FSDP2 call unshard"):
+        cross_entropy(hidden, labels, **given, teacher=(hidden, weights[0].detach()))
+    linear.unshard()
+    assert cross_entropy(hidden, labels, **given, teacher=(hidden, linear.weight.detach())) > 0
 
 
 def test_weights_that_are_away_are_refused(pool: Any) -> None:

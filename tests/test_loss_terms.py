@@ -278,7 +278,7 @@ def test_what_is_refused() -> None:
         "z_loss=nan": {"x": logits, "z_loss": float("nan")},
         "without a gradient": {"x": logits, "teacher": logits.clone().requires_grad_()},
         "teacher: expected logits": {"x": logits, "teacher": (soft, weight)},
-        r"with weight= a tuple of hidden states \[..., C\]": {"x": hidden, "weight": linear.weight, "teacher": logits},
+        r"of hidden states \[..., C\].*asks for the tuple": {"x": hidden, "weight": linear.weight, "teacher": logits},
         "are those of the student": {"x": hidden, "weight": linear.weight, "teacher": (soft[:, 1:], weight)},
         "rows and V are": {"x": hidden, "weight": linear.weight, "teacher": (soft, weight[1:], bias[1:])},
         "perhaps bias": {"x": hidden, "weight": linear.weight, "teacher": (soft, weight, bias[1:])},

@@ -370,6 +370,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "first calls": of(test_guard.test_batches_that_differ_between_ranks, "content", False),
     "lost plans": of(test_agreement.test_a_plan_that_one_rank_lost_is_no_first_call, False),
     "labels of other rows": of(test_guard.test_labels_of_other_rows, True),
+    "labels of log-probabilities": test_log_probs.test_labels_of_other_rows,
     "sharded twice": of(test_guard.test_what_is_sharded_twice, False),
     "positions of a root": of(test_guard.test_positions_of_a_root, False),
     "unread masks": of(test_guard.test_a_mask_that_no_style_reads, False),
@@ -406,6 +407,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "dropout of tiles": alone((test_tiled.test_dropout, ())),
     "copies to the host": alone((test_checkpointed.test_buffers_go_on_while_copies_are_under_way, ())),
     "who is on the device": alone((test_checkpointed.test_what_is_in_the_memory_of_the_device, ())),
+    "writes in checkpoints": alone(
+        (test_checkpointed.test_writes_to_what_is_saved, ({"offload": False, "keep_attention": False}, "stream"))
+    ),
     "tiles of what mixes tokens": alone((test_tiled.test_modules_that_mix_tokens_are_refused, ("a mean", 13))),
     "linears": on(3, test_tensor_parallel.run_cases, test_tensor_parallel.CASES),
     "traffic of linears": test_tensor_parallel.test_what_travels_and_what_is_computed,

@@ -402,6 +402,16 @@ def check_recomputation_that_stops() -> None:
     assert ends == ["stopped"]
 
 
+@row("torch._C._autograd._top_saved_tensors_default_hooks", "writes in place in checkpointed blocks are not seen")
+def check_innermost_hooks_of_saved_tensors() -> None:
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    assert ours.saved_tensors_hooks_here(False) is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert ours.saved_tensors_hooks_here(False) == (pack, pack)
+
+
 @row("torch._C._set_grad_enabled", "torch.no_grad in a function of a user is traced away: a gradient is wrong")
 @row("torch.overrides._get_current_function_mode", "the guard's watch is not found by cores")
 @row("torch.overrides._get_current_function_mode_stack", "functions of users are traced under modes that change them")

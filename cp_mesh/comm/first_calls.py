@@ -82,16 +82,17 @@ def agree_on_shapes(
     Raises:
         RankMismatchError: as `agree`.
     """
+    what = {"call": "batch"}  # for messages
     if checking(group):
-        require_agreement(group, {name: contents(x) for name, x in tensors.items()})
+        require_agreement(group, what | {name: contents(x) for name, x in tensors.items()})
         return True
     is_new = is_first(group, kind)
     if is_new:
-        agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
+        agree_first(group, kind, what | {name: contents(x) for name, x in tensors.items()})
     elif backward_number() != -1:
         return False  # a recomputation of a checkpoint; its forward was compared
     elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
-        agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
+        agree(group, what | {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
     return is_new
 
 

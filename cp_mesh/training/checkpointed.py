@@ -15,9 +15,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from cp_mesh._torch import COMPILED_CALL, DispatchMode, tree_flatten, tree_map_only, tree_unflatten, untraced
+from cp_mesh._torch import (
+    COMPILED_CALL,
+    DispatchMode,
+    StopRecomputation,
+    saved_tensors_hooks_here,
+    times_written,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+    untraced,
+)
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.training.host_copies import Kept, Lane
 from cp_mesh.training.parallelize import checkpoint_context_fn, is_attention
@@ -29,9 +39,7 @@ class Checkpointed(ParallelStyle):
     """Makes a block keep its input and what attention returns; the backward computes the rest again.
 
     Outputs, gradients and random numbers are those of the plain block. It is PyTorch's checkpoint without reentry.
-    As under that, a tensor written in place inside the block (``x += y``) after another operation saved it gives wrong
-    gradients without an error: write ``x = x + y``. Styles over cp and tp inside the block and `fully_shard` around it
-    work as without.
+    Styles over cp and tp inside the block and `fully_shard` around it work as without.
 
     With ``offload=True`` both wait in host memory, which is pinned on GPUs and used again by the next step. They come
     back one block ahead, so a GPU holds those of two blocks. The input is the first floating tensor among the
@@ -43,9 +51,11 @@ class Checkpointed(ParallelStyle):
         keep_attention: False computes attention again too, and keeps only the input.
 
     Raises:
-        UnsupportedError: at application, on a module with a style over cp. With ``offload=True`` also in a call of a
-            block that ``block.compile()`` compiled, that has no floating tensor among its arguments, or a subclass of
-            Tensor other than DTensor; and in the backward, if the input or attention's output was written in place.
+        UnsupportedError: at application, on a module with a style over cp; in the backward, if the block wrote in place
+            to a tensor that an operation had saved, as in ``x += y``: then plain autograd raises, too, but PyTorch's
+            checkpoint gives wrong gradients. With ``offload=True`` also in a call of a block that ``block.compile()``
+            compiled, that has no floating tensor among its arguments, or a subclass of Tensor other than DTensor; and
+            in the backward, if the input or attention's output was written in place.
 
     Example:
         >>> plan["layers.*"] = Checkpointed(offload=True)  # doctest: +SKIP
@@ -79,13 +89,20 @@ class Checkpointed(ParallelStyle):
 
         if self.offload and torch.is_grad_enabled():
             return self._offloaded(module, compute, tensors)
-        options: Any = {"context_fn": checkpoint_context_fn} if self.keep_attention else {}
+        if torch.compiler.is_compiling():  # traces have no writes in place
+            options: Any = {"context_fn": checkpoint_context_fn} if self.keep_attention else {}
+        else:
+            contexts = checkpoint_context_fn if self.keep_attention else noop_context_fn
+            options = {"context_fn": partial(_watched, self._name(module), contexts)}
         return checkpoint(compute, *tensors, use_reentrant=False, **options)
+
+    def _name(self, module: nn.Module) -> str:
+        where = getattr(replaced(module, CHECKPOINT), "where", "")
+        return f"Checkpointed({type(module).__name__}{where and f' at {where}'})"
 
     @untraced
     def _offloaded(self, module: nn.Module, compute: Callable[..., Any], tensors: list[Tensor]) -> Any:
-        where = getattr(replaced(module, CHECKPOINT), "where", "")
-        what = f"Checkpointed({type(module).__name__}{where and f' at {where}'})"
+        what = self._name(module)
         if getattr(module, COMPILED_CALL, None) is not None:
             hint = "block.forward = torch.compile(block.forward) before the plan"
             refuse(what, "a block that is not compiled around the style", "block.compile()", hint, UnsupportedError)
@@ -96,15 +113,49 @@ class Checkpointed(ParallelStyle):
         if x.device not in self._lanes:
             self._lanes[x.device] = Lane(x.device)
         block, shape = Kept(what, self._lanes[x.device]), x.shape
-        options: Any = {}
+        outs: list[Any] = []
+        contexts = noop_context_fn
         if self.keep_attention:
-            outs: list[Any] = []
-            options["context_fn"] = lambda: (_Attention(block, outs), _Attention(None, outs))
+            contexts = lambda: (_Attention(block, outs), _Attention(None, outs))  # noqa: E731
         with saved_tensors_hooks(  # of the checkpoint's arguments, which live as long as these functions: not of x
             lambda y: y if block.tensors or y.shape != shape else block.keep(y),
             lambda y: y() if isinstance(y, partial) else y,
         ):
-            return checkpoint(compute, *tensors, use_reentrant=False, **options)
+            return checkpoint(compute, *tensors, use_reentrant=False, context_fn=partial(_watched, what, contexts))
+
+
+def _watched(what: str, contexts: Callable[[], Any]) -> tuple[Any, Any]:
+    forward, recomputation = contexts()
+    return forward, _Unwritten(what, recomputation)
+
+
+class _Unwritten:
+    """Around a recomputation, refuses a write to what it has saved: PyTorch's checkpoint does not compare versions."""
+
+    def __init__(self, what: str, inner: Any) -> None:
+        self.what, self.inner = what, inner
+
+    def __enter__(self) -> None:
+        saved = self.saved = list[tuple[Tensor, int]]()
+        pack, unpack = saved_tensors_hooks_here(False)
+
+        def note(x: Tensor) -> Any:  # without self, which would hold itself
+            saved.append((x, times_written(x)))
+            return pack(x)
+
+        self.hooks = saved_tensors_hooks(note, unpack)
+        self.hooks.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.inner.__exit__(kind, error, traceback)
+        self.hooks.__exit__(kind, error, traceback)
+        written = next((x for x, times in self.saved if times_written(x) != times), None)
+        self.saved.clear()
+        if written is not None and (error is None or isinstance(error, StopRecomputation)):
+            got = f"a write to one of shape {tuple(written.shape)}, {written.dtype}"
+            hint = "write x = x + y instead of x += y"
+            refuse(self.what, "saved tensors that are not written in place", got, hint, UnsupportedError)
 
 
 class _Attention(DispatchMode):

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from cp_mesh.comm.agreement import capturing
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.rules import agreed_pieces
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.training.checks.labels import check_log_probs
 from cp_mesh.training.token_losses import LazyLogits, prepare_losses
 
 
@@ -41,13 +44,18 @@ def token_log_probs(
         [...], float32 (float64 for float64).
 
     Raises:
-        ArgumentError: on DTensors, wrong shapes, a weight that FSDP2 has freed, or a temperature without ``weight``.
+        ArgumentError: on DTensors, wrong shapes, a weight that FSDP2 has freed, or a temperature without ``weight``; in
+            the first step also on labels outside of the vocabulary or of other rows, as in `cross_entropy`.
         IndexError: on the CPU, for a label outside of the vocabulary; on CUDA a device assertion.
 
     Example:
         >>> logp = token_log_probs(hidden, labels, weight=head.weight, temperature=0.7)  # doctest: +SKIP
     """
     losses = prepare_losses("token_log_probs", x, labels, ignore_index, weight, bias, temperature)
+    if not (torch.compiler.is_compiling() or capturing()):
+        inputs = [y for y in (x, weight) if y is not None]
+        trained = torch.is_grad_enabled() and any(y.requires_grad for y in inputs)
+        check_log_probs(labels, x.shape[-1] if weight is None else len(weight), ignore_index, trained)
     return -losses().view(labels.shape)
 
 

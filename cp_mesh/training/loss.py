@@ -101,7 +101,13 @@ def _cross_entropy(
     bias: Tensor | None,
     *options: Any,
 ) -> Tensor:
-    losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
+    refused: Exception | None = None
+    try:
+        losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
+    except (ArgumentError, UnsupportedError) as error:  # as below; DTensors, a mistake of all ranks, take no part
+        if not isinstance(logits, Tensor) or any(isinstance(x, DTensor) for x in (logits, labels, weight)):
+            raise
+        refused = error
     vocab = logits.shape[-1] if weight is None else len(weight)
     trained = logits.requires_grad or (weight is not None and weight.requires_grad)
     trained = torch.is_grad_enabled() and (trained or (bias is not None and bias.requires_grad))
@@ -116,12 +122,14 @@ def _cross_entropy(
     if eager and not first and WAITING and count is None and trained and not capturing():
         # another model waits for its first step; its labels are checked without an additional collective
         first = waits_for_labels({*ranks_of(mesh)})
-    found: Exception | None = None
-    if first:
+    found = refused
+    if first and found is None:
         try:
             found = check_labels(labels, vocab, ignore_index, {*ranks_of(mesh)}, count is not None, trained)
         except Exception as error:  # raised after the all-reduce, in which the other ranks wait
             found = error
+    if found is not None and not first:
+        raise found
     if found is not None:
         valid = valid + _FLAG
         leave_word(str(found) if isinstance(found, ArgumentError) else f"{type(found).__name__}: {found}")

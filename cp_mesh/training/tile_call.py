@@ -65,7 +65,8 @@ class Call:
         self.lead = rows[0].shape[: self.dim + 1] if rows else torch.Size()
         if len(self.lead) <= self.dim or any(x.shape[: self.dim + 1] != self.lead for x in rows):
             expected, got = f"tensors with the same first {self.dim + 1} dims", [tuple(x.shape) for x in rows]
-            refuse(self.what, expected, got, "hold other tensors in buffers; TiledMLP(dim=) is the dim of rows")
+            hint = "expand positions [S] to [B, S], hold other tensors in buffers; TiledMLP(dim=) is the dim of rows"
+            refuse(self.what, expected, got, hint)
         for i in self.at:
             self.leaves[i] = None
         self.device = rows[0].device.type
@@ -118,16 +119,17 @@ class Call:
         num = min(length, max(2, min(max(num for _, num in self.tiles), length // 2)))
         among = torch.arange(0, length, max(1, length // max(1, num)), device=device)[:num]
         alone = torch.arange(num, device=device)[1::2].flip(0)  # some of them, in another order
-        given = [x.detach().index_select(self.dim, among).requires_grad_(x.requires_grad) for x in rows]
-        before, random = self._state(given), random_state(rows)
-        training = [x for x in self.module.modules() if x.training]
+        rows = [x.detach().requires_grad_(x.requires_grad) for x in rows]
+        random, training = random_state(rows), [x for x in self.module.modules() if x.training]
         # a checkpoint around the module counts what is saved
         with torch.enable_grad(), drawing(random), saved_tensors_hooks(lambda x: x, lambda x: x):
+            given = [x.index_select(self.dim, among) for x in rows]  # no leaves, which autograd forbids to write
+            before = self._state(given)
             outs = self.run(given)
             drawn = not all(map(torch.equal, random.states, random_state(rows).states))
         if self._state(given) != before:
             self.refuse("buffers, attributes and an input that stay", "a write", f"it would come twice; {_ALONE}")
-        self._check_graph(outs, given)
+        self._check_graph(outs, rows)
         try:
             for part in training if drawn else ():
                 part.training = False  # without dropout, which is another for each place
@@ -165,7 +167,7 @@ class Call:
                 moved = grad.reshape(number, -1).nan_to_num(0.0, 0.0, 0.0).ne(0).any(-1)
                 moved[own] = False
                 if wrong := int(moved.sum()):
-                    self.refuse("rows that are computed alone", f"a row with a gradient in {wrong} others", _ALONE)
+                    self.refuse("rows that are computed alone", f"a row that depends on {wrong} others", _ALONE)
 
     def _state(self, rows: Sequence[Tensor]) -> dict[Any, Any]:
         held: dict[Any, Any] = dict(enumerate(rows))

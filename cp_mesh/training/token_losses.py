@@ -71,10 +71,13 @@ def prepare_losses(
         if torch.is_grad_enabled() and any(y.requires_grad for y in soft):
             hint = "call the teacher under torch.no_grad(), and pass its weight.detach()"
             refuse(f"{what}: teacher", "tensors without a gradient", "one with requires_grad", hint)
-    for y in (x, labels, weight, bias, *soft):
+    for y in (x, labels, weight, bias):
         if isinstance(y, DTensor):
             hint = "under FSDP2 call it in the module's forward; over tp take VocabParallelHead, without weight="
             refuse(what, "local tensors", "DTensors", hint)
+    for y in soft:
+        if isinstance(y, DTensor):
+            refuse(f"{what}: teacher", "local tensors", "DTensors", _UNSHARD)
     if x.shape[:-1] != labels.shape:
         refuse(f"{what}: labels", f"shape {tuple(x.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     for number in (temperature, label_smoothing, z_loss):
@@ -96,7 +99,9 @@ def prepare_losses(
             refuse(what, "hidden states [..., C], weight [V, C] and bias [V]", got, hint)
         fits = teacher is None or (soft[0].shape[:-1] == labels.shape and _fit(*soft) and len(soft[1]) == len(weight))
     if not fits:
-        refuse(f"{what}: teacher", _TEACHER, [tuple(y.shape) for y in soft], "rows and V are those of the student")
+        alone = weight is not None and len(soft) == 1
+        hint = "weight= asks for the tuple" if alone else "rows and V are those of the student"
+        refuse(f"{what}: teacher", _TEACHER, [tuple(y.shape) for y in soft], hint)
     if not temperature > 0:
         refuse(f"{what}: temperature", "a positive number", temperature, "1.0 leaves the logits as they are")
     flat, options = labels.flatten(), (ignore_index, label_smoothing, z_loss)
@@ -107,13 +112,16 @@ def prepare_losses(
         return partial(_TokenLosses.apply, x.flatten(0, -2), flat, *options, *rows)
     for held in () if torch.compiler.is_compiling() else (weight, *soft[1:]):
         if held.numel() and not held.untyped_storage().size():
-            hint = "call it within the forward of the module that holds it"
-            refuse(f"{what}: weight", "one that is there", "one that FSDP2 has freed", hint)
+            whose, hint = "weight", "call it within the forward of the module that holds it"
+            if held is not weight:
+                whose, hint = "teacher's weight", _UNSHARD
+            refuse(f"{what}: {whose}", "one that is there", "one that FSDP2 has freed", hint)
     return partial(
         _linear_losses, _head(x, weight, bias), flat, 1 / temperature, options, () if teacher is None else _head(*soft)
     )
 
 
+_UNSHARD = "under FSDP2 call unshard() of the teacher's module that holds its weight, and then read the weight"
 _TEACHER = "logits [..., V], or with weight= a tuple of hidden states [..., C], weight [V, C], perhaps bias [V]"
 
 

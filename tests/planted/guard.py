@@ -34,6 +34,7 @@ def _(is_first: Any) -> Any:
 
 
 plant("labels are not compared with tokens", "labels:_of_others", "labels of other rows")(nothing())
+plant("labels of log-probabilities pass", "labels:check_log_probs", "labels of log-probabilities")(nothing())
 plant("rows may be sharded once more", "cuts:is_cut", "sharded twice")(nothing(False))
 plant("a core takes rows that nobody cut", "cuts:check_rows", "rows of cores")(nothing())
 plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
