@@ -236,7 +236,7 @@ def test_a_vocabulary_over_tp(pool: Any) -> None:
 
 def labels_of_other_rows(rank: int, length: int) -> None:
     """In the first step. Gathered rows pass, and rank 1 learns why rank 0 does not come."""
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    sequence = ShardedSequence(mesh((2,), ("rows",)))
     whole = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(length))
     batch = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})
     labels = batch["labels"]
@@ -260,7 +260,7 @@ def test_labels_of_other_rows(pool: Any) -> None:
 
 def right_labels(rank: int) -> None:
     """A first trained call with right labels ends the check; a part of the rows is not refused."""
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    sequence = ShardedSequence(mesh((2,), ("rows",)))
     whole = torch.randint(V, (B, 33), generator=torch.Generator().manual_seed(3))
     labels = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})["labels"]
     x = torch.randn(*labels.shape, V, requires_grad=True)
@@ -299,7 +299,7 @@ def freed(rank: int) -> None:
         token_log_probs(hidden, labels, weight=linear.weight)
     with pytest.raises(ArgumentError, match="got one that FSDP2 has freed"):
         token_log_probs(hidden, labels, weight=weights[0])
-    given: dict[str, Any] = {"weight": linear.weight.full_tensor().detach(), "mesh": mesh((2,), ("cp",))}
+    given: dict[str, Any] = {"weight": linear.weight.full_tensor().detach(), "mesh": mesh((2,), ("rows",))}
     with pytest.raises(ArgumentError, match=r"teacher: expected local tensors, got DTensors; under FSDP2 call unshard"):
         cross_entropy(hidden, labels, **given, teacher=(hidden, linear.weight.detach()))
     with pytest.raises(ArgumentError, match=r"teacher's weight: .* FSDP2 has freed; under FSDP2 call unshard"):
