@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from inside import room
+from inside import inner, room
 from ranks import mesh
 from test_loss import peak_of
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from cp_mesh import (
 )
 
 ops = room("token_losses")
+Cuts, state_of = inner("cuts", "Cuts"), inner("group_state", "state_of")
 V, C, B, S = 19, 6, 2, 23
 
 
@@ -236,10 +237,10 @@ def test_a_vocabulary_over_tp(pool: Any) -> None:
 
 def labels_of_other_rows(rank: int, length: int) -> None:
     """In the first step. Gathered rows pass, and rank 1 learns why rank 0 does not come."""
-    sequence = ShardedSequence(mesh((2,), ("rows",)))
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
     whole = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(length))
     batch = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})
-    labels = batch["labels"]
+    labels, cuts = batch["labels"], state_of(sequence.mesh.get_group(), Cuts)
     x = sequence.gather(torch.randn(*labels.shape, V, requires_grad=True))
     with torch.no_grad():
         assert token_log_probs(x, whole[:, 1:]).shape == (B, length)
@@ -248,7 +249,10 @@ def labels_of_other_rows(rank: int, length: int) -> None:
     if rank == 0:
         labels = whole[:, 1:].chunk(2, 1)[0]
     mask = Mask(documents=torch.zeros(length, dtype=torch.long))
-    document_sums(token_log_probs(x, labels), sequence=sequence, mask=mask)
+    try:
+        document_sums(token_log_probs(x, labels), sequence=sequence, mask=mask)
+    finally:
+        cuts.done = False  # for tests after this one
 
 
 def test_labels_of_other_rows(pool: Any) -> None:
@@ -260,15 +264,17 @@ def test_labels_of_other_rows(pool: Any) -> None:
 
 def right_labels(rank: int) -> None:
     """A first trained call with right labels ends the check; a part of the rows is not refused."""
-    sequence = ShardedSequence(mesh((2,), ("rows",)))
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
     whole = torch.randint(V, (B, 33), generator=torch.Generator().manual_seed(3))
     labels = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})["labels"]
     x = torch.randn(*labels.shape, V, requires_grad=True)
     token_log_probs(x[:, 1:].detach(), labels[:, 1:])
     sequence.shard({"tokens": whole[:, :-1]})
     token_log_probs(x, labels)
+    assert state_of(sequence.mesh.get_group(), Cuts).done
     sequence.shard({"tokens": whole[:, :-1]})
     token_log_probs(x, whole[:, 1:].chunk(2, 1)[rank])
+    state_of(sequence.mesh.get_group(), Cuts).done = False  # for tests after this one
 
 
 def test_right_labels(pool: Any) -> None:
@@ -299,7 +305,7 @@ def freed(rank: int) -> None:
         token_log_probs(hidden, labels, weight=linear.weight)
     with pytest.raises(ArgumentError, match="got one that FSDP2 has freed"):
         token_log_probs(hidden, labels, weight=weights[0])
-    given: dict[str, Any] = {"weight": linear.weight.full_tensor().detach(), "mesh": mesh((2,), ("rows",))}
+    given: dict[str, Any] = {"weight": linear.weight.full_tensor().detach(), "mesh": mesh((2,), ("cp",))}
     with pytest.raises(ArgumentError, match=r"teacher: expected local tensors, got DTensors; under FSDP2 call unshard"):
         cross_entropy(hidden, labels, **given, teacher=(hidden, linear.weight.detach()))
     with pytest.raises(ArgumentError, match=r"teacher's weight: .* FSDP2 has freed; under FSDP2 call unshard"):

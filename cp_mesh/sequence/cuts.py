@@ -34,6 +34,11 @@ class Tokens(NamedTuple):
     ranks: tuple[int, ...]
     rank: int
 
+    @property
+    def num_rows(self) -> int:
+        """Of this rank, in each row of the batch."""
+        return self.layout.shard_len(self.seq_len, len(self.ranks), self.rank)
+
     def rows(self, shift: int, layout: Layout | None = None, rank: int | None = None, fill: int = 0) -> Tensor:
         """Return the tokens ``shift`` places after each row of a rank, by default this one: [B, rows]."""
         rank = self.rank if rank is None else rank
@@ -93,8 +98,7 @@ def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
     tokens = state_of(group, Cuts).tokens
     if tokens is None or x.ndim != 2 or x.dtype != tokens.whole.dtype or x.device != tokens.whole.device:
         return False
-    rows = tokens.layout.shard_len(tokens.seq_len, len(tokens.ranks), tokens.rank)
-    if x.shape == tokens.whole.shape or x.shape != (tokens.whole.shape[0], rows):
+    if x.shape == tokens.whole.shape or x.shape != (tokens.whole.shape[0], tokens.num_rows):
         return False
     own = tokens.rows(0)
     return torch.equal(own, x) and bool((own != own[:1, :1]).any())

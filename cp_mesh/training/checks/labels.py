@@ -30,7 +30,7 @@ def check_labels(
         labels: labels of this rank's rows, any shape.
         vocab: vocabulary size.
         ignore_index: the label of tokens without a loss.
-        ranks: the ranks of the loss; None: of this rank alone, so that gathered rows are right, too.
+        ranks: the ranks of the loss; None: it has no sum, and is compared with tokens of as many rows.
         in_parts: whether the loss has ``count=``; it may then cover only some of the rows.
         trained: whether the loss has a gradient; if so, later losses are not checked.
     """
@@ -43,21 +43,27 @@ def check_labels(
     for group, own in groups_with(Cuts):
         if group not in world().pg_map:  # the group was destroyed
             continue
-        if own.tokens is not None and (ranks is None or ranks.issuperset(own.tokens.ranks)):
-            whole = ranks is None and own.gathered and labels.shape[1:] == (own.gathered,)
+        if own.tokens is not None and _covers(ranks, own.tokens, labels):
             with without_function_modes():  # a watch may be active, and would report torch.arange calls of this check
-                found = found or (None if whole else _wrong(labels, ignore_index, own, in_parts))
+                found = found or _wrong(labels, ignore_index, own, in_parts)
             own.tokens, own.done = None, trained
     return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 
 def check_log_probs(labels: Tensor, vocab: int, ignore_index: int, trained: bool) -> None:
     """Refuse the labels of log-probabilities, which have no sum over ranks; cp ranks in a first call get the error."""
-    waiting = [group for group, own in groups_with(Cuts) if own.tokens is not None and group in world().pg_map]
+    cuts = [(group, own.tokens) for group, own in groups_with(Cuts) if group in world().pg_map]
+    waiting = [group for group, tokens in cuts if tokens is not None and _covers(None, tokens, labels)]
     if waiting and (error := check_labels(labels, vocab, ignore_index, None, True, trained)) is not None:
         for group in waiting:
             announce_error(group.group_name, error, in_check_mode=False)
         raise error
+
+
+def _covers(ranks: set[int] | None, tokens: Tokens, labels: Tensor) -> bool:
+    if ranks is not None:
+        return ranks.issuperset(tokens.ranks)
+    return labels.numel() == len(tokens.whole) * tokens.num_rows
 
 
 def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool) -> tuple[str, str] | None:
