@@ -190,16 +190,20 @@ def plans_of_lengths(rank: int) -> list[tuple[str, int, int | None]]:
     import gc
     from functools import _lru_cache_wrapper
 
+    def caches() -> list[Any]:
+        gc.unfreeze()  # else what was imported before the ranks began is not told
+        # their type, as isinstance asks proxies of what is gone
+        return [x for x in gc.get_objects() if type(x) is _lru_cache_wrapper and x.__module__[:8] == "cp_mesh."]
+
+    for each in caches():
+        each.cache_clear()  # of what other tests left
     sequence = ShardedSequence(mesh((2,), ("cp",)))
     for length in range(1, 300):
         batch = sequence.for_batch(length)
         x = batch.shard(torch.zeros(1, 1, length, 2), dim=2)
         attention(x, x, x, mesh=batch.mesh, seq_len=batch.seq_len, layout=batch.layout)
-    gc.unfreeze()  # else what was imported before the ranks began is not told
-    # their type, as isinstance asks proxies of what is gone
-    caches = [x for x in gc.get_objects() if type(x) is _lru_cache_wrapper and x.__module__[:8] == "cp_mesh."]
-    assert len(caches) > 5
-    return [(x.__qualname__, x.cache_info().currsize, x.cache_info().maxsize) for x in caches]
+    assert len(caches()) > 5
+    return [(x.__qualname__, x.cache_info().currsize, x.cache_info().maxsize) for x in caches()]
 
 
 @pytest.mark.full
