@@ -834,7 +834,7 @@ for stem, page in of_many.items():
         PAGES[f"{stem}.md"] = partial(page, f"{stem}.csv")
 
 REGIONS: dict[str, Callable[[], str]] = {
-    "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "532faca", ("32", "8")),
+    "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
     "support": support_table,
