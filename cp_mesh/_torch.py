@@ -111,6 +111,7 @@ is_batched = torch._C._functorch.is_batchedtensor  # whether torch.func.vmap mad
 forward_level = partial(getattr, forward_ad, "_current_level")  # level of forward-mode AD; negative: none is active
 allows_plain = torch._C._get_dtensor_allow_implicit_replication  # whether plain tensors may join DTensors
 backward_number = torch._C._current_graph_task_id  # id of the backward that runs in this thread; -1: none
+traces_checkpoint = partial(torch.utils.checkpoint._is_compiling, None, (), {})  # whether make_fx or AOTAutograd does
 StopRecomputation = torch.utils.checkpoint._StopRecomputationError  # ends a checkpoint's recomputation; no failure
 saved_tensors_hooks_here: Any = torch._C._autograd._top_saved_tensors_default_hooks  # the innermost pair, or None
 set_grad_enabled = torch._C._set_grad_enabled  # the call of torch.no_grad that function modes see

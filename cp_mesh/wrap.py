@@ -84,7 +84,7 @@ def replaced(module: nn.Module, key: str) -> Replacement | None:
 
 
 def check_plain(what: str, module: nn.Module) -> None:
-    """Refuse a module whose forward cannot be replaced: without one, of torch.jit, or returned by torch.compile."""
+    """Refuse a module whose forward cannot be replaced: it has none, is of torch.jit, or torch.compile returned it."""
     if isinstance(module, torch.jit.ScriptModule):
         hint = "apply the plan to the plain module; compile that with torch.compile, as torch.jit cannot"
         raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))

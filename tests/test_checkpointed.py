@@ -769,6 +769,28 @@ class Writes(Block):
         return y * x
 
 
+class Routes(Block):
+    """Writes to what the graph of a choice saved, which no backward reads: plain autograd accepts this."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = x * 1
+        chosen = self.linear(x).softmax(-1).argmax(-1)
+        x[..., 0] += chosen
+        return x.sin()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_right_writes_in_place(options: dict[str, bool]) -> None:
+    """Also in blocks within a block."""
+    plain, ours, _ = pair(Routes, 2, **options)
+    assert_same(step(ours), step(plain))
+    outer = nn.Sequential(ours)
+    parallelize(outer, alone(), {"0": Checkpointed()})
+    plain.zero_grad()
+    ours.zero_grad()
+    assert_same(step(outer), step(plain))
+
+
 class Adds(Attends):
     """In place, to what the norm saved in this block, or to attention's output."""
 
@@ -790,7 +812,7 @@ class Adds(Attends):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("to", ["stream", "attention"])
 def test_writes_to_what_is_saved(options: dict[str, bool], to: str) -> None:
-    """Plain autograd refuses them; PyTorch's checkpoint has wrong gradients. Also in a backward after a right one."""
+    """Plain autograd refuses them; PyTorch's checkpoint has wrong gradients. Also inside another checkpoint."""
     torch.manual_seed(0)
     model, sequence = Net(lambda: Adds(to), 2).double(), ShardedSequence(alone())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -799,9 +821,10 @@ def test_writes_to_what_is_saved(options: dict[str, bool], to: str) -> None:
     say = r"Checkpointed\(Adds at layers\.1\): expected .* got a write"
     if to == "attention" and options == {"offload": False, "keep_attention": True}:
         say = "Tensor cached during selective activation checkpoint has been mutated"  # by PyTorch
-    for _ in range(2):
-        with pytest.raises(RuntimeError if "cached" in say else UnsupportedError, match=say):
-            model(rows()).sum().backward()
+    for run in (model, parallelize(nn.Sequential(model), alone(), {"0": Checkpointed(keep_attention=False)})):
+        for _ in range(2):
+            with pytest.raises(RuntimeError if "cached" in say else UnsupportedError, match=say):
+                run(rows()).sum().backward()
 
 
 class Odd(Tensor):

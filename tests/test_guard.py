@@ -29,6 +29,7 @@ from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Stripe
 loss = room("loss")
 _decide, _decide_over_tp = inner("gradients", "_decide", "_decide_over_tp")
 _norm = inner("gradients", "_norm")
+Calls, state_of = inner("first_calls", "_Calls"), inner("group_state", "state_of")
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D
@@ -298,16 +299,22 @@ def test_labels_outside_of_the_vocabulary_of_one_rank(pool: Any) -> None:
         assert "or ignore_index=-1, got -100" in errors[rank].message
 
 
-def labels_too_short(rank: int, options: dict[str, Any], vocab: int) -> None:
+def labels_too_short(rank: int, options: dict[str, Any]) -> None:
+    """In a first loss; later, this rank alone raises at once."""
     axis = mesh((3,), ("cp",))
-    labels = torch.ones(B, 7 - (rank == 1), dtype=torch.int64)
-    cp_mesh.cross_entropy(torch.randn(B, 7, vocab), labels, axis, **options)
+    state_of(axis.get_group(), Calls).here.clear()
+    logits, labels = torch.randn(B, 7, V + 1), torch.ones(B, 7 - (rank == 1), dtype=torch.int64)
+    with pytest.raises(cp_mesh.ArgumentError) as error:
+        cp_mesh.cross_entropy(logits, labels, axis, **options)
+    if rank == 1:
+        with pytest.raises(cp_mesh.ArgumentError, match="labels: expected"):
+            cp_mesh.cross_entropy(logits[..., 1:], labels, axis, **options)
+    raise error.value
 
 
-@pytest.mark.parametrize(("options", "vocab"), [({}, 5), ({"count": 5}, 6)], ids=str)
-def test_labels_too_short_on_one_rank(pool: Any, options: dict[str, Any], vocab: int) -> None:
-    """Vocabularies of their own, as only first losses are compared."""
-    errors = raised(pool, 3, labels_too_short, options, vocab)
+@pytest.mark.parametrize("options", [{}, {"count": 5}], ids=str)
+def test_labels_too_short_on_one_rank(pool: Any, options: dict[str, Any]) -> None:
+    errors = raised(pool, 3, labels_too_short, options)
     assert errors[1].message.startswith("cross_entropy: labels: expected shape (2, 7), got (2, 6)")
     for rank in (0, 2):
         assert "on 1 other ranks of the mesh: cross_entropy: labels: expected shape" in errors[rank].message

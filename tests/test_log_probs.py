@@ -236,16 +236,13 @@ def test_a_vocabulary_over_tp(pool: Any) -> None:
 
 
 def labels_of_other_rows(rank: int, length: int) -> None:
-    """In the first step. Gathered rows pass, and rank 1 learns why rank 0 does not come."""
+    """In the first step, after a reference model: rank 1 learns why rank 0 does not come."""
     sequence = ShardedSequence(mesh((2,), ("cp",)))
     whole = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(length))
     batch = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})
     labels, cuts = batch["labels"], state_of(sequence.mesh.get_group(), Cuts)
-    x = sequence.gather(torch.randn(*labels.shape, V, requires_grad=True))
-    with torch.no_grad():
-        assert token_log_probs(x, whole[:, 1:]).shape == (B, length)
-    sequence.shard({"tokens": whole[:, :-1]})
     x = torch.randn(*labels.shape, V, requires_grad=True)
+    token_log_probs(x.detach(), labels)
     if rank == 0:
         labels = whole[:, 1:].chunk(2, 1)[0]
     mask = Mask(documents=torch.zeros(length, dtype=torch.long))
@@ -263,18 +260,30 @@ def test_labels_of_other_rows(pool: Any) -> None:
 
 
 def right_labels(rank: int) -> None:
-    """A first trained call with right labels ends the check; a part of the rows is not refused."""
+    """Parts of the rows, gathered completions of as many rows, tokens at their own positions, evaluations.
+
+    A first trained call with right labels ends the check, so wrong labels pass after it.
+    """
     sequence = ShardedSequence(mesh((2,), ("cp",)))
+    cuts = state_of(sequence.mesh.get_group(), Cuts)
     whole = torch.randint(V, (B, 33), generator=torch.Generator().manual_seed(3))
     labels = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})["labels"]
     x = torch.randn(*labels.shape, V, requires_grad=True)
-    token_log_probs(x[:, 1:].detach(), labels[:, 1:])
+    token_log_probs(x[:, 1:], labels[:, 1:])
+    assert cuts.tokens is not None and not cuts.done
+    token_log_probs(sequence.gather(x)[:, 16:], whole[:, 17:])
+    assert cuts.tokens is not None and not cuts.done
+    own = sequence.shard({"tokens": whole[:, :-1]})["tokens"]
+    with pytest.warns(UserWarning, match="which suits masked tokens"):
+        token_log_probs(x.detach(), own)
+    first = cuts.tokens
     sequence.shard({"tokens": whole[:, :-1]})
+    assert cuts.tokens is not first  # after an evaluation the next batch is kept
     token_log_probs(x, labels)
-    assert state_of(sequence.mesh.get_group(), Cuts).done
+    assert cuts.tokens is None and cuts.done
     sequence.shard({"tokens": whole[:, :-1]})
     token_log_probs(x, whole[:, 1:].chunk(2, 1)[rank])
-    state_of(sequence.mesh.get_group(), Cuts).done = False  # for tests after this one
+    cuts.done = False  # for tests after this one
 
 
 def test_right_labels(pool: Any) -> None:

@@ -431,7 +431,7 @@ def test_modules_that_mix_tokens_are_refused(name: str, num_rows: int) -> None:
 
 def test_mixing_by_less_than_rounding_is_refused() -> None:
     module = Says(lambda _, x: x + 0.001 * x.mean(1, keepdim=True))
-    with pytest.raises(UnsupportedError, match=r"a row that depends on \d+ others"):
+    with pytest.raises(UnsupportedError, match=r"one row that depends on \d+ others"):
         apply(module)(rows(torch.bfloat16, 13)[:1])
 
 

@@ -402,6 +402,20 @@ def check_recomputation_that_stops() -> None:
     assert ends == ["stopped"]
 
 
+@row("torch.utils.checkpoint._is_compiling", "make_fx of a model with checkpointed blocks raises")
+def check_traces_of_checkpoints() -> None:
+    found = []
+
+    def block(x: Tensor) -> Tensor:
+        found.append(ours.traces_checkpoint())
+        return x.sin()
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    make_fx(block)(block(torch.ones(2)))
+    assert found == [False, True]
+
+
 @row("torch._C._autograd._top_saved_tensors_default_hooks", "writes in place in checkpointed blocks are not seen")
 def check_innermost_hooks_of_saved_tensors() -> None:
     def pack(x: Tensor) -> Tensor:

@@ -129,6 +129,19 @@ def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     return True
 
 
+def has_no_call(group: dist.ProcessGroup, name: str) -> bool:
+    """Return whether this rank had no call over the group whose kind begins with this name, and note that it has one.
+
+    For calls that are refused, whose kind may be another than on the other ranks.
+    """
+    here = state_of(group, _Calls).here
+    if turned_off(group) or group.size() == 1 or capturing():
+        return False
+    known = any(isinstance(kind, tuple) and kind[0] == name for kind in here)
+    here.add((name,))
+    return not known
+
+
 def last_forward(group: dist.ProcessGroup) -> Forward:
     """Return the forward that has just run over the group."""
     return Forward(state_of(group, _Calls).forwards - 1, CHECK.get().where)

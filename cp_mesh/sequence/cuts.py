@@ -52,7 +52,8 @@ class Cuts:
 
     Attributes:
         last: distinct layouts and padded lengths of the last tensors.
-        tokens: the tokens of a first batch, until a loss has been compared with them.
+        tokens: the tokens of a first batch, until a trained loss has been compared with them.
+        evaluated: an untrained loss has been compared with them; the next tokens take their place.
         done: a trained loss has been compared, and no model had a first step since; no other batch is kept.
         used: a first call of attention came since these tokens were sharded.
         count: batches of tokens since the last such call.
@@ -61,6 +62,7 @@ class Cuts:
 
     last: tuple[tuple[Layout, int], ...] = ()
     tokens: Tokens | None = None
+    evaluated: bool = False
     done: bool = False
     used: bool = False
     count: int = 0
@@ -76,10 +78,11 @@ def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist
         return
     own.gathered, own.count = 0, own.count + 1
     # a loader may be a batch ahead, so the first batch is kept until a call uses it
-    goes = own.tokens is None or (own.used and own.tokens.whole.shape != whole.shape)
+    goes = own.tokens is None or own.evaluated or (own.used and own.tokens.whole.shape != whole.shape)
     if goes and not own.done and not turned_off(group):
         ranks = tuple(dist.get_process_group_ranks(group))
-        own.tokens, own.used = Tokens(whole, layout, seq_len, ranks, group.rank()), False
+        own.tokens = Tokens(whole, layout, seq_len, ranks, group.rank())
+        own.used = own.evaluated = False
 
 
 def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from cp_mesh._torch import (
     COMPILED_CALL,
     DispatchMode,
-    StopRecomputation,
     saved_tensors_hooks_here,
     times_written,
+    traces_checkpoint,
     tree_flatten,
     tree_map_only,
     tree_unflatten,
@@ -51,11 +52,13 @@ class Checkpointed(ParallelStyle):
         keep_attention: False computes attention again too, and keeps only the input.
 
     Raises:
-        UnsupportedError: at application, on a module with a style over cp; in the backward, if the block wrote in place
-            to a tensor that an operation had saved, as in ``x += y``: then plain autograd raises, too, but PyTorch's
-            checkpoint gives wrong gradients. With ``offload=True`` also in a call of a block that ``block.compile()``
-            compiled, that has no floating tensor among its arguments, or a subclass of Tensor other than DTensor; and
-            in the backward, if the input or attention's output was written in place.
+        UnsupportedError: at application, on a module with a style over cp. In the backward, if it reads a tensor that
+            the block wrote in place after an operation saved it, as in ``x += y``: plain autograd raises then, too, but
+            PyTorch's checkpoint gives wrong gradients, and so does this where torch.compile breaks the graph of a
+            block. (Of a write to attention's output PyTorch's selective checkpoint says so, a RuntimeError.) With
+            ``offload=True`` also in a call of a block that ``block.compile()`` compiled, that has no
+            floating tensor among its arguments, or a subclass of Tensor other than DTensor; and in the backward, if
+            the input or attention's output was written in place.
 
     Example:
         >>> plan["layers.*"] = Checkpointed(offload=True)  # doctest: +SKIP
@@ -89,7 +92,7 @@ class Checkpointed(ParallelStyle):
 
         if self.offload and torch.is_grad_enabled():
             return self._offloaded(module, compute, tensors)
-        if torch.compiler.is_compiling():  # traces have no writes in place
+        if torch.compiler.is_compiling() or traces_checkpoint():  # writes become other operations
             options: Any = {"context_fn": checkpoint_context_fn} if self.keep_attention else {}
         else:
             contexts = checkpoint_context_fn if self.keep_attention else noop_context_fn
@@ -125,37 +128,49 @@ class Checkpointed(ParallelStyle):
 
 
 def _watched(what: str, contexts: Callable[[], Any]) -> tuple[Any, Any]:
-    forward, recomputation = contexts()
-    return forward, _Unwritten(what, recomputation)
+    """Contexts of a checkpoint whose backward refuses to read what was written since it was saved, as autograd does."""
+    versions: list[int] = []
 
+    def of_forward(pack: Callable[..., Any], unpack: Callable[..., Any]) -> tuple[Any, Any]:
+        numbers = count()
 
-class _Unwritten:
-    """Around a recomputation, refuses a write to what it has saved: PyTorch's checkpoint does not compare versions."""
+        def read(saved: tuple[int, Any]) -> Tensor:
+            number, holder = saved
+            x: Tensor = unpack(holder)
+            if versions[number] != times_written(x):
+                got = f"a write to one of shape {tuple(x.shape)}, {x.dtype}"
+                refuse(what, "saved tensors that stay", got, "write x = x + y instead of x += y", UnsupportedError)
+            return x
 
-    def __init__(self, what: str, inner: Any) -> None:
-        self.what, self.inner = what, inner
+        return lambda x: (next(numbers), pack(x)), read
 
-    def __enter__(self) -> None:
-        saved = self.saved = list[tuple[Tensor, int]]()
-        pack, unpack = saved_tensors_hooks_here(False)
+    def of_recomputation(pack: Callable[..., Any], unpack: Callable[..., Any]) -> tuple[Any, Any]:
+        versions.clear()
 
-        def note(x: Tensor) -> Any:  # without self, which would hold itself
-            saved.append((x, times_written(x)))
+        def keep(x: Tensor) -> Any:
+            versions.append(times_written(x))
             return pack(x)
 
-        self.hooks = saved_tensors_hooks(note, unpack)
-        self.hooks.__enter__()
-        self.inner.__enter__()
+        return keep, unpack
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.inner.__exit__(kind, error, traceback)
-        self.hooks.__exit__(kind, error, traceback)
-        written = next((x for x, times in self.saved if times_written(x) != times), None)
-        self.saved.clear()
-        if written is not None and (error is None or isinstance(error, StopRecomputation)):
-            got = f"a write to one of shape {tuple(written.shape)}, {written.dtype}"
-            hint = "write x = x + y instead of x += y"
-            refuse(self.what, "saved tensors that are not written in place", got, hint, UnsupportedError)
+    forward, recomputation = contexts()
+    return _Hooked(forward, of_forward), _Hooked(recomputation, of_recomputation)
+
+
+class _Hooked:
+    """A context inside which other hooks take the place of a checkpoint's hooks of saved tensors."""
+
+    def __init__(self, inner: Any, replace: Callable[..., tuple[Any, Any]]) -> None:
+        self.inner, self.replace = inner, replace
+
+    def __enter__(self) -> None:
+        self.inner.__enter__()
+        self.hooks = saved_tensors_hooks(*self.replace(*saved_tensors_hooks_here(False)))
+        self.hooks.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+        self.inner.__exit__(*error)
 
 
 class _Attention(DispatchMode):

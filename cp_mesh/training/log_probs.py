@@ -45,7 +45,8 @@ def token_log_probs(
 
     Raises:
         ArgumentError: on DTensors, wrong shapes, a weight that FSDP2 has freed, or a temperature without ``weight``; in
-            the first step also on labels outside of the vocabulary or of other rows, as in `cross_entropy`.
+            the first step also on labels outside of the vocabulary or of other rows, as in `cross_entropy`. The other
+            ranks get this error in their next first call of cp_mesh.
         IndexError: on the CPU, for a label outside of the vocabulary; on CUDA a device assertion.
 
     Example:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol
 from cp_mesh.comm.agreement import announce_error, capturing, leave_word, read_word
-from cp_mesh.comm.first_calls import is_first_here
+from cp_mesh.comm.first_calls import has_no_call, is_first_here
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.sequence.cuts import is_whole, waits_for_labels
@@ -101,13 +101,12 @@ def _cross_entropy(
     bias: Tensor | None,
     *options: Any,
 ) -> Tensor:
-    refused: Exception | None = None
     try:
         losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
-    except (ArgumentError, UnsupportedError) as error:  # as below; DTensors, a mistake of all ranks, take no part
-        if not isinstance(logits, Tensor) or any(isinstance(x, DTensor) for x in (logits, labels, weight)):
-            raise
-        refused = error
+    except (ArgumentError, UnsupportedError) as error:
+        if not torch.compiler.is_compiling():
+            _tell_of(error, logits if isinstance(logits, Tensor) else labels, mesh)
+        raise
     vocab = logits.shape[-1] if weight is None else len(weight)
     trained = logits.requires_grad or (weight is not None and weight.requires_grad)
     trained = torch.is_grad_enabled() and (trained or (bias is not None and bias.requires_grad))
@@ -122,14 +121,12 @@ def _cross_entropy(
     if eager and not first and WAITING and count is None and trained and not capturing():
         # another model waits for its first step; its labels are checked without an additional collective
         first = waits_for_labels({*ranks_of(mesh)})
-    found = refused
-    if first and found is None:
+    found: Exception | None = None
+    if first:
         try:
             found = check_labels(labels, vocab, ignore_index, {*ranks_of(mesh)}, count is not None, trained)
         except Exception as error:  # raised after the all-reduce, in which the other ranks wait
             found = error
-    if found is not None and not first:
-        raise found
     if found is not None:
         valid = valid + _FLAG
         leave_word(str(found) if isinstance(found, ArgumentError) else f"{type(found).__name__}: {found}")
@@ -143,6 +140,15 @@ def _cross_entropy(
     if eager:
         note_loss(share, None if is_whole(labels) else mesh)
     return share
+
+
+def _tell_of(error: Exception, given: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
+    """Send the refusal of a first loss to ranks that wait in its sum of valid tokens."""
+    groups = groups_of(mesh)
+    is_first = all([has_no_call(group, "cross_entropy") for group in groups])
+    if is_first and not isinstance(given, DTensor) and not given.is_meta:  # all ranks have DTensors, or none
+        leave_word(str(error))
+        _sum_over(groups, torch.full((), _FLAG, device=given.device), "cross_entropy")
 
 
 def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:

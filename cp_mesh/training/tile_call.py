@@ -167,7 +167,7 @@ class Call:
                 moved = grad.reshape(number, -1).nan_to_num(0.0, 0.0, 0.0).ne(0).any(-1)
                 moved[own] = False
                 if wrong := int(moved.sum()):
-                    self.refuse("rows that are computed alone", f"a row that depends on {wrong} others", _ALONE)
+                    self.refuse("rows that are computed alone", f"one row that depends on {wrong} others", _ALONE)
 
     def _state(self, rows: Sequence[Tensor]) -> dict[Any, Any]:
         held: dict[Any, Any] = dict(enumerate(rows))

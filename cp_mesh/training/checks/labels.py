@@ -43,30 +43,37 @@ def check_labels(
     for group, own in groups_with(Cuts):
         if group not in world().pg_map:  # the group was destroyed
             continue
-        if own.tokens is not None and _covers(ranks, own.tokens, labels):
+        if own.tokens is not None and _covers(ranks, own, labels, trained):
             with without_function_modes():  # a watch may be active, and would report torch.arange calls of this check
-                found = found or _wrong(labels, ignore_index, own, in_parts)
-            own.tokens, own.done = None, trained
+                found = found or _wrong(labels, ignore_index, own, in_parts, scores=ranks is None)
+            own.evaluated, own.done = True, trained
+            if trained or found:
+                own.tokens = None
     return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 
 def check_log_probs(labels: Tensor, vocab: int, ignore_index: int, trained: bool) -> None:
     """Refuse the labels of log-probabilities, which have no sum over ranks; cp ranks in a first call get the error."""
-    cuts = [(group, own.tokens) for group, own in groups_with(Cuts) if group in world().pg_map]
-    waiting = [group for group, tokens in cuts if tokens is not None and _covers(None, tokens, labels)]
+    cuts = ((group, own) for group, own in groups_with(Cuts) if own.tokens is not None and group in world().pg_map)
+    waiting = [group for group, own in cuts if _covers(None, own, labels, trained)]
     if waiting and (error := check_labels(labels, vocab, ignore_index, None, True, trained)) is not None:
         for group in waiting:
             announce_error(group.group_name, error, in_check_mode=False)
         raise error
 
 
-def _covers(ranks: set[int] | None, tokens: Tokens, labels: Tensor) -> bool:
+def _covers(ranks: set[int] | None, own: Cuts, labels: Tensor, trained: bool) -> bool:
+    """Whether a loss is compared with the tokens: if it is over their ranks, or if it may be of this rank's rows."""
+    tokens = own.tokens
+    assert tokens is not None
+    if own.evaluated and not trained:
+        return False
     if ranks is not None:
         return ranks.issuperset(tokens.ranks)
-    return labels.numel() == len(tokens.whole) * tokens.num_rows
+    return not own.gathered and labels.numel() == len(tokens.whole) * tokens.num_rows
 
 
-def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool) -> tuple[str, str] | None:
+def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool, scores: bool) -> tuple[str, str] | None:
     """Return what the labels are and a hint for the fix; None if they may be right."""
     tokens = own.tokens
     assert tokens is not None
@@ -82,10 +89,11 @@ def _wrong(labels: Tensor, ignore_index: int, own: Cuts, in_parts: bool) -> tupl
         if bool(((short == after) | (short == ignore_index)).all()):
             return f"{rows - 1} rows of {rows}", _SHIFT
         return None
-    return _of_others(labels.reshape(batch, rows), ignore_index, tokens) if labels.numel() == batch * rows else None
+    fits = labels.numel() == batch * rows
+    return _of_others(labels.reshape(batch, rows), ignore_index, tokens, scores) if fits else None
 
 
-def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens) -> tuple[str, str] | None:
+def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens, scores: bool) -> tuple[str, str] | None:
     """`_wrong` by content: find labels [B, rows] that are tokens at other positions than next to this rank's rows."""
 
     def are(found: Tensor) -> bool:
@@ -104,7 +112,7 @@ def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens) -> tuple[str, 
             return f"the labels of {layout.spec()} rows, beside tokens in {tokens.layout.spec()}", _CUT
     if are(local):
         mends = "shift the whole labels by one, and then shard them"
-        if (labels != ignore_index).double().mean() > _MOST:
+        if not scores and (labels != ignore_index).double().mean() > _MOST:
             return "the tokens themselves, not the next ones", mends
         warn(f"labels equal the tokens of their rows, which suits masked tokens; for next tokens, {mends}")
         return None
