@@ -859,6 +859,12 @@ def test_writes_in_place() -> None:
         y = ours(rows())
         with pytest.raises(UnsupportedError, match="got a write in place; write out of place"):
             y.sum().backward()
+    _, ours, _ = pair(offload=True)
+    scale = torch.ones(C, dtype=torch.float64)
+    y = ours(rows(), scale)
+    scale.mul_(2)  # an argument that stays on the device
+    with pytest.raises(UnsupportedError, match=r"at layers\.3\): expected arguments that stay, got a write in place"):
+        y.sum().backward()
     plain, ours, _ = pair(offload=True)
     for model in (plain, ours):
         x = model.first(rows())

@@ -463,6 +463,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         r"another, \(8,\)",
         lambda: apply(Says(lambda _, x: x * OUTER))(rows()),
     ),
+    "rows of one expert": (
+        ArgumentError,
+        r"3 dims at least, got \[\(12, 8\)\]; name the block of experts",
+        lambda: apply(nn.Linear(C, C).double())(rows(S=6).flatten(0, 1)),
+    ),
     "a scalar output": (
         ArgumentError,
         r"outputs of rows.*got \(\)",

@@ -40,7 +40,9 @@ class Checkpointed(ParallelStyle):
     """Makes a block keep its input and what attention returns; the backward computes the rest again.
 
     Outputs, gradients and random numbers are those of the plain block. It is PyTorch's checkpoint without reentry.
-    Styles over cp and tp inside the block and `fully_shard` around it work as without.
+    Styles over cp and tp inside the block and `fully_shard` around it work as without. As under
+    PyTorch's, a forward that changes buffers or attributes changes them twice, so one that also reads them has wrong
+    gradients. A write in place to an argument raises in the backward, even where plain autograd accepts it.
 
     With ``offload=True`` both wait in host memory, which is pinned on GPUs and used again by the next step. They come
     back one block ahead, so a GPU holds those of two blocks. The input is the first floating tensor among the
@@ -120,10 +122,20 @@ class Checkpointed(ParallelStyle):
         contexts = noop_context_fn
         if self.keep_attention:
             contexts = lambda: (_Attention(block, outs), _Attention(None, outs))  # noqa: E731
-        with saved_tensors_hooks(  # of the checkpoint's arguments, which live as long as these functions: not of x
-            lambda y: y if block.tensors or y.shape != shape else block.keep(y),
-            lambda y: y() if isinstance(y, partial) else y,
-        ):
+
+        def save(y: Tensor) -> Any:
+            return (y, times_written(y)) if block.tensors or y.shape != shape else block.keep(y)
+
+        def read(saved: Any) -> Any:
+            if isinstance(saved, partial):
+                return saved()
+            y, times = saved
+            if times_written(y) != times:
+                got = f"a write in place to one of shape {tuple(y.shape)}, {y.dtype}"
+                refuse(what, "arguments that stay", got, "write x = x + y instead of x += y", UnsupportedError)
+            return y
+
+        with saved_tensors_hooks(save, read):  # of the checkpoint's arguments; they live as long as these: not of x
             return checkpoint(compute, *tensors, use_reentrant=False, context_fn=partial(_watched, what, contexts))
 
 

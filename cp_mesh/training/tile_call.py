@@ -67,6 +67,9 @@ class Call:
             expected, got = f"tensors with the same first {self.dim + 1} dims", [tuple(x.shape) for x in rows]
             hint = "expand positions [S] to [B, S], hold other tensors in buffers; TiledMLP(dim=) is the dim of rows"
             refuse(self.what, expected, got, hint)
+        if all(x.ndim == self.dim + 1 and x.is_floating_point() for x in rows):
+            expected, got = f"rows with features, {self.dim + 2} dims at least", [tuple(x.shape) for x in rows]
+            refuse(self.what, expected, got, "name the block of experts, not one of them; [n, C] needs TiledMLP(dim=0)")
         for i in self.at:
             self.leaves[i] = None
         self.device = rows[0].device.type
