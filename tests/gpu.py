@@ -27,7 +27,8 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
     races, gate = str(TESTS / "test_symmetric_memory.py"), str(TESTS / "test_gpu.py")
     sanitizer = {"TORCH_CUDA_SANITIZER": "1"}
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    # verbose, so that a run which is ended has said what failed
+    pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
     pytest += ["-n", "8"] if importlib.util.find_spec("xdist") else []  # most of the time kernels are being compiled
     # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
@@ -71,7 +72,8 @@ def main() -> None:
         failed |= verdict != "ok"
         print(f"{name:20} {verdict} ({time.perf_counter() - begin:.0f} s)", flush=True)
         if verdict != "ok":
-            print("\n".join(log.read_text().splitlines()[-15:]))
+            lines = log.read_text().splitlines()
+            print("\n".join([line for line in lines[:-15] if "FAILED" in line][:40] + lines[-15:]))
     sys.exit(failed)
 
 
