@@ -70,6 +70,9 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
         run: takes the module, its own forward, and the arguments of the call.
     """
     check_plain(name, module)
+    if key != WATCH and type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        hint = "name the modules that it holds, as in 'layers.*'"
+        refuse(name, "a module with a forward", f"a {type(module).__name__}, which is never called", hint)
     of_class: dict[str, Any] = getattr(type(module), _ALL, {})
     found = Replacement(name, run), module.__dict__.pop("forward", None)
     module.__dict__[_ALL] = of_class | module.__dict__.get(_ALL, {}) | {key: found}  # shallow copies keep the old one
@@ -84,13 +87,10 @@ def replaced(module: nn.Module, key: str) -> Replacement | None:
 
 
 def check_plain(what: str, module: nn.Module) -> None:
-    """Refuse a module whose forward cannot be replaced: it has none, is of torch.jit, or torch.compile returned it."""
+    """Refuse a module whose forward cannot be replaced: one of torch.jit, or one that torch.compile returned."""
     if isinstance(module, torch.jit.ScriptModule):
         hint = "apply the plan to the plain module; compile that with torch.compile, as torch.jit cannot"
         raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))
-    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
-        hint = "name the modules that it holds, as in 'layers.*'"
-        refuse(what, "a module with a forward", f"a {type(module).__name__}, which is never called", hint)
     if COMPILED in dict(module.named_children()):
         hint = "cp_mesh.parallelize applies it to the module inside; compile the module that holds all of the linears"
         refuse(what, "a plain module", "one that torch.compile made", hint)
