@@ -40,9 +40,11 @@ class Checkpointed(ParallelStyle):
     """Makes a block keep its input and what attention returns; the backward computes the rest again.
 
     Outputs, gradients and random numbers are those of the plain block. It is PyTorch's checkpoint without reentry.
-    Styles over cp and tp inside the block and `fully_shard` around it work as without. As under
-    PyTorch's, a forward that changes buffers or attributes changes them twice, so one that also reads them has wrong
-    gradients. A write in place to an argument raises in the backward, even where plain autograd accepts it.
+    Styles over cp and tp inside the block and `fully_shard` around it work as without.
+
+    As under PyTorch's checkpoint, a forward that changes buffers or attributes changes them twice, so a forward that
+    also reads them has wrong gradients. A write in place to an argument raises in the backward, even where plain
+    autograd accepts it.
 
     With ``offload=True`` both wait in host memory, which is pinned on GPUs and used again by the next step. They come
     back one block ahead, so a GPU holds those of two blocks. The input is the first floating tensor among the
@@ -57,10 +59,11 @@ class Checkpointed(ParallelStyle):
         UnsupportedError: at application, on a module with a style over cp. In the backward, if it reads a tensor that
             the block wrote in place after an operation saved it, as in ``x += y``: plain autograd raises then, too, but
             PyTorch's checkpoint gives wrong gradients, and so does this where torch.compile breaks the graph of a
-            block. (Of a write to attention's output PyTorch's selective checkpoint says so, a RuntimeError.) With
-            ``offload=True`` also in a call of a block that ``block.compile()`` compiled, that has no
+            block. With ``offload=True`` also in a call of a block that ``block.compile()`` compiled, that has no
             floating tensor among its arguments, or a subclass of Tensor other than DTensor; and in the backward, if
-            the input or attention's output was written in place.
+            an argument or attention's output was written in place.
+        RuntimeError: by PyTorch in the backward, without offload, if an argument or kept attention was written in
+            place.
 
     Example:
         >>> plan["layers.*"] = Checkpointed(offload=True)  # doctest: +SKIP
