@@ -28,16 +28,27 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
     races, gate = str(TESTS / "test_symmetric_memory.py"), str(TESTS / "test_gpu.py")
     sanitizer = {"TORCH_CUDA_SANITIZER": "1"}
     # verbose, so that a run which is ended has said what failed
-    pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
-    pytest += ["-n", "8"] if importlib.util.find_spec("xdist") else []  # most of the time kernels are being compiled
+    alone = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
+    workers = ["-n", str(min(16, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    pytest = [*alone, *workers]  # most of the time kernels are being compiled
     # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
     memcheck += ["--error-exitcode", "9"]
-    flex = str(TESTS / "test_flex_gpu.py")
+    by_part = {
+        "FlashAttention": ["test_flash_attn.py", "test_segments.py"],
+        "Triton": ["test_triton_attention.py", "test_triton_scores.py"],
+        "flex": ["test_flex_gpu.py"],
+    }
+    files = {part: [str(TESTS / name) for name in names] for part, names in by_part.items()}
+    others = [f"--ignore={name}" for names in files.values() for name in names]
     found: dict[str, tuple[list[str], dict[str, str], int]] = {
-        "kernels on one GPU": ([*pytest, str(TESTS), "--ignore", flex], {}, 400),
+        "kernels on one GPU": ([*pytest, str(TESTS), *others, "-k", "not large_tensors"], {}, 400),
+        # which leave out what another process has no memory for
+        "large tensors": ([*alone, str(TESTS / "test_kernels_gpu.py"), "-k", "large_tensors"], {}, 200),
+        "FlashAttention on one GPU": ([*pytest, *files["FlashAttention"]], {}, 600),
+        "Triton on one GPU": ([*pytest, *files["Triton"]], {}, 600),
         # each process compiles one kernel at a time
-        "flex on one GPU": ([*pytest, flex], {"TORCHINDUCTOR_COMPILE_THREADS": "1"}, 400),
+        "flex on one GPU": ([*pytest, *files["flex"]], {"TORCHINDUCTOR_COMPILE_THREADS": "1"}, 900),
         "races": ([*torchrun, str(gpus), races, *shared], {}, 200 * longer),
         "stream sanitizer": ([*torchrun, str(gpus), races, "--only", "stalled", *shared], sanitizer, 60 * longer),
         "memcheck": ([*memcheck, *torchrun, "2", races, "--only", "exceptions", *shared], {}, 240 * longer),
@@ -70,7 +81,7 @@ def main() -> None:
         begin, log = time.perf_counter(), logs / f"{name.replace(' ', '_')}.log"
         verdict = finish(command, seconds, log, {"PYTHONPATH": path} | extra)
         failed |= verdict != "ok"
-        print(f"{name:20} {verdict} ({time.perf_counter() - begin:.0f} s)", flush=True)
+        print(f"{name:26} {verdict} ({time.perf_counter() - begin:.0f} s)", flush=True)
         if verdict != "ok":
             lines = log.read_text().splitlines()
             print("\n".join([line for line in lines[:-15] if "FAILED" in line][:40] + lines[-15:]))
