@@ -98,7 +98,11 @@ def block_rms(x: torch.Tensor, block: int = 128) -> torch.Tensor:
     ("seq_len", "heads", "kv_heads", "head_dim"), [(1024, 4, 4, 64), (1030, 8, 2, 128), (9, 4, 2, 64)]
 )
 def test_error_is_that_of_one_device(name, dtype, layout, causal, seq_len, heads, kv_heads, head_dim) -> None:
-    """9 tokens give tiles of one key."""
+    """9 tokens give tiles of one key; errors of so few rows scatter, so that those of all heads are one block."""
+
+    def rms(x: torch.Tensor) -> torch.Tensor:
+        return block_rms(x) if seq_len >= 128 else block_rms(x.reshape(1, 1, -1, 1), x.numel())
+
     generator = torch.Generator("cuda").manual_seed(seq_len)
 
     def draw(num_heads: int) -> torch.Tensor:
@@ -115,11 +119,11 @@ def test_error_is_that_of_one_device(name, dtype, layout, causal, seq_len, heads
         want, dense = getattr(exact, what), getattr(plain, what)
         assert got.isfinite().all(), what
         # 1e-6 of the signal: the rounding of fp32 sums, where the single-device error happens to be less
-        rounding = 1e-6 * block_rms(want)
-        of_plain = 2.0 * block_rms(dense - want) + rounding
-        of_single = 1.5 * block_rms(single - want) + rounding
+        rounding = 1e-6 * rms(want)
+        of_plain = 2.0 * rms(dense - want) + rounding
+        of_single = 1.5 * rms(single - want) + rounding
         for whose, x, allowed in (("one device", single, of_plain), ("ring", got, torch.minimum(of_plain, of_single))):
-            excess = (block_rms(x - want) / allowed).max().item()
+            excess = (rms(x - want) / allowed).max().item()
             assert excess <= 1, f"{what} of {whose}: {excess:.2f} times the allowed error"
 
 

@@ -22,9 +22,10 @@ from scripts import run_script
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import Mask, VerificationError
+from cp_mesh import Mask, VerificationError, ZigZag
 
 plan = room("call.plan")
+Dense, compare = inner("tools.verify.verify", "Dense", "_compare")
 TERMS = inner("scores", "TERMS")
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
@@ -185,6 +186,30 @@ def test_verify_finds_what_one_device_has_too(pool: Any, full: bool, bug: str, k
     dtypes = (torch.float64, torch.bfloat16, *((torch.float32, torch.float16) if full else ()))
     for words in pool(2).run(verified, bug, kernel, dtypes):
         assert set(words.values()) == {"wrong"}, words
+
+
+def of_few_rows(rank: int, seq_len: int, times: float) -> list[bool]:
+    """Whether each of 20 calls passes whose errors are ``times`` as large as those of one device, and as random."""
+    group, passed = mesh((4,), ("cp",)).get_group(), []
+    rows = ZigZag().positions(seq_len, 4, rank)
+    for seed in range(20):
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        sizes = [(1, 4, seq_len, 8), (1, 4, seq_len), *[(1, heads, seq_len, 8) for heads in (4, 2, 2)]]
+        exact = [draw(size) for size in sizes]
+        # all elements of a row have one error: what a rounded `out` of the forward does to its gradients
+        plain, alone, sharded = (
+            Dense(*[x + x * error * draw(x.shape[:3]).view(*x.shape[:3], *[1] * (x.ndim - 3)) for x in exact], {})
+            for error in (0.02, 0.01, 0.01 * times)
+        )
+        mine = Dense(*[getattr(sharded, name)[:, :, rows] for name in BY_NAME], {})
+        passed.append(compare("any", mine, Dense(*exact, {}), plain, alone, rows, group).passed)
+    return passed
+
+
+@pytest.mark.parametrize("seq_len", [32, pytest.param(100, marks=pytest.mark.full)])
+def test_errors_of_few_rows_may_scatter(pool: Any, seq_len: int) -> None:
+    assert pool(4).run(of_few_rows, seq_len, 1.0) == [[True] * 20] * 4
+    assert pool(4).run(of_few_rows, seq_len, 2.5) == [[False] * 20] * 4
 
 
 def gated(rank: int, bug: str, kernel: str, dtype: str) -> list[bool]:
