@@ -29,8 +29,9 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
     sanitizer = {"TORCH_CUDA_SANITIZER": "1"}
     # verbose, so that a run which is ended has said what failed
     alone = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
+    # most of the time kernels are being compiled
     workers = ["-n", str(min(16, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
-    pytest = [*alone, *workers]  # most of the time kernels are being compiled
+    pytest = [*alone, *workers]
     # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
     memcheck += ["--error-exitcode", "9"]
@@ -43,7 +44,7 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
     others = [f"--ignore={name}" for names in files.values() for name in names]
     found: dict[str, tuple[list[str], dict[str, str], int]] = {
         "kernels on one GPU": ([*pytest, str(TESTS), *others, "-k", "not large_tensors"], {}, 400),
-        # which leave out what another process has no memory for
+        # they skip where another process leaves too little memory
         "large tensors": ([*alone, str(TESTS / "test_kernels_gpu.py"), "-k", "large_tensors"], {}, 200),
         "FlashAttention on one GPU": ([*pytest, *files["FlashAttention"]], {}, 600),
         "Triton on one GPU": ([*pytest, *files["Triton"]], {}, 600),
@@ -56,6 +57,9 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
         "masks and scores": ([*torchrun, str(gpus), gate, "--scores", *shared], {}, 400 * longer),
         "functions of users": ([*torchrun, str(gpus), gate, "--flex", *shared], {}, 300 * longer),
     }
+    if not one_gpu:
+        rest = [str(TESTS / f"test_{name}.py") for name in ("changing_layouts", "decoding", "ranks", "warming")]
+        found["other tests on several GPUs"] = ([*alone[:-1], "multigpu", *rest], {}, 300)
     if not one_gpu and all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
         trainer = str(TESTS / "integrations" / "gpu_trainer.py")
         found["trainer"] = ([sys.executable, trainer, "--gpus", str(gpus)], {}, 400)
@@ -81,9 +85,10 @@ def main() -> None:
         begin, log = time.perf_counter(), logs / f"{name.replace(' ', '_')}.log"
         verdict = finish(command, seconds, log, {"PYTHONPATH": path} | extra)
         failed |= verdict != "ok"
-        print(f"{name:26} {verdict} ({time.perf_counter() - begin:.0f} s)", flush=True)
+        lines = log.read_text().splitlines()
+        said = lines[-1].strip("= ") if lines and verdict == "ok" else ""  # how many passed, and were skipped
+        print(f"{name:27} {verdict} ({time.perf_counter() - begin:.0f} s) {said}", flush=True)
         if verdict != "ok":
-            lines = log.read_text().splitlines()
             print("\n".join([line for line in lines[:-15] if "FAILED" in line][:40] + lines[-15:]))
     sys.exit(failed)
 

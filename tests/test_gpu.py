@@ -9,8 +9,8 @@
 Errors are RMS over blocks of 128 rows of a head, against fp64, of the sequence in its original order. They are compared
 with those of the same kernel on a mesh of one rank that sees the whole sequence, and both with those of plain matrix
 products of the same dtype, which share no code with the kernel: an error of the kernel itself must not pass for
-rounding. Masks and scores are compared by `cp_mesh.verify`, whose rules are the same but for blocks that one device
-rounded by luck. Functions of users, and gradients of what they read, are compared with plain products alone;
+rounding. Masks and scores are compared by `cp_mesh.verify`, whose rules differ for few rows, and for blocks that one
+device rounded by luck. Functions of users, and gradients of what they read, are compared with plain products alone;
 `test_flex_gpu.py` has one GPU's flex_attention.
 """
 

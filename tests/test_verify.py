@@ -22,7 +22,7 @@ from scripts import run_script
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import Mask, VerificationError, ZigZag
+from cp_mesh import Contiguous, Mask, Striped, VerificationError
 
 plan = room("call.plan")
 Dense, compare = inner("tools.verify.verify", "Dense", "_compare")
@@ -188,28 +188,80 @@ def test_verify_finds_what_one_device_has_too(pool: Any, full: bool, bug: str, k
         assert set(words.values()) == {"wrong"}, words
 
 
-def of_few_rows(rank: int, seq_len: int, times: float) -> list[bool]:
-    """Whether each of 20 calls passes whose errors are ``times`` as large as those of one device, and as random."""
+def of_few_rows(rank: int, seq_len: int, wrong: str) -> list[bool]:
+    """Whether each of 20 results passes whose errors are independent of one device's, and as large where not wrong."""
     group, passed = mesh((4,), ("cp",)).get_group(), []
-    rows = ZigZag().positions(seq_len, 4, rank)
+    rows = [Striped().positions(seq_len, 4, i) for i in range(4)]
     for seed in range(20):
         draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        sizes = [(1, 4, seq_len, 8), (1, 4, seq_len), *[(1, heads, seq_len, 8) for heads in (4, 2, 2)]]
-        exact = [draw(size) for size in sizes]
-        # all elements of a row have one error: what a rounded `out` of the forward does to its gradients
-        plain, alone, sharded = (
-            Dense(*[x + x * error * draw(x.shape[:3]).view(*x.shape[:3], *[1] * (x.ndim - 3)) for x in exact], {})
-            for error in (0.02, 0.01, 0.01 * times)
-        )
-        mine = Dense(*[getattr(sharded, name)[:, :, rows] for name in BY_NAME], {})
-        passed.append(compare("any", mine, Dense(*exact, {}), plain, alone, rows, group).passed)
+
+        def with_error(x: Tensor, size: Tensor | float, draw: Any = draw) -> Tensor:
+            # all elements of a row have one error: what a rounded `out` of the forward does to its gradients
+            error = size * x.flatten(2).square().mean(2, keepdim=True).sqrt() * draw(x.shape[:3])
+            return x + error.view(*error.shape, *[1] * (x.ndim - 3))
+
+        exact = [draw(1, 4, seq_len, 8), draw(1, 4, seq_len), *(draw(1, heads, seq_len, 8) for heads in (4, 2, 2))]
+        exact[0][:, 3] *= 1e-3
+        alone, plain = ([with_error(x, size) for x in exact] for size in (0.01, 0.02))
+        times = torch.ones(1, 4, seq_len, dtype=torch.float64)
+        if wrong == "everywhere":
+            times *= 2.5
+        elif wrong == "a head of rank 2":
+            times[:, 1, rows[2]] = 2.2 if seq_len == 512 else 4.0
+        elif wrong == "a head of small values":
+            times[:, 3] = 10.0
+        sharded = [with_error(exact[0], 0.01 * times), *(with_error(x, 0.01) for x in exact[1:])]
+        own = Dense(*(x[:, :, rows[rank]] for x in sharded), {})
+        whole = (Dense(*results, {}) for results in (exact, plain, alone))
+        passed.append(compare("any", own, *whole, rows[rank], group).passed)
     return passed
 
 
-@pytest.mark.parametrize("seq_len", [32, pytest.param(100, marks=pytest.mark.full)])
-def test_errors_of_few_rows_may_scatter(pool: Any, seq_len: int) -> None:
-    assert pool(4).run(of_few_rows, seq_len, 1.0) == [[True] * 20] * 4
-    assert pool(4).run(of_few_rows, seq_len, 2.5) == [[False] * 20] * 4
+@pytest.mark.parametrize(
+    ("seq_len", "wrong"),
+    [
+        (32, "nothing"),
+        (32, "everywhere"),
+        (32, "a head of small values"),
+        (127, "nothing"),
+        (130, "nothing"),
+        (130, "a head of rank 2"),
+        (511, "nothing"),
+        (511, "a head of rank 2"),
+        (512, "nothing"),
+        (512, "a head of rank 2"),
+    ],
+)
+@pytest.mark.quick("32-", "512-a head")
+def test_errors_of_few_rows_may_scatter_and_no_head_hides(pool: Any, seq_len: int, wrong: str) -> None:
+    assert pool(4).run(of_few_rows, seq_len, wrong) == [[wrong == "nothing"] * 20] * 4
+
+
+def rowless(rank: int, dtype: torch.dtype) -> bool:
+    scores = {"bias": torch.randn(1, 4, 3, 3, generator=torch.Generator().manual_seed(0))}
+    return cp_mesh.verify(
+        mesh((4,), ("cp",)), layout=Contiguous(), seq_len=3, scores=scores, dtype=dtype, head_dim=8
+    ).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_rank_may_have_no_rows(pool: Any, dtype: torch.dtype) -> None:
+    assert pool(4).run(rowless, dtype) == [True] * 4
+
+
+def hidden_rows(rank: int) -> list[bool]:
+    """Whether a wrong lse of queries that see no key passes, where a rank has no other rows."""
+    group, rows = mesh((2,), ("cp",)).get_group(), torch.arange(2) + 2 * rank
+    x, lse = torch.zeros(1, 1, 4, 2, dtype=torch.float64), torch.full((1, 1, 4), -torch.inf, dtype=torch.float64)
+    exact, passed = Dense(x, lse, x, x, x, {}), []
+    for got in (lse, torch.zeros_like(lse)):
+        own = Dense(*(each[:, :, rows] for each in (x, got, x, x, x)), {})
+        passed.append(compare("any", own, exact, None, None, rows, group).passed)
+    return passed
+
+
+def test_lse_of_rows_that_see_no_key_is_compared(pool: Any) -> None:
+    assert pool(2).run(hidden_rows) == [[True, False]] * 2
 
 
 def gated(rank: int, bug: str, kernel: str, dtype: str) -> list[bool]:

@@ -56,7 +56,7 @@ class Report:
 
     Attributes:
         kernel: the kernel that ran.
-        errors: largest RMS error of a block (128 rows of a head) against fp64, by tensor.
+        errors: largest RMS error of a block against fp64, by tensor.
         ratios: largest ratio of a block's error to the allowed error, by tensor; up to 1 passes.
         of_one_device: the same ratio for the kernel on one device, with the limit of plain matrix products. Above 1 the
             kernel is wrong without sharding. Empty for float64.
@@ -105,9 +105,11 @@ def verify(
     precision it has two limits, each plus 1e-6 of the signal for rounding of float32 sums: 1.5 times the error of the
     same kernel on one device, which bounds what sharding adds; and 2 times the error of plain matrix products of the
     same dtype, which bounds the kernel. The error in a limit is that of the same block, or the head's relative error
-    times the block's signal if that is larger: kernels round partial results, so errors of blocks scatter. Where ranks
-    have fewer than 128 rows each, all rows of all heads are one block. In half precision, 9 tokens or fewer may still
-    scatter by more than the limits.
+    times the block's signal if that is larger: kernels round partial results, so errors of blocks scatter.
+
+    A block has rows of one rank. Below float64, if ranks have fewer than 128 rows on average, it has rows of all ranks,
+    in their original order; with fewer than 128 tokens, of several heads. Errors of a few tokens may still scatter by
+    more than the limits in half precision, and one wrong head may hide among others: take float64, or more tokens.
 
     Args:
         mesh: as in `cp_mesh.attention`.
@@ -237,15 +239,15 @@ def _compare(
         group: the cp group.
     """
     errors, ratios, of_one_device = {}, {}, {}
-    few = plain is not None and exact.out.shape[2] < BLOCK * group.size()  # on a rank: their RMS errors scatter
-
-    def rms(x: Tensor) -> Tensor:
-        return _mean_rms(x) if few else _block_rms(x[:, :, rows])
+    few = plain is not None and exact.out.shape[2] < BLOCK * group.size()  # rows on a rank: RMS errors scatter
 
     def limit(off: Tensor, want: Tensor, factor: float) -> Tensor:
         """What a computation with the errors ``off`` allows."""
         relative, signal = _rms(off) / _rms(want).clamp(min=1e-30), rms(want)
         return factor * torch.maximum(rms(off), relative * signal) + SUM_ROUNDING * signal + 1e-30
+
+    def rms(x: Tensor) -> Tensor:
+        return _block_rms(x if few else x[:, :, rows])
 
     def note(name: str, error: Tensor, allowed: Tensor, of_kernel: Tensor) -> None:
         worst = torch.stack([error.max(), (error / allowed).max(), of_kernel.max()]).nan_to_num(float("inf"))
@@ -255,18 +257,18 @@ def _compare(
     for name in NAMES:
         want, here = getattr(exact, name), getattr(got, name).double()
         hidden = want == float("-inf")  # lse of a query that sees no key
-        if not torch.equal(here == float("-inf"), hidden[:, :, rows]):
-            here = torch.full_like(here, float("nan"))
+        agree = torch.equal(here == float("-inf"), hidden[:, :, rows])
         want, here = want.masked_fill(hidden, 0.0), here.masked_fill(hidden[:, :, rows], 0.0)
-        off = torch.zeros_like(want).index_copy(2, rows, here - want[:, :, rows])
+        off = here - want[:, :, rows] if agree else torch.full_like(here, float("nan"))
+        others = [getattr(x, name).double().masked_fill(hidden, 0.0) - want for x in (plain, alone) if x is not None]
         if few:
+            off = torch.zeros_like(want).index_copy_(2, rows, off)
             dist.all_reduce(off, group=group)
-        error = rms(off)
+            want, off, *others = [_as_one_head(x, want) for x in (want, off, *others)]
+        error = _block_rms(off)
         allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
-        if plain is not None and alone is not None:
-            of_plain, of_alone = (
-                getattr(other, name).double().masked_fill(hidden, 0.0) - want for other in (plain, alone)
-            )
+        if others:
+            of_plain, of_alone = others
             bound = limit(of_plain, want, PLAIN_FACTOR)
             allowed, of_kernel = torch.minimum(bound, limit(of_alone, want, OWN_FACTOR)), rms(of_alone) / bound
         note(name, error, allowed, of_kernel)
@@ -280,7 +282,7 @@ def _compare(
         allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
         if plain is not None and alone is not None:
             # These gradients have few elements, whose errors scatter: allow the rounding of the result on top.
-            rounding = max(torch.finfo(x).eps for x in (got.out.dtype, grad.dtype)) * signal
+            rounding = max(torch.finfo(x).eps for x in (got.out.dtype, grad.dtype)) * signal + 1e-30
             of_plain, of_alone = (_mean_rms(x.of_scores[name][mine].double() - want) for x in (plain, alone))
             bound = PLAIN_FACTOR * of_plain + rounding
             allowed, of_kernel = torch.minimum(bound, OWN_FACTOR * of_alone + rounding), of_alone / bound
@@ -310,7 +312,13 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _mean_rms(x: Tensor) -> Tensor:
-    return x.square().mean().sqrt()
+    return x.square().sum().div(max(1, x.numel())).sqrt()
+
+
+def _as_one_head(x: Tensor, want: Tensor) -> Tensor:
+    """The rows of all heads and batch rows, [1, 1, B H S, ..], in units in which all heads have the same signal."""
+    even = _mean_rms(want) / _rms(want).clamp(min=1e-30)
+    return (x * even.view(*even.shape, *[1] * (x.ndim - 3))).flatten(0, 2)[None, None]
 
 
 def _block_rms(x: Tensor) -> Tensor:
