@@ -83,10 +83,14 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     return given
 
 
-def visible(whole: dict[str, Any]) -> tuple[Mask, Tensor]:
+def visible(facts: Facts, whole: dict[str, Any]) -> tuple[Mask, Tensor]:
     """Return the mask (documents and padding) of arguments from `read`, and positions [B, S] or [S] for chunks.
 
-    Padding tokens are excluded and attend to nothing. If some have valid labels, padding is hidden as keys only.
+    Padding tokens are excluded and attend to nothing. If some have valid labels, padding is hidden as keys only; models
+    with recurrent layers refuse them, since what such layers return for padding differs between families and kernels.
+
+    Raises:
+        UnsupportedError: if a padding token of a model with recurrent layers has a valid label.
     """
     padding, documents = whole.get("attention_mask"), whole.get("documents")
     tokens = next(whole[name] for name in ROWS if name in whole)
@@ -97,6 +101,11 @@ def visible(whole: dict[str, Any]) -> tuple[Mask, Tensor]:
     if documents is None and not bool(padding[:, 0].all()):  # chunks are counted from the end of left padding
         counted = counted - (padding.cumsum(-1) == 0).sum(-1, keepdim=True)
     labels = whole.get("shift_labels")
-    if labels is not None and bool(((labels != IGNORED) & (padding == 0)).any()):
+    if labels is not None and bool((at := (labels != IGNORED) & (padding == 0)).any()):
+        if facts.has_mixers:
+            row, place = at.nonzero()[0].tolist()
+            got = f"{int(labels[row, place])} at position {place} of row {row}"
+            hint = "set labels of padding, and of the first token after padding on the left, to -100"
+            refuse(facts.name, f"{IGNORED} as the next token of padding", got, hint, UnsupportedError)
         return Mask(documents=documents, key_padding=padding.bool()), counted
     return batch_mask(attention_mask=padding, documents=documents), counted

@@ -243,7 +243,7 @@ class _Adapter:
         """Return the batch, and the model's arguments for this rank's rows."""
         config, accepted = module.config.get_text_config(), self.facts.accepted
         tokens = next(whole[name] for name in ROWS if name in whole)
-        mask, counted = visible(whole)
+        mask, counted = visible(self.facts, whole)
         balanced = replace(mask, key_padding=None) if self.of_batch and mask.documents is not None else None
         sequence = self.sequence.for_batch(tokens.shape[1], balanced)
         arguments = {name: whole[name] for name in ("output_hidden_states",) if name in whole}

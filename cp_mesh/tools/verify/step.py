@@ -163,7 +163,8 @@ class Step:
         if self.seen is not None:
             return self.seen
         if self.sequence is not None:
-            return self.sequence.positions(self.seq_len, self.device)
+            own = self.sequence if self.sequence.length is not None else self.sequence.for_batch(self.seq_len)
+            return own.positions(device=self.device)
         return torch.arange(self.seq_len, device=self.device)
 
     def run(self, batch: Batch | None = None, trace: Trace | None = None) -> Run:
