@@ -22,7 +22,7 @@ from scripts import run_script
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Striped, VerificationError
+from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, VerificationError
 
 plan = room("call.plan")
 Dense, compare = inner("tools.verify.verify", "Dense", "_compare")
@@ -247,6 +247,17 @@ def rowless(rank: int, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_rank_may_have_no_rows(pool: Any, dtype: torch.dtype) -> None:
     assert pool(4).run(rowless, dtype) == [True] * 4
+
+
+def of_short_shards(rank: int) -> str:
+    with pytest.raises(UnsupportedError) as refused:
+        cp_mesh.verify(mesh((2,), ("cp",)), mask=Mask(window=(0, 0)), seq_len=2, dtype=torch.float32)
+    return str(refused.value)
+
+
+def test_a_kernel_of_short_shards_alone_is_refused(pool: Any) -> None:
+    for words in pool(2).run(of_short_shards):
+        assert "got 2, with window tiles" in words and "dtype=torch.float64" in words
 
 
 def hidden_rows(rank: int) -> list[bool]:

@@ -160,6 +160,18 @@ def test_labels_of_padding_are_refused(pool: Any, family: str) -> None:
         assert "at position 4 of row 0" in left and "at position 40 of row 0" in right and "set labels of" in left
 
 
+def with_router_loss(rank: int) -> str:
+    model = parallelize(build(HYBRIDS["qwen3_next"], "eager"), mesh((2,), ("cp",)))
+    with pytest.raises(UnsupportedError) as refused:
+        model(**batch("plain"), output_router_logits=True)
+    return str(refused.value)
+
+
+def test_a_loss_of_routers_beside_masks_of_layers_is_refused(pool: Any) -> None:
+    for words in pool(2).run(with_router_loss, timeout=120.0):
+        assert "output_router_logits=False" in words
+
+
 CASES = ("plain", "packed", "padded", "left padded")
 SOME = {("packed", "zigzag", 2), ("padded", "striped", 2), ("packed", "balanced", 3), ("plain", "contiguous", 2)}
 

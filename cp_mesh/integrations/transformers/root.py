@@ -273,6 +273,10 @@ class _Adapter:
             arguments["attention_mask"] = masks_of_layers(module, batch.rows(Said(causal=True)))
         if whole.get("output_router_logits", getattr(config, "output_router_logits", False)):
             self.losses.check_router(module)
+            if isinstance(arguments.get("attention_mask"), dict):  # which the model would give its routers' loss
+                hint = "pass output_router_logits=False, and add a loss of routers as in docs/gradients.md"
+                got = "output_router_logits=True, in a model with a mask for each kind of layer"
+                refuse(self.facts.name, "no loss of routers", got, hint, UnsupportedError)
             arguments["output_router_logits"] = True
             real = whole.get("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
             batch.kept = sequence.shard({"attention_mask": real})["attention_mask"]

@@ -129,6 +129,7 @@ def verify(
 
     Raises:
         VerificationError: on every rank, if any rank's error is larger than allowed.
+        UnsupportedError: below float64, if shards are so short that their kernel cannot compute the whole sequence.
 
     Example:
         >>> print(verify(mesh["cp"], mask=Mask(window=(17, 0))))  # doctest: +SKIP
@@ -192,6 +193,10 @@ def verify(
         plain = dense_attention(q, k, v, dout, on_device, _dense_scores(scale, given, whole_tensors, wide), wanted)
         by_documents = "segments" in plan.schedule.covers
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, by_documents)
+        if lacking := sorted(schedule.covers - set(plan.kernel.capability.covers)):
+            hint = "pass a larger seq_len, dtype=torch.float64, or the kernel of your training"
+            expected = f"a length at which {plan.kernel.name}, which serves the shards, serves one device too"
+            refuse("verify: seq_len", expected, f"{seq_len}, with {lacking[0]} tiles", hint, UnsupportedError)
         tiles = replace(plan, layout=Contiguous(), schedule=schedule, prepared={}).tiles(None)
         of_kernel = make_scores(options, Tensors(**whole_tensors), wide)
         alone = _one_device(plan.kernel, tiles, of_kernel, q, k, v, dout, wanted)
