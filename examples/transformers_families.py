@@ -98,6 +98,8 @@ EVALUATED = ("phimoe",)
 """Families whose routers draw random numbers in training; they are compared in evaluation."""
 
 
+FAMILIES = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | {"mistral4": "Mistral4ForCausalLM"}
+"""Class names of each family; AutoModelForCausalLM lacks Mistral-4."""
 SMALL_HYBRIDS = dict(HYBRIDS)
 """Without the features of released checkpoints, which this script adds to `HYBRIDS`."""
 OF_TEXT = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
@@ -235,7 +237,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rows = []
-    for family, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for family, names in FAMILIES.items():
         if options.families and family not in options.families:
             continue
         name = names if isinstance(names, str) else names[0]
@@ -248,7 +250,7 @@ def main() -> int:
         if options.families:
             with options.csv.open() as file:
                 known = {row["family"]: row for row in csv.DictReader(file)} | {row["family"]: row for row in rows}
-            rows = [known[family] for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+            rows = [known[family] for family in FAMILIES]
         with options.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
             writer.writeheader()

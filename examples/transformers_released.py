@@ -221,6 +221,25 @@ RELEASED: dict[str, tuple[str, dict[str, Any]]] = {
         _yarn(16.0, 1e6, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
     ),
     "mistral": ("mistralai/Mistral-7B-v0.1", {"sliding_window": WINDOW}),
+    "mistral4": (
+        "mistralai/Mistral-Small-4-119B-2603",
+        _experts("n_routed_experts", 8, 4)
+        | _yarn(
+            128.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+            partial_rotary_factor=0.5,
+        )
+        | {
+            "head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 0,
+        },
+    ),
     "mixtral": ("mistralai/Mixtral-8x7B-v0.1", _experts("num_local_experts", 8, 2, sliding_window=None)),
     "nemotron": (
         "nvidia/Minitron-4B-Base",
