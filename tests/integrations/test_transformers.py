@@ -294,6 +294,9 @@ def router_outputs(rank: int) -> list[Tensor]:
     plain, full = model(**given), model(**given, output_router_logits=True)
     alone = model(input_ids=ids, output_router_logits=True)
     assert plain.aux_loss is None and full.router_logits is not None
+    model.config.output_router_logits = True
+    assert torch.equal(model(**given, output_router_logits=False).loss, plain.loss)
+    model.config.output_router_logits = False
     scope = sys.modules[type(model).__module__].__dict__
     kept = scope["load_balancing_loss_func"]
     scope["load_balancing_loss_func"] = lambda *given: 2 * kept(*given)

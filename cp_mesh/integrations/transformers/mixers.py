@@ -43,7 +43,8 @@ def _convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: str | 
 FUNCTIONS: dict[str, Callable[..., Any]] = OF_ALL | {
     "causal_conv1d_fn": _convolution,
     "mamba2_split_conv1d_scan_combined": lambda: None,  # a kernel of the shard alone
-    "apply_mask_to_padding_states": lambda x: x,  # padding is in no document
+    # padding is in no document; in Transformers, biases of padding on the left reach the tokens behind it
+    "apply_mask_to_padding_states": lambda x: x,
 }
 """What stands for functions of Transformers."""
 _MAIN = FUNCTIONS.keys() - {"apply_mask_to_padding_states"}

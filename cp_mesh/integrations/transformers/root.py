@@ -280,6 +280,8 @@ class _Adapter:
             arguments["output_router_logits"] = True
             real = whole.get("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
             batch.kept = sequence.shard({"attention_mask": real})["attention_mask"]
+        elif "output_router_logits" in whole:  # the config may say True
+            arguments["output_router_logits"] = False
         return batch, arguments
 
 
