@@ -151,7 +151,7 @@ def entries(rank: int) -> None:
     module = parallelize_module(Entries(), sequence.mesh, ShardInput(sequence, (1, 0, "scale", "shift"), dim=0))
     module = parallelize_module(module, sequence.mesh, GatherOutput(sequence, gradient="mean", outputs=(0,)))
     a, b, scale = torch.arange(10.0)[:, None] * torch.ones(2), torch.ones(10, 2), torch.linspace(1, 2, 10)[:, None]
-    shift, own = torch.arange(10), sequence.positions()
+    shift, own = torch.arange(10.0), sequence.positions()
     plain = Entries()(a, b, scale=scale)
     got = module(a, b, scale=scale)
     assert type(got) is Out and got.steps == 3

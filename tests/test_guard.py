@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
-from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped
 
 loss = room("loss")
 _decide, _decide_over_tp = inner("gradients", "_decide", "_decide_over_tp")
@@ -695,19 +695,24 @@ def test_a_table_of_positions_that_is_too_short_for_padding(pool: Any) -> None:
     pool(2).run(short_table, 24)
 
 
-class Ids(Model):
-    def forward(self, x_ids: Tensor) -> Tensor:
-        return super().forward(x_ids)
+class Padded(nn.Module):
+    def forward(self, x: Tensor, targets: Tensor, label_weights: Tensor, y: Tensor | None = None) -> Any:
+        return x, targets, label_weights
 
 
-def other_names(rank: int) -> None:
-    sequence = ShardedSequence(mesh((2,), ("cp",)), length=21)
-    plan = {"": ShardedModel(sequence, inputs=("x_ids",), positions=None), "core": ContextParallel(sequence)}
-    cp_mesh.parallelize(Ids(), sequence.mesh, plan)(tokens_of(21))
+def padded_inputs(rank: int) -> None:
+    sequence, ones = ShardedSequence(mesh((2,), ("cp",)), Contiguous(), length=5), torch.ones(1, 5, dtype=torch.int64)
+    model, names = Padded(), ("x", "targets", "label_weights")
+    cp_mesh.parallelize(model, sequence.mesh, {"": ShardedModel(sequence, inputs=names, positions=None)})
+    found = [rows[0, 1:].tolist() for rows in model(ones, ones, ones.double())]
+    assert found == ([[1, 0], [1, -100], [1.0, 0.0]] if rank else [[1, 1]] * 3)
+    plan = {"": ShardedModel(sequence, inputs=(*names, "y"), positions=None)}
+    with pytest.raises(cp_mesh.ArgumentError, match=r"shard\(y\): expected a pad_value for an integer.* or pad=False"):
+        cp_mesh.parallelize(Padded(), sequence.mesh, plan)(ones, ones, ones.double(), ones)
 
 
-def test_inputs_of_any_name_are_padded(pool: Any) -> None:
-    pool(2).run(other_names)
+def test_inputs_of_a_root_are_padded_by_their_whole_names(pool: Any) -> None:
+    pool(2).run(padded_inputs)
 
 
 class Unread(Model):

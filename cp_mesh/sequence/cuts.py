@@ -21,7 +21,7 @@ from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 
-TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
+TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 """Names of leaves with tokens, whose labels are usually the next tokens."""
 
 

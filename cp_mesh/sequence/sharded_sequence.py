@@ -24,7 +24,7 @@ from cp_mesh.errors import as_int, refuse
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Run, ZigZag
 from cp_mesh.geometry.mask import EXCLUDED, Mask
-from cp_mesh.sequence.cuts import Cuts, is_cut, note_cut
+from cp_mesh.sequence.cuts import TOKENS, Cuts, is_cut, note_cut
 
 WHOLE = ("documents", "blocks", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` does not shard: masks read them by position, on every rank."""
@@ -32,7 +32,7 @@ IGNORED = -100
 """The label of tokens that the loss ignores."""
 PADDING = {
     **dict.fromkeys(("labels", "label", "targets", "target"), IGNORED),
-    **dict.fromkeys(("tokens", "input_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
+    **dict.fromkeys((*TOKENS, "token_type_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
     **dict.fromkeys(("documents", "blocks"), EXCLUDED),
 }
 """Padding values for leaves with these names. Floating-point leaves with other names are padded with 0."""
@@ -353,7 +353,8 @@ class ShardedSequence:
         if padding is None:
             padding = 0
             if self.seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
-                hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {', '.join(PADDING)}"
+                names = ", ".join(PADDING)
+                hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {names}; or pad=False"
                 refuse(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint)
         whole = self._pad(leaf, dim, padding, self.seq_len)
         if self.layout.replicated and self.cp_rank > 0 and IGNORED in (pad_value, PADDING.get(str(name))):

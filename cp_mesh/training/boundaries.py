@@ -23,7 +23,7 @@ from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
-from cp_mesh.training.sharded_model import POSITIONS, padding_of
+from cp_mesh.training.sharded_model import POSITIONS
 from cp_mesh.training.style_helpers import announced, check_layout, check_layout_of_root, claim, layout_of_call
 from cp_mesh.wrap import INPUT, OUTPUT, replace_forward
 
@@ -141,7 +141,7 @@ class ShardInput(_Boundary):
             group, kind = sequence.mesh.get_group(), ("ShardInput", name, whole.shape, whole.dtype)
             contents = shape_of if whole.is_floating_point() else fingerprint
             agree_on_shapes(group, kind, {name or "input": whole}, contents)
-        return sequence.shard({name: whole}, dim=self.dim, pad_value=padding_of(name))[name]
+        return sequence.shard({name: whole}, dim=self.dim)[name]
 
 
 NOWHERE = 1 << 30

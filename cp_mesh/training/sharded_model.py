@@ -40,6 +40,7 @@ class ShardedModel(ParallelStyle):
     Args:
         sequence: the sequence object that the attention styles share.
         inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
+            They are padded by name as in `ShardedSequence.shard`, which refuses to pad integers of other names.
             () for a later pipeline stage, which gets this rank's rows from the stage before; the sequence then needs a
             length.
         positions: name of the forward argument that takes int64 positions for the rotary embedding. If the call leaves
@@ -288,7 +289,7 @@ class ShardedModel(ParallelStyle):
         tensors = [given[name] for name in present] or [x for x in given.values() if isinstance(x, Tensor)]
         length = tensors[0].shape[1] if present else sequence.length
         for name in present:
-            given[name] = sequence.shard({name: given[name]}, dim=1, pad_value=padding_of(name))[name]
+            given[name] = sequence.shard({name: given[name]})[name]
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
@@ -306,11 +307,6 @@ def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:
     if given and all(isinstance(style.mask, Mask) for style in cores_of(module)):
         hint = f"ContextParallel(sequence, mask=lambda ..., {given[0]}: {given[0]}) reads it from the core's arguments"
         refuse("ShardedModel", f"a core that reads {given[0]}", "styles with fixed masks", hint)
-
-
-def padding_of(name: str) -> int:
-    """Return the pad value of an input: -100 for labels (by their name), 0 for others, where any token is valid."""
-    return PADDING.get(name, -100 if "label" in name or "target" in name else 0)
 
 
 def _loss_of(output: Any) -> Any:
