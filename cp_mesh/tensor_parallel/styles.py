@@ -35,6 +35,7 @@ Mode = Literal["reduce_scatter", "all_reduce"]
 Transport = Literal["auto", "functional", "symmetric_memory"]
 """The transport of communication beside matmuls."""
 _SHARD = "_cp_mesh_shard"  # attribute of a parameter: the DTensor that replaced it, for modules that share it
+_TOGETHER = "_cp_mesh_together"  # of a module and its linears, so that a deep copy has its own: a `_Together`
 
 
 def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,23 +150,17 @@ class OverlappedColwise(_OverTP):
         for name, linear in zip(self.names or ("",), linears, strict=True):
             _shard(linear, "weight", device_mesh, Shard(0), self.src_data_rank)
             _shard(linear, "bias", device_mesh, Shard(0), self.src_data_rank)
-            self.replace(linear, self._run, where, together, name)
+            vars(self.replace(linear, self._run, where, name))[_TOGETHER] = together
         if self.names:
-            self.replace(module, self._run_parent, where, together)
+            vars(self.replace(module, self._run_parent, where))[_TOGETHER] = together
         return module
 
     @_announced
     def _run_parent(
-        self,
-        where: _Where,
-        together: _Together,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, where: _Where, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of the module whose linears are computed together."""
+        together: Any = getattr(module, _TOGETHER)
         together.linears = {name: _submodule(module, name) for name in self.names}
         try:
             result = forward(*args, **kwargs)
@@ -177,9 +172,8 @@ class OverlappedColwise(_OverTP):
         return result
 
     @_announced
-    def _run(
-        self, where: _Where, together: _Together, name: str, module: nn.Module, forward: Any, /, input: Tensor
-    ) -> Tensor:
+    def _run(self, where: _Where, name: str, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
+        together: Any = getattr(module, _TOGETHER)
         if not together.linears:  # a style without names, or a call from outside of the parent's forward
             return self._compute(where, input, {"": module})[0]
         if not together.waiting:
@@ -210,7 +204,7 @@ class _Together:
     """Linears with one input, while the forward of their parent runs.
 
     Attributes:
-        linears: by name, of the module whose forward runs (a copy has its own); empty outside of the forward.
+        linears: by name, of the module whose forward runs; empty outside of the forward.
         given: the input on which they were computed, and its version.
         waiting: outputs that no linear has returned yet.
     """
