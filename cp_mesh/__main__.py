@@ -248,6 +248,8 @@ def verify_model_command(argv: Sequence[str]) -> None:
         report = error.report
     except (ArgumentError, UnsupportedError) as error:
         parser.error(f"factory {args.factory}: {error}")
+    except SystemExit as error:
+        parser.error(f"factory {args.factory}: expected a verdict, got SystemExit({error.code!r}) of its own code")
     if dist.get_rank() == 0:
         report.print()
         if args.json:

@@ -39,6 +39,8 @@ def a_list(): return good() | {"plan": ["layers.0"]}
 def a_size(): return good() | {"mesh": 8}
 def takes(mesh): return good()
 def raises(): return {}["corpus"]
+def leaves(): raise SystemExit(0)
+def leaves_later(): return {"make_model": leaves, "plan": None, "batch": {"tokens": torch.zeros(2, 8)}}
 def unknown(): return good() | {"steps": 3}
 number = 7
 mapping = dict
@@ -304,6 +306,10 @@ FACTORY_ERRORS = {
         "{folder}/imports.py:good",
         "got ModuleNotFoundError: No module named 'nowhere_at_all'; see its",
     ),
+    "an import that exits": (
+        "{folder}/exits.py:good",
+        "expected a module that can be imported, got SystemExit: 0; see its",
+    ),
     "no such function": ("{file}:goof", "expected a function, got no such name in my_cp_factories; similar: good"),
     "no function that is near": (
         "{file}:verification",
@@ -316,6 +322,7 @@ FACTORY_ERRORS = {
         "expected a function that needs no arguments, got missing a required argument: 'mesh'",
     ),
     "it raises": ("{file}:raises", "expected a dict of verify_model's arguments, got KeyError: 'corpus'; see its"),
+    "it exits": ("{file}:leaves", "expected a dict of verify_model's arguments, got SystemExit: 0; see its"),
     "a list": ("{file}:not_a_dict", "expected a dict of verify_model's arguments, got list; return {{'make_model'"),
     "a name": (
         "{file}:misspelt",
@@ -345,9 +352,10 @@ FACTORY_ERRORS = {
 @pytest.fixture
 def factories(tmp_path: Path, monkeypatch: Any) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("my_cp_factories", "imports", "borrowed"):
+    for name in ("my_cp_factories", "imports", "borrowed", "exits"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "imports.py").write_text("import nowhere_at_all\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)\n")
     (tmp_path / "borrowed.py").write_text("from torch import Tensor, zeros\nfrom math import sqrt\n")
     for name in ("my.trainer", "json", "sys"):
         (tmp_path / f"{name}.py").write_text(FACTORIES)
@@ -370,10 +378,17 @@ def test_a_factory_that_is_right(factories: Path) -> None:
     assert set(arguments_of(f"{factories}:good")) == {"make_model", "plan", "batch"}
 
 
-def test_a_factory_that_raises_is_told_by_the_command(factories: Path) -> None:
-    done = run_script(SCRIPT, ["verify", f"{factories}:raises", "--device", "cpu"])
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("raises", 'return {}["corpus"]', "got KeyError: 'corpus'"),
+        ("leaves_later", "", "expected a verdict, got SystemExit(0) of its own code"),
+    ],
+)
+def test_a_factory_that_raises_is_told_by_the_command(name: str, line: str, says: str, factories: Path) -> None:
+    done = run_script(SCRIPT, ["verify", f"{factories}:{name}", "--device", "cpu"])
     assert done.returncode == 2, done.printed
-    assert 'return {}["corpus"]' in done.printed and "got KeyError: 'corpus'" in " ".join(done.printed.split())
+    assert line in done.printed and says in " ".join(done.printed.split())
     assert "cp_mesh/__main__.py" not in done.printed
 
 

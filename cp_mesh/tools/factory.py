@@ -45,7 +45,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     factory = _function(what, _module(what, where), name)
     try:
         returned = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _of_its_own(what, _ARGUMENTS, error) from error
     if not isinstance(returned, Mapping):
         refuse(what, _ARGUMENTS, type(returned), "return {'make_model': ..., 'plan': ..., 'batch': ..., 'mesh': ...}")
@@ -87,7 +87,7 @@ def _module(what: str, where: str) -> ModuleType:
         where = path.stem
     try:
         module = importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) would pass for a verdict
         if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
             raise ArgumentError(describe(what, _MODULE, str(error), _HINT)) from None
         raise _of_its_own(what, _MODULE, error) from error
@@ -121,5 +121,5 @@ def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
     return found
 
 
-def _of_its_own(what: str, expected: str, error: Exception) -> ArgumentError:
+def _of_its_own(what: str, expected: str, error: BaseException) -> ArgumentError:
     return ArgumentError(describe(what, expected, f"{type(error).__name__}: {error}", "see its traceback"))
