@@ -40,7 +40,8 @@ def a_size(): return good() | {"mesh": 8}
 def takes(mesh): return good()
 def raises(): return {}["corpus"]
 def leaves(): raise SystemExit(0)
-def leaves_later(): return {"make_model": leaves, "plan": None, "batch": {"tokens": torch.zeros(2, 8)}}
+batch = dict.fromkeys(("tokens", "labels"), torch.zeros(2, 8, dtype=torch.int64))
+def leaves_later(): return {"make_model": leaves, "plan": None, "batch": batch}
 def unknown(): return good() | {"steps": 3}
 number = 7
 mapping = dict
