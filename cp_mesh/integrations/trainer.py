@@ -102,9 +102,12 @@ class _ContextParallel(Trainer):
     _options: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for name, value in self._packing.items():
-            setattr(self.args, name, value)
+        self._packing: dict[str, Any] = {}
+        try:
+            super().__init__(*args, **kwargs)
+        finally:  # the arguments are the caller's, who may use them again
+            for name, value in self._packing.items():
+                setattr(self.args, name, value)
         self._check()
         mesh, config, model = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config, self._base_model
         parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)

@@ -525,14 +525,23 @@ def test_metrics_are_given_whole_logits(pool: Any, kind: str) -> None:
     assert 0 <= right <= of
 
 
-def kept_arguments(rank: int) -> tuple[str, bool]:
+class Raises(TrainerCallback):
+    """At the end of the Trainer's own __init__."""
+
+    def on_init_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        raise RuntimeError(args)
+
+
+def kept_arguments(rank: int) -> tuple[str, bool, bool]:
     with launched():
         trainer = make("SFTTrainer", "packed")
-        return type(trainer).__name__, trainer.args.packing
+        with pytest.raises(RuntimeError) as raised:
+            make("SFTTrainer", "packed", callbacks=[Raises()])
+        return type(trainer).__name__, trainer.args.packing, raised.value.args[0].packing
 
 
 def test_packing_stays_in_the_arguments(pool: Any) -> None:
-    assert pool(2).run(kept_arguments)[0] == ("SFTTrainer", True)
+    assert pool(2).run(kept_arguments)[0] == ("SFTTrainer", True, True)
 
 
 # ---- what is refused
