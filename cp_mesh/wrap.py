@@ -11,7 +11,8 @@ import copy
 import copyreg
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import FrameType, FunctionType
 from typing import Any
@@ -84,6 +85,21 @@ def replaced(module: nn.Module, key: str) -> Replacement | None:
     """The module's replacement of this key, or None."""
     found: Replacement | None = module.__dict__.get(_ALL, {}).get(key, (None,))[0]
     return found
+
+
+@contextmanager
+def undone_if_refused(model: nn.Module) -> Iterator[None]:
+    """Inside, an error takes back every replacement of a forward in the model, but no change of a parameter."""
+    before = [(part, type(part), {**vars(part)}) for part in model.modules()]
+    try:
+        yield
+    except Exception:
+        for part, kind, own in before:
+            if vars(part).get(_ALL) is not own.get(_ALL):
+                part.__class__ = kind
+                vars(part).clear()
+                vars(part).update(own)
+        raise
 
 
 def check_plain(what: str, module: nn.Module) -> None:

@@ -487,10 +487,12 @@ def retry(rank: int, style: str) -> None:
         "ContextParallel": (ContextParallel(ShardedSequence(other)), ContextParallel(sequence)),
         "ShardedModel": (ShardedModel(sequence, positions="position_ids"), ShardedModel(sequence)),
     }[style]
-    key = "layers.0.core" if style == "ContextParallel" else ""
+    key, before = "layers.0.core" if style == "ContextParallel" else "", {"layers.1.core": ContextParallel(sequence)}
+    own = model.layers[1].core.forward = Core().forward
     with pytest.raises(ArgumentError):
-        parallelize(model, cp, {key: wrong})
-    parallelize(model, cp, {key: right})
+        parallelize(model, cp, before | {key: wrong})
+    assert type(model.layers[1].core) is Core and model.layers[1].core.forward is own  # as before the plan
+    parallelize(model, cp, before | {key: right})
 
 
 @pytest.mark.parametrize("style", ["ContextParallel", "ShardedModel"])

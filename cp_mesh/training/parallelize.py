@@ -34,7 +34,7 @@ from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.recurrent_parallel import RecurrentParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import SUMS, groups_over_cp, groups_over_tp
-from cp_mesh.wrap import CHECKPOINT, STYLE, TILES, check_plain, plain_name, replaced
+from cp_mesh.wrap import CHECKPOINT, STYLE, TILES, check_plain, plain_name, replaced, undone_if_refused
 
 _CORES = ContextParallel | RecurrentParallel
 _OVER_CP = ShardedModel | _CORES | ShardInput | GatherOutput
@@ -69,8 +69,8 @@ def parallelize(
     Raises:
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
             two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
-            ``layout`` and the other none. No style is applied then, except before a repeated application. After the
-            plan is applied, if the styles shard a tied parameter in two ways.
+            ``layout`` and the other none, or the styles shard a tied parameter in two ways. The model is then as
+            before, but styles over tp may have sharded weights: build it again.
         UnsupportedError: if `ContextParallel` matches a cross-attention module (by its name), or a cp style a module of
             torch.jit.
 
@@ -102,17 +102,18 @@ def parallelize(
             chosen[name] = (key, style)
     _check_modes(chosen)
     tied = _tied(module)
-    for name, (_, style) in chosen.items():
-        trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
-        apply_style(style, modules[name], mesh)
-        for wrapper in (STYLE, TILES, CHECKPOINT):
-            if (found := replaced(modules[name], wrapper)) is not None:
-                found.where = name
-        for key, parameter in modules[name].named_parameters():
-            if parameter.requires_grad != trained.get(key, parameter.requires_grad):
-                parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new, trainable parameters
-    for places in tied:
-        _tie(places)
+    with undone_if_refused(module):
+        for name, (_, style) in chosen.items():
+            trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
+            apply_style(style, modules[name], mesh)
+            for wrapper in (STYLE, TILES, CHECKPOINT):
+                if (found := replaced(modules[name], wrapper)) is not None:
+                    found.where = name
+            for key, parameter in modules[name].named_parameters():
+                if parameter.requires_grad != trained.get(key, parameter.requires_grad):
+                    parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new, trainable parameters
+        for places in tied:
+            _tie(places)
     stand_beside(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
