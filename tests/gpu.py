@@ -10,15 +10,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-sys.path.append(str(TESTS.parent / "examples" / "benchmarks"))
-
-from many_gpus import end_with_commands, finish  # noqa: E402
+ROOT = TESTS.parent
+GRACE = 40.0  # seconds in which torchrun ends its ranks: it gives them 30
 
 
 def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dict[str, str], int]]:
@@ -64,6 +68,44 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
         trainer = str(TESTS / "integrations" / "gpu_trainer.py")
         found["trainer"] = ([sys.executable, trainer, "--gpus", str(gpus)], {}, 400)
     return found
+
+
+def finish(words: Sequence[str], seconds: float, log: Path, more: Mapping[str, str]) -> str:
+    """Run a command from the root of the repository, its output at the end of a log: "ok", or what became of it.
+
+    ``more``: than this process has in its environment. If time is up, or this process is told to end, it is ended with
+    all that it started.
+    """
+    with log.open("a") as file:
+        file.write(f"\n$ {shlex.join(words)}\n")
+        file.flush()
+        try:
+            process = subprocess.Popen(
+                words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=os.environ | more, start_new_session=True
+            )
+        except FileNotFoundError as error:
+            return f"FAILED, {error}"
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"FAILED, ended after {seconds:.0f} s"
+        finally:
+            end(process)
+    return "ok" if code == 0 else f"FAILED, exit code {code}"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A process that leads a session, if it still runs. torchrun's ranks are in sessions of their own: it ends them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+
+
+def end_with_commands() -> None:
+    """Let SIGTERM end what `finish` runs as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def main() -> None:

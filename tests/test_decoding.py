@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +18,6 @@ from checks import GQA, MHA, MQA, dense_scores, report
 from dense import dense_attention, make_qkv
 from inside import UNUSED
 from ranks import mesh, num_collectives
-from scripts import run_script
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -734,45 +732,3 @@ def test_generated_tokens_are_those_of_one_device(pool, size, layout, S, capacit
 
 
 # Ranks weigh alike, if asked: what the gate of the benchmark must find.
-CONTESTANTS = ("sdpa", "sdpa flash", "sdpa flash graph", "alone graph", "cache", "cache fa2", "capacity", "graph")
-BENCHMARK = f"""
-import sys
-sys.path[:0] = [{str(EXAMPLES / "benchmarks")!r}, {str(Path(__file__).parent)!r}]
-import decoding
-from inside import room
-if "--wrong" in sys.argv:
-    sys.argv.remove("--wrong")
-    merge = room("decode").merge
-    room("decode").merge = lambda pieces, *others: merge([(out, 0 * lse) for out, lse in pieces], *others)
-decoding.main()
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("wrong", [False, True])
-def test_benchmark_times_what_passes_its_gate(tmp_path, wrong):
-    script, table = tmp_path / "bench.py", tmp_path / "decoding.csv"
-    script.write_text(BENCHMARK)
-    sizes = "--device cpu --heads 4/2 --head-dim 16 --gate-len 61 --cached 64 96 --repeats 2 --calls 3"
-    done = run_script(script, [*sizes.split(), *["--wrong"] * wrong, "--csv", table], 2)
-    assert table.exists() and (done.returncode == 0) == (not wrong), done.printed
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["contestant"] for row in rows] == [*CONTESTANTS] * 2
-    assert [row["cached"] for row in rows[:: len(CONTESTANTS)]] == ["64", "96"] and {
-        row["world_size"] for row in rows
-    } == {"2"}
-    alone = {"64": [], "96": []}
-    for row in rows:
-        on_one = row["contestant"] in ("sdpa", "sdpa flash")
-        on_gpus = "graph" in row["contestant"] or "fa2" in row["contestant"]
-        timed = not on_gpus and (on_one or not wrong)
-        begin = "ok" if timed else "unsupported" if on_gpus else "failed the gate"
-        assert row["status"].startswith(begin) and bool(row["step_ms"]) == timed, row
-        assert not timed or float(row["error"]) <= float(row["bound"])
-        if on_one:
-            alone[row["cached"]].append(float(row["step_ms"]))
-    for row in rows:
-        if row["step_ms"]:
-            ratio = float(row["step_ms"]) / min(alone[row["cached"]])
-            assert float(row["of_best"]) == pytest.approx(ratio, rel=0.01)
