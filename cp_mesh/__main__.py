@@ -36,8 +36,6 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
 from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.picture import check_picture
-from cp_mesh.tools.explain.predict.machines import find_machine
-from cp_mesh.tools.explain.predict.time import MACHINES
 from cp_mesh.tools.explain.step import PRESETS, explain_step
 from cp_mesh.tools.factory import arguments_of, split
 from cp_mesh.tools.terminal import (
@@ -76,9 +74,7 @@ _TOKENS = number_of(most=MOST_PLANNED)
 _EXPLAIN = {
     "--seq-len": option(_TOKENS, text="tokens of the whole sequence: 131072, 128K, 1e6", required=True),
     "--cp": option(number_of(most=MOST_RANKS), text="number of cp ranks", required=True),
-    "--heads": option(
-        heads_of, "H/K", "query heads/kv heads per rank; adds bytes, memory and predicted times", default=(None, None)
-    ),
+    "--heads": option(heads_of, "H/K", "query heads/kv heads per rank; adds bytes and memory", default=(None, None)),
     "--head-dim": option(number_of(), text="head dim of q, k and v; default: 128", default=128),
     "--batch": option(number_of(), text="batch size per rank; default: 1", default=1),
     "--layout": {
@@ -97,8 +93,7 @@ _EXPLAIN = {
     **_DEGREES,
     "--transport": {"choices": TRANSPORTS, "default": "auto"},
     "--head-chunks": option(number_of(), text="chunks in which heads are computed; default: automatic"),
-    "--machine": option(str, "NAME", f"{', '.join(MACHINES)}, or a file written by examples/benchmarks/calibrate.py"),
-    "--gpus-per-host": option(number_of(), text="GPUs per host; default: that of the machine"),
+    "--gpus-per-host": option(number_of(), text="GPUs per host; default: 8, all ranks on CPUs"),
     "--captured-shards": option(number_of(most=1 << 40), text="elements of cp-sharded DTensors that a score_mod reads"),
     "--columns": option(
         number_of(most=OWNER_COLUMNS), text=f"width of the owner line, up to {OWNER_COLUMNS}", default=64
@@ -120,7 +115,7 @@ _STEP = {
     "--optimizer-dtype": {"choices": DTYPES, "default": "float32"},
     "--layout": {"choices": tuple(layout.spec() for layout in LAYOUTS), "default": "zigzag"},
     **{name: _EXPLAIN[name] for name in ("--device", "--dtype", "--kernel", "--method", *_DEGREES, "--transport")},
-    **{name: _EXPLAIN[name] for name in ("--head-chunks", "--machine", "--gpus-per-host")},
+    **{name: _EXPLAIN[name] for name in ("--head-chunks", "--gpus-per-host")},
 }
 
 
@@ -145,7 +140,7 @@ def explain_command(argv: Sequence[str]) -> None:
     """Print the text of `cp_mesh.explain`, or with ``--model`` that of `cp_mesh.explain_step`."""
     if any(word.partition("=")[0] == "--model" for word in argv):
         return explain_step_command(argv)
-    text = "Show what an attention call will run and why, with predicted times; see cp_mesh.explain. Needs no GPU."
+    text = "Show what an attention call will run and why; see cp_mesh.explain. Needs no GPU."
     parser = Parser("explain", text, _EXPLAIN)
     args = parser.parse_args(argv)
     if os.environ.get("RANK"):
@@ -164,12 +159,11 @@ def explain_command(argv: Sequence[str]) -> None:
     try:
         if args.plot:
             check_picture(args.plot)
-        machine = None if args.machine is None else find_machine(args.machine)
         with Progress()("planning"):
             mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
             layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
             given = {name: x for name, x in vars(args).items() if name in inspect.signature(explain).parameters}
-            given |= {"layout": layout, "mask": mask, "machine": machine, "dtype": getattr(torch, args.dtype)}
+            given |= {"layout": layout, "mask": mask, "dtype": getattr(torch, args.dtype)}
             found = explain(cp_size=args.cp, num_heads=args.heads[0], num_kv_heads=args.heads[1], **given)
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
@@ -360,8 +354,7 @@ def main() -> None:
     elif first == "verify":
         verify_model_command(sys.argv[2:])
     elif first and not first.startswith("-"):
-        moved = "; it is examples/benchmarks/calibrate.py in the repository" * (first == "calibrate")
-        Parser("", "", {}).error(f"expected explain, verify, or only options, got {first!r}{moved}")
+        Parser("", "", {}).error(f"expected explain, verify, or only options, got {first!r}")
     else:
         verify_command(sys.argv[1:])
 

@@ -23,7 +23,6 @@ ALIASES = {
     "clipping": "training.clip_grad",
     "compat": "integrations.torch_api",
     "cores": "training.context_parallel",
-    "costs": "tools.explain.predict.time",
     "decoding": "inference.decode",
     "layouts": "geometry.layouts",
     "listed": "geometry.tensor_layouts",

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,14 +39,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cp_mesh import Contiguous, Layout, Mask, Permuted, Striped, ZigZag
+from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag
 
-exchange_launches = inner("time", "exchange_launches")
 combine = room("combine")
 merging_kernel = inner("merge", "merging_kernel")
 ulysses = room("ulysses")
 Setup, memory, sizes_of = inner("predict.methods", "Setup", "memory", "sizes_of")
-pieces_of_rank = inner("joined_layout", "pieces_of_rank")
 _without_rows = inner("op", "_without_rows")
 symmetric = room("symmetric_memory")
 HeadExchange = inner("heads", "HeadExchange")
@@ -143,8 +141,8 @@ def formula(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor], degr
     """With as many ranks on a host as the degree says."""
     sizes = sizes_of(*inputs[:3], plan.settings)
     setup = Setup(
-        plan.method, group.size(), degree, sizes, plan.settings.head_chunks, plan.kernel, frozenset(), transport,
-        transport, degree, pieces_of_rank(plan.layout, plan.seq_len, group.size()),
+        plan.method, degree, sizes, plan.settings.head_chunks, plan.kernel, frozenset(), transport,
+        transport, degree,
     )  # fmt: skip
     return memory(plan.schedule, setup)
 
@@ -271,71 +269,3 @@ def test_ulysses_puts_rows_to_their_places_as_they_travel(pool: Any, transport: 
             pulled = there + home if transport == "symmetric_memory" else there * (layout != "contiguous")
             written = pool(4).run(copied, layout, transport, folder, timeout=60.0)
             assert written == [there + 8 * head + 2 * home + pulled] * 4, (layout, written)
-
-
-EXCHANGES = [
-    Case("ulysses", "contiguous"),
-    Case("ulysses"),
-    Case("ulysses", "striped"),
-    Case("ulysses", "shuffled"),
-    Case("ulysses", heads=(8, 2)),
-    Case("ulysses", "shuffled", heads=(8, 2)),
-    Case("hybrid", degree=2),
-    Case("hybrid", "contiguous", degree=2),
-]
-
-
-def launched(rank: int, keeps: bool, folder: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Launches of the exchanges of a forward and a backward, as the formula says and as they were."""
-    size, found = dist.get_world_size(), []
-    group, exchanges = mesh((size,), ("cp",)).get_group(), ("bring_home", "repeated", "summed")
-
-    def counting(function: Any) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
-            with count:
-                return function(*given, **named)
-
-        return call
-
-    for case in EXCHANGES:
-        layout = LAYOUTS.get(case.layout) or Permuted(torch.randperm(case.local * size, generator=torch.Generator()))
-        inputs = [torch.zeros(1, n, case.local, 16, dtype=torch.bfloat16) for n in (*case.heads, case.heads[1])]
-        inputs.append(torch.zeros_like(inputs[0]))
-        options = AttentionSpec(
-            layout.spec(), Mask().spec(), 1.0, kernel="stand_in", method=case.method, keeps=keeps,
-            ulysses_degree=case.degree,
-        )  # fmt: skip
-        with allocating_alone(), double(group, tempfile.mkdtemp(dir=folder)), ExitStack() as patches:
-            for of, names in ((HeadExchange, ("to_heads",)), (ulysses._Call, exchanges)):
-                for name in names:
-                    patches.enter_context(mock.patch.object(of, name, counting(getattr(of, name))))
-            plan = make_plan(*inputs[:3], Tensors(layout_index=layout.tensor), case.local * size, group, options)
-            q, k, v, dout = inputs
-            with Copied() as count:
-                pass
-            out, lse, *kept = plan.method.forward(q, k, v, plan, group)
-            forward, keywords = count.launches, {}
-            if kept:
-                (q, k, v), (rows, out, lse) = (_without_rows(x, 2) for x in (q, k, v)), kept
-                keywords = {"kept": rows}
-            plan.method.backward(dout, q, k, v, out, lse, None, plan, group, **keywords)
-            # a kernel wants lse by itself
-            got = forward, count.launches - forward + (not kept)
-        pieces = pieces_of_rank(layout, plan.seq_len, size)
-        sizes = sizes_of(*inputs[:3], plan.settings)
-        told = exchange_launches(case.degree or size, sizes, bool(kept), pieces, collective=False)
-        found.append((told, got))
-    return found
-
-
-@pytest.mark.parametrize("keeps", (True, False))
-def test_predictions_count_the_launches_of_exchanges(pool: Any, keeps: bool) -> None:
-    """Of ranks that pull rows. The two runs of zigzag touch on its last rank: of a buffer one copy less is pulled."""
-    with tempfile.TemporaryDirectory() as folder:
-        of_ranks = pool(4).run(launched, keeps, folder, timeout=120.0)
-    for number, case in enumerate(EXCHANGES):
-        (forward, backward), got = of_ranks[0][number]
-        if (case.method, case.layout) == ("ulysses", "zigzag"):
-            kept = keeps and case.heads[1] == 4
-            forward, backward = forward - 1, backward - (1 if kept else 2)
-        assert got == (forward, backward), case

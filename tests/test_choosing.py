@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from checks import forget_plans
-from inside import H200, AttentionSpec, Operand, Tensors, inner, path_of, read_machine, room, write_machine
+from inside import AttentionSpec, Operand, Tensors, inner, path_of, room
 from ranks import mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cp_mesh import ArgumentError, Mask, RankMismatchError, Striped, ZigZag, attention, explain
+from cp_mesh import Mask, RankMismatchError, Striped, ZigZag, attention, explain
 
 plan = room("call.plan")
 choose, ranks_by_host = inner("choose", "choose", "ranks_by_host")
-find_machine = inner("machines", "find_machine")
-CPU = replace(H200, name="cpu", compute_capability=(0, 0), kernels={"cpu_flash": H200.kernels["fa4"]})
 GPU, IDS = torch.device("cuda", 0), torch.zeros(8192, dtype=torch.int64)
 
 
@@ -229,36 +224,3 @@ def test_ranks_that_count_other_hosts_are_refused(pool: Any) -> None:
     """Before anything travels: the first call of a kind compares what each chose."""
     for each in pool(4).run_expecting_error(with_unequal_hosts, timeout=20.0):
         assert each is not None and each.type == RankMismatchError.__name__ and "method" in str(each), each
-
-
-# ---- tables as files
-
-
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    for machine in (H200, CPU):
-        write_machine(machine, tmp_path / "machine.json")
-        assert read_machine(tmp_path / "machine.json") == machine
-    assert find_machine("h200") is H200
-
-
-@pytest.mark.parametrize(
-    "change",
-    (
-        {"link_rate": None},
-        {"link_rate": -1.0},
-        {"link_rate": float("nan")},
-        {"more": 1.0},
-        {"kernels": {"fa4": []}},
-        {"host_forward": {"per_pass": 1.0}},
-    ),
-    ids=str,
-)
-def test_a_table_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    given: dict[str, Any] = asdict(CPU) | change
-    given = {name: x for name, x in given.items() if x is not None}
-    path = tmp_path / "machine.json"
-    path.write_text(json.dumps(given))
-    with pytest.raises(ArgumentError, match=r"calibrate\.py writes one"):
-        read_machine(path)
-    with pytest.raises(ArgumentError, match="h200"):
-        explain(96, 2, machine=str(path))

@@ -87,10 +87,6 @@ def test_help_fits(name: str, capsys: Any, monkeypatch: Any) -> None:
 
 REFUSED = {
     "an unknown command": (["atention"], "expected explain, verify, or only options, got 'atention'"),
-    "a command that moved": (
-        ["calibrate"],
-        "got 'calibrate'; it is examples/",
-    ),
     "no ranks": (["--seq-len", "64"], "no launcher: start it with torchrun"),
     "an unknown kernel": (["--kernel", "fa5"], "invalid choice: 'fa5' (choose from 'auto', 'fa4'"),
     "an unknown dtype": (["--dtype", "float8"], "invalid choice: 'float8'"),
@@ -162,7 +158,6 @@ AT_ONCE = {  # options and variables of a launch, whatever the command would do
     f"{EXPLAIN} --prefix -1": "argument --prefix: expected at least 0, got -1",
     f"{EXPLAIN} --columns 95": "argument --columns: expected at most 94, got 95",
     f"{EXPLAIN} --documents 3 0": "argument --documents: expected at least 1, got 0",
-    f"{EXPLAIN} --machine none.json": "machine: expected one of h200, or the file of a machine table, got none.json",
     f"{EXPLAIN} --plot nowhere/x.png": "argument --plot: expected a file in an existing folder, got no folder nowhere",
     f"{EXPLAIN} --plot there": "argument --plot: expected a file in an existing folder, got the folder there",
     "verify a:b --json nowhere/x": "argument --json: expected a file in an existing folder, got no folder nowhere",

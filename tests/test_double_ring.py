@@ -24,7 +24,7 @@ import torch.distributed as dist
 from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
 from dense import dense_attention, make_qkv
-from inside import KERNELS, Schedule, Stage, inner, legs_of, num_rows, parts_of, path_of
+from inside import KERNELS, Schedule, Stage, inner, parts_of, path_of
 from ranks import mesh, num_collectives
 from recording import recording
 from test_symmetric_memory import attend, different, double
@@ -161,28 +161,6 @@ def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype,
         sent = [(names.get(tuple(x.ranks), "all"), x.to, x.origin, x.itemsize) for x in notes.sent]
         results.append((sent[:num_forward], sent[num_forward:]))
     return results
-
-
-def test_costs_count_what_moves(pool):
-    """The rows of each link, and of gradients that cross, are those that the formulas take time for."""
-    cases = [*product(("contiguous", "zigzag", "striped"), ("causal", "full", "window"), (31,))]
-    for rank, results in enumerate(pool(4).run(passes, cases, torch.float64, 2)):
-        for (name, mask, S), (forward, backward) in zip(cases, results, strict=True):
-            given = LAYOUTS[name](S), make_mask(mask, B, S), S, 4, rank, False
-            legs = legs_of(DOUBLE_RING.make_schedule(*given, degree=2))
-            near = sum(num_rows(ranges) for leg in legs for move in leg.moves for _, ranges in move or ())
-            far = sum(num_rows(ranges) for leg in legs for _, ranges in leg.crossing or ())
-            received = {link: sum(sum(x[2]) for x in forward if x[0] == link) // ROW for link in ("near", "far")}
-            assert received == {"near": near, "far": far}, (rank, name, mask)
-            assert sum(sum(x[1]) for x in forward if x[0] == "far") == ROW * sum(leg.leaving for leg in legs)
-            # in the backward rows come again, and gradients go where they came from
-            for link, rows in received.items():
-                home = sum(sum(x[1]) for x in backward if x[0] == link) - sum(
-                    sum(x[1]) for x in forward if x[0] == link
-                )
-                assert home == rows * ROW, (rank, name, mask, link)
-            on_host = {leg_rank // 2 for leg in legs for move in leg.moves for leg_rank, _ in move or ()}
-            assert on_host <= {rank // 2} and {x // 2 for leg in legs for x, _ in leg.crossing or ()} <= {1 - rank // 2}
 
 
 def seen(name: str, mask: str, S: int, size: int) -> list[list[Tensor]]:

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dense import dense_mask
-from inside import H200, Sizes, inner, make_schedule, path_of, room, staged_costs, ulysses_costs
+from inside import inner, make_schedule, path_of, room
 
 from cp_mesh import ArgumentError, Contiguous, Mask, Permuted, Striped, UnsupportedError, ZigZag, balance, explain
 
@@ -77,29 +76,12 @@ def test_extra_memory() -> None:
         assert f"{chunks} head chunks" in str(found) and found.found.chunks == chunks
 
 
-def test_times_are_those_of_the_slowest_rank() -> None:
-    found = explain(8 * 4096, 8, layout=Contiguous(), **ON_GPU)
-    sizes = Sizes(1, 32, 8, 128, 128, 2, 2)
-    schedules = [make_schedule(Contiguous(), Mask(), 8 * 4096, 8, rank) for rank in range(8)]
-    costs = [staged_costs(schedule, sizes, H200, "fa4") for schedule in schedules]
-    assert found.found.costs == tuple(max(both, key=lambda cost: cost.queued) for both in zip(*costs, strict=True))
-    both = lines_of(found, "both")[0].split()
-    assert float(both[-2]) == pytest.approx(1e3 * found.found.seconds, rel=0.01)
-    flops = 3.5 * 4 * 32 * 128 * (8 * 4096) ** 2 / 2 / 8
-    assert float(both[-1]) == pytest.approx(flops / found.found.seconds / 1e12, abs=1)
-    (ulysses,) = (x for x in found.others if x.method == "ulysses")
-    whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
-    assert ulysses.costs == ulysses_costs(whole, 8, 8, sizes, H200, "fa4", pieces=1)
-
-
 @pytest.mark.full
-def test_rates_and_bytes_count_every_batch_row() -> None:
+def test_bytes_count_every_batch_row() -> None:
     """Two rows of a batch, each with documents of its own."""
     documents = torch.stack([torch.arange(4096) // 1000, torch.arange(4096) // 300])
-    mask, allowed = Mask(documents=documents), dense_mask(4096, documents=documents)
+    mask = Mask(documents=documents)
     found = explain(4096, 4, layout=Contiguous(), mask=mask, batch=2, **ON_GPU)
-    flops = 3.5 * 4 * 32 * 128 * allowed.sum().item() / 4
-    assert float(lines_of(found, "both")[0].split()[-1]) == pytest.approx(flops / found.found.seconds / 1e12, abs=0.51)
     schedules = [make_schedule(Contiguous(), mask, 4096, 4, rank, True) for rank in range(4)]
     calls = [sum(map(len, (x.local_tiles, *(stage.tiles for stage in x.route.stages)))) for x in schedules]
     assert [x.calls for x in found.found.ranks] == calls and "segments" in schedules[0].covers
@@ -151,8 +133,8 @@ def test_bytes_by_link() -> None:
     assert "network" not in str(alone)
     ring = 6 * 4096 / 4 * 2 * 128 * 8 * 6  # key rows a rank, twice, and their gradients, in bf16
     assert found.found.moved == alone.found.moved == ring
-    ulysses, at_home = (next(y for y in x.others if y.method == "ulysses") for x in (found, alone))
-    assert ulysses.seconds > at_home.seconds and ulysses.moved == 4096 * 3 / 4 * (4 * 32 + 4 * 8) * 128 * 2
+    ulysses = next(x for x in found.others if x.method == "ulysses")
+    assert ulysses.moved == 4096 * 3 / 4 * (4 * 32 + 4 * 8) * 128 * 2
 
 
 # ---- choices
@@ -169,7 +151,6 @@ def test_kernel_and_what_was_passed_over() -> None:
     assert "kernel auto = reference" in str(explain(96, 3, scores=["softcap", "sinks"]))
     named = explain(96, 3, mask=Mask(documents=DOCUMENTS), kernel="fa4", **on_gpu)
     assert "kernel fa4\n" in str(named) and named.found.kernel.name == "fa4"
-    assert named.found.ranks[0].costs is None  # no heads, no times
 
 
 def test_methods_differ_in_stages() -> None:
@@ -184,15 +165,12 @@ def test_ulysses_computes_heads_of_all_rows() -> None:
     found = explain(4 * 4096, 4, **ON_GPU | {"method": "ulysses"})
     (rank,) = found.found.ranks
     assert (rank.rows, rank.work, rank.calls, rank.received) == (4096, 1.0, 1, ())
-    assert "method ulysses" in str(found) and "all ranks are alike" in str(found) and "CUDA graph" not in str(found)
-    whole = make_schedule(Contiguous(), Mask(), 4 * 4096, 1, 0)
-    assert found.found.costs == ulysses_costs(whole, 4, 4, Sizes(1, 32, 8, 128, 128, 2, 2), H200, "fa4")
+    assert "method ulysses" in str(found) and "all ranks are alike" in str(found)
     assert not any(x.method == "ulysses" for x in found.others) and found.others[0].method == "ring"
     few = explain(4 * 4096, 4, **ON_GPU | {"method": "ulysses", "num_kv_heads": 2})
     assert few.found.moved == 4096 * 3 / 4 * 128 * ((6 * 32 + 4 * 4) * 2 + 2 * 4 * 4)  # as of 4, gradients in fp32
     chunked = explain(4 * 4096, 4, head_chunks=2, **ON_GPU | {"method": "ulysses"})
     assert chunked.found.chunks == 2 and chunked.found.ranks[0].calls == 2
-    assert chunked.found.costs[0].device > found.found.costs[0].device
     assert explain(4 * 4096, 4, method="ulysses").found.ranks[0].rows == 4096  # also of heads that are not told
 
 
@@ -206,9 +184,6 @@ def test_hybrid_computes_heads_of_the_rows_of_neighbours() -> None:
     assert found.found.work == pytest.approx(np.repeat(ring.work, 2))
     swapped = 4096 / 2 * 128 * (4 * 32 + 4 * 8) * 2  # q, k, v, out; dout, dq, dk, dv: half of each
     assert found.found.moved == ring.moved + swapped and found.found.row_bytes == ring.row_bytes
-    sizes, schedule = Sizes(1, 32, 8, 128, 128, 2, 2), make_schedule(ZigZag(), Mask(), 8 * 4096, 4, 0)
-    costs = ulysses_costs(schedule, 2, 8, sizes, replace(H200, gpus_per_host=4), "fa4")
-    assert found.found.ranks[0].costs == costs
     assert "method hybrid of 2, functional over 2 hosts" in str(found)
     assert "groups of 2 ranks exchange heads for rows" in str(found) and "left out" not in str(found)
     by_itself = explain(8 * 4096, 8, **ON_GPU | {"method": "hybrid"})
@@ -258,36 +233,21 @@ def said(*sizes: int, **options: Any) -> str:
 
 def test_advice() -> None:
     unbalanced = said(131072, 8, layout=Contiguous(), **ON_GPU)
-    faster = re.search(r"zigzag ring would be faster: .* 1.00 times the mean work: (0.\d\d) times the", unbalanced)
-    assert faster and 0.5 < float(faster[1]) < 0.6
+    assert "zigzag ring would be faster: its slowest rank has 1.00 times the mean work." in unbalanced
     found = said(131072, 8, **ON_GPU)
-    but = "but its slowest rank has 1.87 times the mean work: 1.85 times the time"
-    assert f"contiguous ring would move 0.67 of the bytes, {but}." in found
-    assert "would be faster" not in found and "CUDA graph" not in found
+    but = "but its slowest rank has 1.87 times the mean work"
+    assert f"contiguous ring would move 0.67 of the bytes, {but}." in found and "would be faster" not in found
     window = said(131072, 8, mask=Mask(window=(63, 0)))
     assert "contiguous ring would move 0.50 of the bytes, and its slowest rank has the same work." in window
-    # 1.00 times the time, though half of the bytes
-    assert "would move" not in said(4096, 2, layout=Striped(), **ON_GPU)
-    assert "The host takes longer than the GPU: in a CUDA graph" in said(4096, 4, **ON_GPU)
     assert "is not installed here: kernel=" not in found
     with mock.patch(f"{path_of('variants')}.shortfalls", lambda capability, request: ["package of it (pip)"]):
         assert "fa4 is not installed here: kernel='fa4'" in said(131072, 8, **ON_GPU | {"kernel": "auto"})
 
 
-def test_kernels_without_rates_have_no_times() -> None:
-    triton = explain(4096, 4, **ON_GPU | {"kernel": "triton"})
-    assert triton.found.seconds is None
-    assert "no predicted times: on NVIDIA H200 only fa4 and cudnn were measured" in str(triton)
-    assert explain(4096, 4, **ON_GPU | {"dtype": torch.float32, "kernel": "auto"}).found.seconds is None
-    ampere = explain(4096, 4, compute_capability=(8, 0), **ON_GPU | {"kernel": "auto"})
-    assert ampere.found.seconds is None and "H200" not in str(ampere)
-    assert explain(4096, 4, compute_capability=(9, 0), **ON_GPU).found.seconds
-
-
 def test_one_rank_and_a_mask_that_lets_nobody_see() -> None:
     """No rows travel, so there is nothing to choose a transport for."""
     alone = explain(4096, 1, **ON_GPU | {"transport": "symmetric_memory"})
-    assert "1 rank, method ring, functional" in str(alone) and alone.found.costs[0].exposed == 0
+    assert "1 rank, method ring, functional" in str(alone)
     nobody = explain(4096, 4, mask=Mask(length=0), **ON_GPU)
     assert not nobody.found.work.any() and nobody.found.moved == 0
 
@@ -298,7 +258,7 @@ def test_one_rank_and_a_mask_that_lets_nobody_see() -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {"layout": Striped()},
     "mask": {"mask": Mask(causal=False)},
-    "scores": {"scores": ["softcap"]},
+    "scores": {"scores": ["softcap"], "kernel": "auto"},
     "device": {"device": "cpu", "dtype": torch.float32, "kernel": "auto"},
     "compute_capability": {"compute_capability": (8, 0), "kernel": "auto"},
     "dtype": {"dtype": torch.float32, "kernel": "auto"},
@@ -320,29 +280,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_counts(name: str) -> None:
-    without = {option: x for option, x in OPTIONS[name].items() if option == "method" != name}
+    without = {option: x for option, x in OPTIONS[name].items() if option in ("method", "kernel") and option != name}
     assert str(explain(16384, 4, **ON_GPU | OPTIONS[name])) != str(explain(16384, 4, **ON_GPU | without))
-
-
-def test_a_machine_is_given_by_name_or_as_it_is() -> None:
-    settings = {name: ON_GPU[name] for name in ON_GPU if name != "device"}
-    by_default, by_name = explain(16384, 4, **ON_GPU), explain(16384, 4, machine="h200", **settings)
-    (assumed,) = lines_of(by_default, "machine")
-    assert assumed.startswith("machine NVIDIA H200 by default: machine= takes")
-    assert str(by_default) == str(by_name).replace("\nowner", f"\n{assumed}\nowner")
-    assert not lines_of(explain(16384, 4), "machine")  # of CPUs none is assumed
-    slow = explain(16384, 4, machine=replace(H200, name="a slow one", link_rate=1e9), **settings)
-    assert "predicted, a slow one" in str(slow) and slow.found.seconds > by_name.found.seconds
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     (
-        (
-            {"machine": "h100"},
-            ArgumentError,
-            "expected one of h200, or the file of a machine table, got h100 .*calibrate",
-        ),
         ({"transport": "nccl"}, ArgumentError, "transport='functional' works"),
         ({"transport": "symmetric_memory"}, UnsupportedError, "of one host, got device='cpu'.*'functional' works"),
         (ON_GPU | {"transport": "symmetric_memory", "gpus_per_host": 2}, UnsupportedError, "got 2 hosts"),
@@ -416,7 +360,7 @@ def test_of_many_ranks_the_worst_are_looked_at() -> None:
     found = explain(64 * 256, 64, layout=Contiguous(), **ON_GPU)
     ranks = [x.rank for x in found.found.ranks]
     assert ranks[:3] == [0, 1, 2] and ranks[-1] == 63 and len(ranks) < 10  # contiguous: the last has most of all
-    left_out = f"{64 - len(ranks)} ranks are left out; times and memory are the largest"
+    left_out = f"{64 - len(ranks)} ranks are left out; memory is the largest"
     assert len(found.found.work) == 64 and left_out in str(found)
     turned = Permuted(torch.arange(64 * 256).view(64, 256).roll(41, 0).flatten())  # now rank 40 has
     assert 40 in [x.rank for x in explain(64 * 256, 64, layout=turned).found.ranks]
@@ -445,8 +389,7 @@ def test_stages_that_do_not_fit_are_summed() -> None:
 def test_thousands_of_ranks_take_seconds() -> None:
     """32M tokens on 4096 ranks of 512 hosts; 17 seconds of a core."""
     begin = time.process_time()
-    settings = {name: x for name, x in ON_GPU.items() if name not in ("device", "method")}
-    found = explain(1 << 25, 4096, machine=replace(H200, transport="functional"), **settings)
+    found = explain(1 << 25, 4096, **ON_GPU | {"method": "auto"})
     assert time.process_time() - begin < 60
     assert {x.method for x in found.others} == {"all_gather", "ring", "hybrid", "double_ring"}  # 32 heads
 
@@ -457,7 +400,7 @@ def test_many_ranks_take_seconds() -> None:
     for mask in (Mask(), Mask(window=(4095, 0)), Mask(documents=torch.arange(1 << 24) // 40000)):
         begin = time.perf_counter()
         found = explain(1 << 24, 1024, mask=mask, **ON_GPU)
-        assert time.perf_counter() - begin < 60 and found.found.seconds and len(found.found.work) == 1024
+        assert time.perf_counter() - begin < 60 and len(found.found.work) == 1024
 
 
 # ---- picture
@@ -567,7 +510,6 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "--transport": (["--transport", "functional"], {"transport": "functional"}),
     "--head-chunks": (["--heads", "4/2", "--head-chunks", "2"], {"num_heads": 4, "num_kv_heads": 2, "head_chunks": 2}),
-    "--machine": (["--machine", "h200", "--device", "cpu"], {"machine": "h200"}),
     "--gpus-per-host": (["--gpus-per-host", "2"], {"gpus_per_host": 2}),
     "--captured-shards": (
         ["--heads", "4/2", "--captured-shards", "16384"],
@@ -578,7 +520,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.quick("--documents", "--captured-shards", "--machine")
+@pytest.mark.quick("--documents", "--captured-shards")
 def test_command_says_what_the_function_says(name: str, capsys: Any) -> None:
     words, options = COMMANDS[name]
     if name == "--documents":
@@ -590,9 +532,7 @@ def test_command_says_what_the_function_says(name: str, capsys: Any) -> None:
     printed = capsys.readouterr().out
     found = explain(16384, 4, **settings)
     assert printed == f"{found}\n{found.verdict}\n"
-    without = settings | {"device": "cpu" if name == "--machine" else "cuda", "dtype": torch.bfloat16}
-    without = {option: without[option] for option in ("device", "dtype")}
-    found = explain(16384, 4, **without)
+    found = explain(16384, 4, device="cuda", dtype=torch.bfloat16)
     assert (name == "nothing") == (printed == f"{found}\n{found.verdict}\n")
 
 

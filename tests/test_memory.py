@@ -97,21 +97,6 @@ def test_formula_is_what_was_measured(name: str) -> None:
     assert compared >= least
 
 
-def test_formula_of_a_played_rank() -> None:
-    """Rank 0 of 8, on one GPU; by itself 64K rows a rank are computed in four chunks."""
-    compared = 0
-    for row in measured("played_h200.csv", "3225b69"):
-        if row["contestant"].startswith("played"):
-            heads, kv_heads, seq_len = (int(row[name]) for name in ("heads_q", "heads_kv", "seq_len"))
-            chunks = chunks_chosen(heads, kv_heads, seq_len, 8)
-            schedule = make_schedule(ZigZag(), Mask(causal=True), seq_len, 8, 0)
-            sizes = Sizes(1, heads, kv_heads, 128, 128, 2, 2)
-            formula = then(partial(extra_memory, schedule, sizes, transport="symmetric_memory"), chunks, 8)
-            assert float(row["extra_mem_gib"]) * GIB == pytest.approx(formula.peak, rel=0.01)
-            compared += chunks
-    assert compared == 1 + 1 + 1 + 4
-
-
 def test_128k_of_32_kv_heads_on_8_ranks():
     """What it says of 131,072 tokens: at most 2.5 GiB by itself, at most 1 GiB in eight chunks."""
     chosen = chunks_chosen(32, 32, 131072, 8)

@@ -33,7 +33,6 @@ import test_checkpointed
 import test_choosing
 import test_clipping
 import test_copies
-import test_costs
 import test_decoding
 import test_double_ring
 import test_faults
@@ -340,9 +339,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "one choice": of(test_choosing.test_every_rank_and_pass_takes_the_same, "4/4", "ulysses", ""),
     "the rule": alone((test_choosing.test_the_rule, ())),
     "hosts": alone((test_choosing.test_hosts_are_counted, ("", range(8), []))),
-    "times of the hybrid": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
-    "exchanges of a pass": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
-    "times of the double ring": alone((test_costs.test_the_network_moves_less_in_the_double_ring, ())),
     "allocations": of(test_allocations.test_formulas_are_what_is_allocated, "functional"),
     "release": test_symmetric_memory.test_release_gives_back_the_memory_of_groups_within_a_group,
     "decoding": on(

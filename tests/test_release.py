@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from inside import ALIASES
 
 import cp_mesh
 
@@ -35,13 +34,6 @@ def test_files_name_this_version() -> None:
     version, date = re.findall(r"^## \[?([\d.]+)\]? - ([\d-]{10})$", changes, re.MULTILINE)[0]
     assert version == cp_mesh.__version__
     assert f"version: {version}\n" in citation and f"date-released: {date}\n" in citation
-
-
-def test_changelog_names_what_moved() -> None:
-    listed = re.findall(
-        r"^- `cp_mesh\.([\w.]+)`: `cp_mesh\.([\w.]+)`$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert dict(listed) == ALIASES
 
 
 def run(command: Sequence[object], folder: Path) -> str:

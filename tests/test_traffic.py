@@ -11,7 +11,7 @@ import torch
 from cases import LAYOUTS, make_mask, pairs
 from checks import report
 from dense import make_qkv
-from inside import KERNELS, inner, legs_of, num_rows
+from inside import KERNELS, inner, num_rows
 from ranks import mesh, num_collectives
 from recording import Recording, Sent, recording
 from torch import Tensor
@@ -21,6 +21,7 @@ import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 
 HYBRID = inner("ulysses", "HYBRID")
+received_by = inner("variants", "received")
 
 B, K, D, E = 2, 3, 5, 4
 ROW = B * K * (D + E)  # elements of K and V in one row
@@ -232,18 +233,18 @@ def test_the_hybrid_swaps_in_its_inner_groups_and_fetches_in_its_outer_ones(pool
         assert results == [([], [])]
 
 
-def test_costs_count_what_the_ring_of_a_hybrid_moves(pool):
+def test_explain_counts_what_the_ring_of_a_hybrid_moves(pool):
     """Rows of half of the heads, by the rank in this one's place in another inner group."""
     cases = [*product(("contiguous", "zigzag", "striped"), ("causal", "window", "full"), (31,))]
     width = B * 3 * (D + E)  # of the kv heads that a rank's three query heads are computed with
     for rank, results in enumerate(pool(6).run(passes, cases, torch.float64, "hybrid", 2)):
         for (name, mask, S), (forward, _) in zip(cases, results, strict=True):
             schedule = HYBRID.make_schedule(LAYOUTS[name](S), make_mask(mask, B, S), S, 6, rank, False, 2)
-            (leg,) = legs_of(schedule, 2)
-            rows = sum(num_rows(ranges) for move in leg.moves for _, ranges in move)
+            moves = received_by(schedule, 2)
+            rows = sum(num_rows(ranges) for move in moves for _, ranges in move)
             outer = [hop for hop in by_groups(forward) if hop[0] == [*range(rank % 2, 6, 2)]]
             assert sum(sum(origin) for _, _, origin, _ in outer) == rows * width, (rank, name, mask)
-            assert all(source % 2 == 0 for move in leg.moves for source, _ in move)
+            assert all(source % 2 == 0 for move in moves for source, _ in move)
 
 
 def received(results: list[list[tuple[list[Sent], list[Sent]]]], case: int) -> list[tuple[list[int], list[int]]]:

@@ -47,12 +47,6 @@ def pieces_of_group(layout: Layout, degree: int, seq_len: int, cp_size: int, gro
     return [piece for rank in ranks for piece in layout.runs(seq_len, cp_size, rank)]
 
 
-def pieces_of_rank(layout: Layout, seq_len: int, cp_size: int) -> int:
-    """The largest number of runs of a rank (of the first, middle and last rank); 0 if a rank has a list."""
-    of_ranks = [layout.runs(seq_len, cp_size, rank) for rank in {0, cp_size // 2, cp_size - 1}]
-    return 0 if any(isinstance(x, Index) for pieces in of_ranks for x in pieces) else max(map(len, of_ranks))
-
-
 def rows_of_group(layout: Layout, degree: int, seq_len: int, cp_size: int, group: int) -> list[Piece]:
     """The pieces of `pieces_of_group` as rows of the joined shard."""
     whole = join(layout, degree, cp_size).runs(seq_len, cp_size // degree, group)

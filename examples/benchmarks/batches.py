@@ -1,8 +1,6 @@
 """Time attention layers on batches that all differ, planning included: does anything stall, does balancing pay?
 
     torchrun --nproc-per-node 2 examples/benchmarks/batches.py --csv batches.csv --steps-csv steps.csv
-    python examples/benchmarks/batches.py --played 0/8          # one GPU is one rank of eight, as in `played.py`
-    python examples/benchmarks/batches.py --played all/8        # all ranks in turn; the slowest one sets a step's time
 
 A step does what a trainer does with a new batch: make the mask of its document ids, choose the layout, shard tokens,
 labels and positions, run ``--layers`` attention layers forward and backward, and wait for the device. Its time is host
@@ -22,8 +20,7 @@ belongs to the first step. If a layout fails the gate, its row has only a status
 Garbage collection: by default as in trainers, on all ranks before every 50th batch, outside of the steps' time. ``--gc
 auto`` leaves it to Python.
 
-Columns of ``--csv``, one row per layout; "later steps" are all but the first 5. With ``--played`` ranks publish and
-fetch rows, but wait for no other rank:
+Columns of ``--csv``, one row per layout; "later steps" are all but the first 5:
 
     start                 with ``--caches DIR``: "cold" if DIR was empty, else "second"
     first_s, first5_s     the first step, and the first five together, with all compilation
@@ -67,13 +64,10 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 
 from attention import Gate, Ranks, random_inputs  # noqa: E402
 from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths  # noqa: E402
-from played import Played, PlayedGate, PlayedMemory, PlayedRank  # noqa: E402
 from report import FLOPS, append, machine  # noqa: E402
 from tables import batches_table  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
-from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
-from cp_mesh.comm.group_state import state_of  # noqa: E402
 from cp_mesh.geometry.mask import Band  # noqa: E402
 
 WARM = 5  # steps in which everything may be compiled
@@ -83,14 +77,14 @@ BLOCK = 20  # batches without a wait between them
 
 COLUMNS = (
     *("commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
-    *("start", "played", "layout", "kernel", "heads_q", "heads_kv", "head_dim", "mask", "median", "window", "seq_len"),
+    *("start", "layout", "kernel", "heads_q", "heads_kv", "head_dim", "mask", "median", "window", "seq_len"),
     *("layers", "batches", "gc", "first_s", "first5_s", "median_s", "worst_s", "worst_over_median", "above_median"),
     *("worst_stall", "stalls", "tokens_per_s", "tokens_per_s_again", "rate_ratio", "ahead_tokens_per_s", "ahead_ratio"),
     *("tflops", "ahead_tflops"),
     *("triton", "fa4", "late", "fa4_caches", "status"),
 )
 STEP_COLUMNS = (
-    *("commit", "gpu", "world_size", "start", "played", "layout", "heads_q", "heads_kv", "mask", "step", "documents"),
+    *("commit", "gpu", "world_size", "start", "layout", "heads_q", "heads_kv", "mask", "step", "documents"),
     *("tokens", "pairs", "seconds", "again_s", "triton", "fa4"),
 )
 SECONDS, AGAIN, TRITON, FA4, LATE = range(5)  # rows of what `race` returns
@@ -100,7 +94,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--played", help="RANK/SIZE or all/SIZE: without a process group, one device plays this rank, or all in turn")
     add("--layouts", nargs="+", choices=("balanced", *LAYOUTS), default=["balanced", "zigzag", "contiguous"])
     add("--mask", nargs="+", choices=("documents", "window", "causal"), default=["documents"])
     add("--heads", nargs="+", default=["64/8"], help="query heads/kv heads")
@@ -310,34 +303,14 @@ def gate(ranks: Ranks, args: argparse.Namespace, heads: str, mask: str, contesta
     """The status: "ok", or what is wrong with the contestant's results on two short batches."""
     for seed in (0, 1):
         case = make_batch(args, ranks, heads, mask, seed, args.gate_len * ranks.size)
-        judge = PlayedGate(ranks, case, contestant) if isinstance(ranks, PlayedRank) else Gate(ranks, case)
-        if problem := judge.try_out(contestant).problem:
+        if problem := Gate(ranks, case).try_out(contestant).problem:
             return problem
     return "ok"
 
 
 def contestants_of(ranks: Ranks, args: argparse.Namespace) -> dict[str, CPMesh]:
     """By layout."""
-    if isinstance(ranks, PlayedRank):
-        state_of(ranks.mesh.get_group(), symmetric.Held).memory = PlayedMemory(ranks.rank, ranks.device)
-        return {layout: Played(ranks, layout, args.kernel, None) for layout in args.layouts}
     return {layout: CPMesh(ranks.mesh, "ring", layout, args.kernel, args.transport) for layout in args.layouts}
-
-
-def groups(args: argparse.Namespace) -> Iterator[Ranks]:
-    """This rank, or those that are played, one after the other."""
-    if args.played is None:
-        yield Ranks(args.device)
-        dist.destroy_process_group()
-        return
-    which, size = args.played.split("/")
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-    for rank in range(int(size)) if which == "all" else [int(which)]:
-        yield PlayedRank(rank, int(size), device)
-        dist.destroy_process_group()
 
 
 def written(
@@ -351,7 +324,7 @@ def written(
 ) -> dict[str, str]:
     """The row of one layout, after it and those of its steps are in the files."""
     batches = [make_batch(args, ranks, about["heads"], mask, seed, args.seq_len) for seed in range(times.shape[1])]
-    about = about | {"mask": mask, "played": args.played or ""}
+    about = about | {"mask": mask}
     about["heads_q"], about["heads_kv"] = about["heads"].split("/")
     seeds = [seed for block in seeds_ahead(args) for seed in block]
     later = [make_batch(args, ranks, about["heads"], mask, seed, args.seq_len) for seed in seeds]
@@ -380,37 +353,30 @@ def written(
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    start, caches = use_caches(args.caches), ""
+    start = use_caches(args.caches)
     times: dict[tuple[str, str, str], Tensor] = {}
     ahead: dict[tuple[str, str, str], Tensor] = {}
     status: dict[tuple[str, str, str], str] = {}
-    for ranks in groups(args):
-        contestants = contestants_of(ranks, args)
-        cases = [(heads, mask) for heads in args.heads for mask in args.mask]
-        for heads, mask in cases:
-            found = race(ranks, args, heads, mask, list(contestants.values()))
-            blocks = race_ahead(ranks, args, heads, mask, list(contestants.values()))
-            for layout, contestant in contestants.items():
-                case = heads, mask, layout
-                ahead[case] = torch.maximum(ahead.get(case, blocks[contestant.name]), blocks[contestant.name])
-                now = found[contestant.name]
-                kept = times.get(case, now)
-                both = min(kept.shape[1], now.shape[1])  # a time limit may end the races of ranks that are played
-                times[case] = torch.maximum(kept[:, :both], now[:, :both])
-        caches = caches or " ".join(f"{name}={size}" for name, size in fa4_variants().items())
-        for heads, mask in cases:
-            for layout, contestant in contestants.items():
-                case = heads, mask, layout
-                if status.get(case, "ok") == "ok":
-                    status[case] = gate(ranks, args, heads, mask, contestant)
-        last = ranks
-    if last.rank == 0 or args.played:
-        about = machine(last.device, 1 if args.played else last.size, args.commit) | {"start": start}
+    ranks = Ranks(args.device)
+    contestants = contestants_of(ranks, args)
+    cases = [(heads, mask) for heads in args.heads for mask in args.mask]
+    for heads, mask in cases:
+        found = race(ranks, args, heads, mask, list(contestants.values()))
+        blocks = race_ahead(ranks, args, heads, mask, list(contestants.values()))
+        for layout, contestant in contestants.items():
+            times[heads, mask, layout], ahead[heads, mask, layout] = found[contestant.name], blocks[contestant.name]
+    caches = " ".join(f"{name}={size}" for name, size in fa4_variants().items())
+    for heads, mask in cases:
+        for layout, contestant in contestants.items():
+            status[heads, mask, layout] = gate(ranks, args, heads, mask, contestant)
+    dist.destroy_process_group()
+    if ranks.rank == 0:
+        about = machine(ranks.device, ranks.size, args.commit) | {"start": start}
         rows = []
         for (heads, mask, layout), figures in times.items():
             facts = about | {"heads": heads, "layout": layout, "fa4_caches": caches}
             case = heads, mask, layout
-            rows.append(written(args, last, facts, mask, figures, ahead[case], status[case]))
+            rows.append(written(args, ranks, facts, mask, figures, ahead[case], status[case]))
         print(batches_table(rows), flush=True)
     if any(text != "ok" for text in status.values()):
         sys.exit(1)

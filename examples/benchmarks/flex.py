@@ -14,31 +14,22 @@ a user may write who knows that PyTorch passes indices of local queries and rear
 flex_attention on one GPU without communication: causal, over as many rows as a rank holds. Its times are scaled to the
 pairs of a rank: multiplied by (whole pairs / ranks) / (its own pairs), which is close to the number of ranks.
 
-``--played 1/8`` is for a machine with one GPU: it plays one rank, as played.py does. Nothing travels, so times are
-lower bounds for that rank. Each peer holds this rank's keys. PyTorch's reduction of gradients of keys is skipped there,
-and these gradients are not compared.
-
 A gate runs first: out and gradients of ``--gate-rows`` rows per rank, captured tensors included, each compared with
 float64. If a contestant fails it or cannot run, its row has only a status. In each repeat every contestant runs
 ``--calls`` calls in sequence, after a barrier. A time is that of one call on the slowest rank; a row has the median,
 minimum and maximum over the repeats. ``of_floor`` is a time over the floor's. ``extra_gib`` is the peak of memory
 beyond the inputs, and ``symmetric_gib`` the symmetric memory beside that.
-
-Most of the run time is compilation, one kernel after the other. ``--compile-first`` compiles in parallel processes
-first, which fill the caches of Inductor and Triton; what needs more than so many seconds is left out. Each process
-plays one rank on that rank's device, since Inductor's cache includes device numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -54,21 +45,18 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
 from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
-from beforehand import run_beside  # noqa: E402
 from contestants import document_lengths  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
-from many_gpus import GRACE  # noqa: E402
 from report import append, machine  # noqa: E402
 
 from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
 from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
 from cp_mesh.kernels.flex import kernel as flex_kernel  # noqa: E402
-from cp_mesh.kernels.flex import programs as flex_programs  # noqa: E402
 
 SOFTCAP = 20.0
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
-    *("played", "contestant", "score", "rows", "heads_q", "heads_kv", "head_dim", "dtype", "repeats", "calls_per_time"),
+    *("contestant", "score", "rows", "heads_q", "heads_kv", "head_dim", "dtype", "repeats", "calls_per_time"),
     *("fwd_ms", "fwd_ms_min", "fwd_ms_max", "fwdbwd_ms", "fwdbwd_ms_min", "fwdbwd_ms_max"),
     *("of_floor_fwd", "of_floor_fwdbwd", "extra_gib", "symmetric_gib"),
     *("error", "bound", "status"),  # RMS error over RMS of the exact result, in the gate; and what it may be
@@ -129,22 +117,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=5)
     add("--forward", action="store_true", help="without backward: PyTorch has none on CPUs")
-    add("--compile", action="store_true", help="run each contestant once, at the gate's rows and the others")
-    add("--compile-first", type=float, metavar="SECONDS", help="first --compile in parallel processes, for so long")
-    add("--played", help="RANK/SIZE: one device plays this rank")
-    add("--device-number", type=int, default=0, help="number of the device that plays")
     add("--time-limit", type=float, default=float("inf"), help="start no case after this many seconds")
     add("--csv", type=Path, help="append a row for each contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     args.kernel = args.kernel or ("flex" if args.device == "cuda" else "reference")
     args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
-    if args.device_number and not args.played:
-        parser.error("--device-number needs --played: it is the GPU that plays a rank")
-    if args.compile_first and args.compile:
-        parser.error("--compile-first includes --compile")
-    if not args.compile:
-        args.contestants = [name for name in args.contestants if name != FLOOR]  # is always there
+    args.contestants = [name for name in args.contestants if name != FLOOR]  # is always there
     return args
 
 
@@ -159,7 +138,6 @@ def ours(
 ) -> Callable[..., Tensor]:
     options: dict[str, Any] = {"mesh": ranks.mesh, "seq_dim": 2, "layout": ZigZag(), "mask": Mask()}
     options |= {"method": method, "kernel": args.kernel, "enable_gqa": True}
-    options |= {"transport": "symmetric_memory"} if args.played else {}
     return lambda q, k, v: flex_attention(q, k, v, function.score_mod, **options)
 
 
@@ -216,19 +194,12 @@ FLOOR = "floor"
 
 
 def whole_tensors(rows: int, args: argparse.Namespace, ranks: Ranks) -> list[Tensor]:
-    """q, k, v, dout of the whole sequence, the same on every rank; of a played one, keys and values are its own."""
+    """q, k, v, dout of the whole sequence, the same on every rank."""
     generator = torch.Generator(ranks.device).manual_seed(0)
     heads = (args.num_heads, args.num_kv_heads, args.num_kv_heads, args.num_heads)
     shapes = ((1, n, rows * ranks.size, args.head_dim) for n in heads)
     drawn = (torch.randn(shape, generator=generator, device=ranks.device) for shape in shapes)
-    whole = [x.to(getattr(torch, args.dtype)) for x in drawn]
-    if args.played:
-        own = positions(rows, ranks)
-        for rank in range(ranks.size):
-            at = ZigZag().positions(rows * ranks.size, ranks.size, rank).to(ranks.device)
-            for x in whole[1:3]:
-                x[:, :, at] = x[:, :, own]
-    return whole
+    return [x.to(getattr(torch, args.dtype)) for x in drawn]
 
 
 def positions(rows: int, ranks: Ranks) -> Tensor:
@@ -284,18 +255,14 @@ def ready(name: str, score: str, rows: int, args: argparse.Namespace, ranks: Ran
 def exact(score: str, args: argparse.Namespace, ranks: Ranks, dtype: torch.dtype) -> list[Tensor]:
     """out, dq, dk, dv of this rank's rows, and gradients of what is learned, of one device, by products of a dtype.
 
-    Of a played rank, from its queries alone. As kernels do, and autograd does not: gradients of scores from the out
-    that was rounded.
+    As kernels do, and autograd does not: gradients of scores from the out that was rounded.
     """
     rows, S, device = args.gate_rows, args.gate_rows * ranks.size, ranks.device
     function = Function(score, S, args.num_heads, device)
     q, k, v, dout = (x.to(dtype) for x in whole_tensors(rows, args, ranks))
     own = positions(rows, ranks)
-    queries = own if args.played else torch.arange(S, device=device)
-    of_rank = slice(None) if args.played else own  # of queries
-    q, dout = q[:, :, queries], dout[:, :, queries]
     b, h = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device), torch.arange(q.shape[1], device=device)
-    i, j = queries.view(-1, 1), torch.arange(S, device=device)
+    i, j = torch.arange(S, device=device).view(-1, 1), torch.arange(S, device=device)
     leaves = [x.requires_grad_() for x in (q, k, *function.learned)]
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     wide = torch.promote_types(dtype, torch.float32)
@@ -304,12 +271,12 @@ def exact(score: str, args: argparse.Namespace, ranks: Ranks, dtype: torch.dtype
     weights = scores.detach().softmax(-1)
     out = weights.to(dtype) @ values
     if args.forward:
-        return [out[:, :, of_rank]]
+        return [out[:, :, own]]
     delta = (dout.to(wide) * out).sum(-1, keepdim=True)
     dscores = weights * ((dout @ values.mT).to(wide) - delta)
     dv = (weights.to(dtype).mT @ dout).unflatten(1, (k.shape[1], -1)).sum(2)
     dq, dk, *found = torch.autograd.grad(scores, leaves, dscores)
-    return [out[:, :, of_rank], dq[:, :, of_rank], dk[:, :, own], dv[:, :, own], *found]
+    return [out[:, :, own], dq[:, :, own], dk[:, :, own], dv[:, :, own], *found]
 
 
 def gate(
@@ -330,8 +297,6 @@ def gate(
 
         got, problem = ranks.attempt(results)
         pairs = [*zip(got, want, strict=True)] if got else []
-        if args.played and not name.startswith("cp_mesh"):
-            del pairs[2:4]
         errors = [relative(x.double(), y.double()) for x, y in pairs] or [torch.inf]
         error = float(ranks.largest(max(errors)))
         failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
@@ -353,7 +318,7 @@ def race(
     S = rows * ranks.size
     longer = S * (S + 1) / ranks.size / (rows * (rows + 1))  # pairs of a rank over those of the floor
     passes = {name: (run.forward,) if args.forward else (run.forward, run.both) for name, run in runs.items()}
-    times = {} if args.compile else in_turns(ranks, passes, args.repeats, args.calls)
+    times = in_turns(ranks, passes, args.repeats, args.calls)
     if FLOOR in times:
         times[FLOOR] = [[ms * longer for ms in of_pass] for of_pass in times[FLOOR]]
     gib = {}
@@ -379,81 +344,21 @@ def figures(times: Sequence[Sequence[float]], floor: Sequence[Sequence[float]] |
     return row
 
 
-def played_rank(of_group: str, device_type: str, number: int = 0) -> Ranks:
-    """``of_group``: rank/size; ``number``: of the GPU that plays it."""
-    import played
-
-    device = torch.device(device_type, number) if device_type == "cuda" else torch.device(device_type)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    ranks = played.PlayedRank(*map(int, of_group.split("/")), device)
-    played.begin_case(ranks, [])
-    played.symmetric.SymmetricOutgoing = played.PlayedOutgoing  # type: ignore[misc]
-    return ranks
-
-
-def compile_first(args: argparse.Namespace, ranks: Ranks | None) -> set[tuple[str, str]]:
-    """Scores and contestants that failed or found no time. ``ranks``: all of the run, which are played one by one;
-    None: one is played."""
-    store = None if ranks is None else dist.distributed_c10d._get_default_store()
-    if ranks is not None and ranks.rank > 0:
-        store.wait(["compiled first"], timedelta(seconds=args.compile_first + 2 * GRACE))
-    else:
-        of_all = [(f"{rank}/{ranks.size}", rank) for rank in range(ranks.size)] if ranks is not None else []
-        plays = of_all or [(args.played, args.device_number)]
-        lengths, names = dict.fromkeys((args.gate_rows, *args.rows)), (FLOOR, *args.contestants)
-        cases = [(score, name, n) for n in lengths for score in args.scores for name in names]
-        shared = ["--device", args.device, "--heads", args.heads, "--head-dim", args.head_dim, "--dtype", args.dtype]
-        shared += ["--kernel", args.kernel, "--compile", *["--forward"] * args.forward]
-        ends = [("--played", of_group, "--device-number", number) for of_group, number in plays]
-        words = [
-            [*shared, "--rows", n, "--gate-rows", n, "--scores", score, "--contestants", name, *end]
-            for score, name, n in cases
-            for end in ends
-        ]
-        taken = run_beside(Path(sys.argv[0]), [[*map(str, x)] for x in words], args.compile_first, len(plays))
-        cases = [case for case in cases for _ in plays]
-        for case, seconds in zip(cases, taken, strict=True):
-            print(*case, "not compiled" if seconds is None else f"compiled in {seconds:.0f} s", flush=True)
-        late = {case[:2] for case, seconds in zip(cases, taken, strict=True) if seconds is None}
-        if store is None:
-            return late
-        store.set("compiled first", json.dumps([*late]))
-    return {(score, name) for score, name in json.loads(store.get("compiled first"))}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    ranks = Ranks(args.device) if args.played is None else played_rank(args.played, args.device, args.device_number)
-    about = machine(ranks.device, 1 if args.played else ranks.size, args.commit)
+    ranks = Ranks(args.device)
+    about = machine(ranks.device, ranks.size, args.commit)
     about |= {"heads_q": args.num_heads, "heads_kv": args.num_kv_heads}
-    about |= {"played": args.played or "", "head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}
+    about |= {"head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}
     began, failed = time.monotonic(), False
     verdicts: dict[str, tuple[dict[str, tuple[float, str]], float]] = {}
-    not_compiled = compile_first(args, None if args.played else ranks) if args.compile_first else set()
     for rows in args.rows:
         for score in args.scores:
             if ranks.largest(time.monotonic() - began) > args.time_limit:
                 ranks.print(f"{score:18} {rows:>7} rows  left out: the time limit")
                 continue
-            if args.compile:
-                for length in {args.gate_rows, rows}:
-                    with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):
-                        _, _, problems = race(args.contestants, score, length, args, ranks)
-                    seconds = time.monotonic() - began
-                    ranks.print(f"{score:18} {length:>7} rows  compiled after {seconds:.0f} s", problems or "")
-                    failed |= not all(problem.startswith("unsupported") for problem in problems.values())
-                continue
-            if (score, FLOOR) in not_compiled:
-                ranks.print(f"{score:18} {rows:>7} rows  left out: its floor is not compiled")
-                failed = True
-                continue
             if score not in verdicts:
-                compiled = [name for name in args.contestants if (score, name) not in not_compiled]
-                of_compiled, bound = gate(compiled, score, args, ranks)
-                late = {name for name in args.contestants if name not in compiled}
-                of_late = {name: (torch.inf, f"not compiled in {args.compile_first:.0f} s") for name in late}
-                verdicts[score] = {name: (of_compiled | of_late)[name] for name in args.contestants}, bound
+                verdicts[score] = gate(args.contestants, score, args, ranks)
             of_gate, bound = verdicts[score]
             ours_of_gate = (status for name, (_, status) in of_gate.items() if name.startswith("cp_mesh"))
             failed |= not all(status.startswith(("ok", "unsupported")) for status in ours_of_gate)
@@ -473,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 words = " ".join(f"{row.get(key, ''):>9}" for key in keys)
                 ranks.print(f"{score:18}{rows:>7} {name:15} fwd, both, of floor, GiB, error: {words}  {row['status']}")
             ranks.print(f"{time.monotonic() - began:.0f} s")
-            if args.csv is not None and (args.played or ranks.rank == 0):
+            if args.csv is not None and ranks.rank == 0:
                 append(args.csv, COLUMNS, table)
     dist.barrier()
     dist.destroy_process_group()

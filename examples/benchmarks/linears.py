@@ -15,9 +15,6 @@ run, its row has only a status. In each repeat every contestant runs ``--calls``
 time is that of one call on the slowest rank; a row has the median, minimum and maximum over the repeats. ``exposed_ms``
 is a time minus the floor's: communication that is not hidden, and all other costs. ``kept_gib`` is the memory that a
 forward keeps for its backward, output included.
-
-``--played 0/2`` is for a machine with one GPU, which plays one rank: nothing travels, so times are lower bounds for
-that rank. Peers' rows are its own, sums are skipped, and results are not checked; ``status`` says so.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ from cp_mesh.tensor_parallel import overlap  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
-    *("played", "contestant", "part", "rows", "dtype", "repeats", "calls_per_time"),  # rows of all tp ranks together
+    *("contestant", "part", "rows", "dtype", "repeats", "calls_per_time"),  # rows of all tp ranks together
     *("fwd_ms", "fwdbwd_ms", "fwdbwd_ms_min", "fwdbwd_ms_max", "of_floor", "exposed_ms", "kept_gib"),
     *("error", "bound", "status"),  # RMS error over RMS of the exact result, in the gate; and what it may be
 )
@@ -116,7 +113,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gate-rows", type=int, default=512)
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=10)
-    add("--played", help="RANK/SIZE: one device plays this rank")
     add("--time-limit", type=float, default=float("inf"), help="start nothing more after this many seconds")
     add("--csv", type=Path, help="append a row for each contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
@@ -164,15 +160,6 @@ CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
 }
 FLOOR, AT_ONCE = "floor", "cp_mesh at once"
 PER_PRODUCT = overlap.PER_PRODUCT
-PLAYED = (
-    "cp_mesh",
-    "cp_mesh again",
-    "cp_mesh at once",
-    "cp_mesh compiled",
-    "torch",
-    "torch compiled",
-)  # others need peers' memory
-UNJUDGED = 0.0, "played, not judged"
 
 
 class Run:
@@ -188,9 +175,6 @@ class Run:
         if name != FLOOR:
             self.x, self.dout = (y.chunk(ranks.size, 1)[ranks.rank].contiguous() for y in (self.x, self.dout))
             self.module = CONTESTANTS[name](module, tp)
-        if args.played:  # nobody sent this rank its part of the weights
-            for weight in self.module.parameters():
-                nn.init.normal_(weight.to_local() if isinstance(weight, DTensor) else weight, std=0.02)
         self.parameters = list(module.parameters())
         self.x.requires_grad_()
 
@@ -259,36 +243,27 @@ def race(names: Sequence[str], part: str, rows: int, args: argparse.Namespace, r
     return times, kept
 
 
-def played_rank(args: argparse.Namespace) -> Ranks:
-    from played import PlayedRank
-
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    return PlayedRank(*map(int, args.played.split("/")), device)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    ranks = Ranks(args.device) if args.played is None else played_rank(args)
+    ranks = Ranks(args.device)
     tp = init_device_mesh(args.device, (ranks.size,), mesh_dim_names=("tp",))
-    about = machine(ranks.device, 1 if args.played else ranks.size, args.commit)
-    about |= {"played": args.played or "", "dtype": args.dtype, "calls_per_time": args.calls}
+    about = machine(ranks.device, ranks.size, args.commit)
+    about |= {"dtype": args.dtype, "calls_per_time": args.calls}
     began, failed = time.monotonic(), False
-    unjudged = {name: UNJUDGED for name in args.contestants if name in PLAYED}
     for part in args.parts:
-        verdicts, bound = gate(part, args, ranks, tp) if args.played is None else (unjudged, 0.0)
+        verdicts, bound = gate(part, args, ranks, tp)
         failed |= any(status.startswith("failed") for _, status in verdicts.values())
         for rows in args.rows:
             if ranks.largest(time.monotonic() - began) > args.time_limit:
                 ranks.print(f"{part:16} {rows:>7} rows  left out: the time limit")
                 continue
-            names = [name for name, (_, status) in verdicts.items() if status in ("ok", UNJUDGED[1])]
+            names = [name for name, (_, status) in verdicts.items() if status == "ok"]
             times, kept = race([FLOOR, *names], part, rows, args, ranks, tp)
             floor, table = statistics.median(times[FLOOR][1]), []
             for name, (error, status) in {FLOOR: (0.0, "ok"), **verdicts}.items():
                 row = about | {"contestant": name, "part": part, "rows": rows, "status": status}
                 row |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-                judged = name != FLOOR and not args.played
-                row |= {"error": f"{error:.1e}", "bound": f"{bound:.1e}"} if judged else {}
+                row |= {"error": f"{error:.1e}", "bound": f"{bound:.1e}"} if name != FLOOR else {}
                 if name in times:
                     forward, both = times[name]
                     ms = statistics.median(both)
@@ -301,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 keys = ("fwd_ms", "fwdbwd_ms", "of_floor", "kept_gib", "error")
                 figures = " ".join(f"{row.get(key, ''):>10}" for key in keys)
                 ranks.print(f"{part:16} {rows:>7} rows  {name:15} fwd, both, of floor, GiB, error: {figures}  {status}")
-            if args.csv is not None and (args.played or ranks.rank == 0):
+            if args.csv is not None and ranks.rank == 0:
                 append(args.csv, COLUMNS, table)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """Time recurrent layers over cp, forward and backward: cp_mesh, flash-linear-attention's own `cp_context`, one GPU.
 
     torchrun --nproc-per-node 2 examples/benchmarks/mixers.py --rows 8192 32768 131072 262144 --csv mixers.csv
-    CUDA_VISIBLE_DEVICES=1 python examples/benchmarks/mixers.py --tune --layers kda --rows 32768    # first
 
 Layers are the gated delta rule of Qwen3.5-27B, KDA of Kimi Linear 48B, and state space duality of Nemotron 3. "gdn
 layer" is a whole layer of Qwen3.5-9B: projections, convolution, rule, gated norm. A name is
@@ -15,9 +14,7 @@ A gate runs first: outputs and gradients of ``--gate-rows`` rows against "torch"
 would not fit, by its peak at an eighth of the rows, is not run: a rank alone without memory would stop the others.
 Times are those of one call on the slowest rank: median, minimum and maximum over the repeats.
 
-fla-core tunes its kernels in their first calls, for minutes: keep TRITON_CACHE_DIR between runs. ``--tune`` only makes
-these calls, on one GPU: first as rank 0 of two, then as rank 1, without communication. Other processes may tune other
-layers meanwhile.
+fla-core tunes its kernels in their first calls, for minutes: keep TRITON_CACHE_DIR between runs.
 """
 
 from __future__ import annotations
@@ -99,7 +96,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--contestants", nargs="+", default=DEFAULT, help="names as above")
     add("--gate-rows", type=int, default=2048)
-    add("--tune", action="store_true", help="without torchrun: call each contestant once, and measure nothing")
     add("--repeats", type=int, default=5)
     add("--calls", type=int, default=3)
     add("--time-limit", type=float, default=float("inf"), help="start nothing more after this many seconds")
@@ -318,31 +314,9 @@ def release(ranks: Ranks) -> None:
         torch.cuda.empty_cache()
 
 
-def tune(args: argparse.Namespace) -> None:
-    """Call each contestant once for each rank of two."""
-    from played import PlayedRank
-
-    for rank in range(2):
-        ranks = PlayedRank(rank, 2, torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"))
-        for key, documents, rows in product(args.layers, args.documents, args.rows):
-            for name in args.contestants:
-                given = whole_inputs(LAYERS[key], rows, ranks.device, getattr(torch, args.dtype))
-                run = partial(Run, name, LAYERS[key], documents, given, ranks)
-                began = time.monotonic()
-                _, problem = ranks.attempt(lambda run=run: run().both() and None)
-                seconds = time.monotonic() - began
-                ranks.print(f"rank {rank}: {key} {documents} {rows} {name}: {problem or 'ok'}, {seconds:.0f} s")
-                del run, given
-                release(ranks)
-        dist.destroy_process_group()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     args.contestants.sort(key=lambda name: not is_alone(name))  # the others are compared with those alone
-    if args.tune:
-        tune(args)
-        return
     ranks = Ranks(args.device)
     about = machine(ranks.device, ranks.size, args.commit) | {"dtype": args.dtype, "repeats": args.repeats}
     began, failed = time.monotonic(), False

@@ -11,15 +11,10 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
-import many_gpus
-import predicted
-import torch
 from capabilities import support_table, supported_table
 
-from cp_mesh import explain
 from cp_mesh.tools.explain.step import ModelSizes
 
 Row = dict[str, str]
@@ -31,10 +26,7 @@ DOCUMENTS = (
     "docs/performance.md",
     "docs/decoding.md",
     "docs/linears.md",
-    *(
-        f"docs/results/{name}.md"
-        for name in ("auto_choice", "exact_or_refused", "four_gpus", "many_gpus", "predicted_times")
-    ),
+    *(f"docs/results/{name}.md" for name in ("exact_or_refused", "four_gpus")),
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -95,8 +87,6 @@ def label(contestant: str) -> str:
             method, layout, name, transport = rest
             over = ", over NCCL" if transport == "functional" else ""
             return f"cp_mesh, {by_method(method)}{layout}, {KERNELS.get(name, name)}{over}{parts}"
-        case "played":
-            return f"cp_mesh, {by_method(rest[0])}{rest[1]}, {kernel}, its peers played{parts}"
         case "floor":
             return f"floor: the same tiles on one GPU, {kernel}"
         case "single_gpu":
@@ -116,7 +106,7 @@ def by_method(method: str) -> str:
     return "" if method == "ring" else f"{METHODS[name]}{of}, "
 
 
-RANKS = ("floor", "cp_mesh", "played", "ulysses", "torch", "ring_flash_attn", "single_gpu")
+RANKS = ("floor", "cp_mesh", "ulysses", "torch", "ring_flash_attn", "single_gpu")
 
 
 def order(contestant: str) -> tuple[int, str]:
@@ -170,35 +160,6 @@ def head_of(name: str, machine: str) -> str:
     )
 
 
-def tiles_page() -> str:
-    name = "tiles_h200.csv"
-    rows = [row for row in read(name) if row["fwd_ms"]]
-    parts = [
-        head_of(name, machine_of(rows)),
-        "Kernels alone: TFLOP/s of one tile, forward / backward, on the pairs that the mask allows. *Strict* is what"
-        " striped computes of other ranks' keys, *half* what zigzag does. *deterministic*: asked for the same bits in"
-        " every run.\n",
-    ]
-    for commit in sorted({row["commit"] for row in rows}):
-        own = [row for row in rows if row["commit"] == commit]
-        kernels = list(dict.fromkeys((row["kernel"], row["deterministic"]) for row in own))
-        lines = []
-        for tile, num_q, num_k in dict.fromkeys((row["tile"], row["rows"], row["keys"]) for row in own):
-            cells = {
-                (
-                    row["kernel"],
-                    row["deterministic"],
-                ): f"{float(row['tflops_fwd']):.0f} / {float(row['tflops_bwd']):.0f}"
-                for row in own
-                if (row["tile"], row["rows"], row["keys"]) == (tile, num_q, num_k) and row["bwd_ms"]
-            }
-            size = f"{tile}, {short(int(num_q))} x {short(int(num_k))}"
-            lines.append([size, *(cells.get(kernel, "") for kernel in kernels)])
-        heads = [KERNELS[kernel] + (", deterministic" if int(fixed) else "") for kernel, fixed in kernels]
-        parts.append(f"## commit {commit}\n\n{markdown(['tile', *heads], lines)}")
-    return "\n".join(parts)
-
-
 def steps_page(name: str) -> str:
     rows = read(name)
     row, commits = rows[0], {row["blocks"].replace("inductor", "compiled"): row["commit"] for row in rows}
@@ -249,33 +210,6 @@ def steps_table(rows: Sequence[Row]) -> str:
     names = [name for name in TRAINERS if any(row["variant"] == name for row in rows)]
     lines = [[TRAINERS[name], *(cells.get((name, *column), "") for column in columns)] for name in names]
     return markdown(["ms a step (GiB)", *head], lines)
-
-
-FEATURES, NOT_RUN = ("plain", "softcap", "alibi", "table", "wide", "bias", "learned bias", "dropout"), "does not run"
-
-
-def scores_speed_page() -> str:
-    """TFLOP/s of `scores.py`: forward / both passes, and both over the plain kernel of the same contestant."""
-    rows = read("scores_speed_h200.csv")
-    parts = [head_of("scores_speed_h200.csv", f"{rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['packages']}")]
-    # "old" is a checkout of 415b90d, measured beside the commit of its row
-    names = {"ours": "{commit}", "old": "415b90d, at {commit}", "flex": "flex_attention, compiled, at {commit}"}
-    for tile in dict.fromkeys(row["tile"] for row in rows):
-        cells: dict[tuple[str, str], dict[str, str]] = {}
-        for row in rows:
-            if row["tile"] == tile:
-                cells.setdefault((row["contestant"], row["commit"]), {})[row["feature"]] = _forward_and_both(row)
-        asked = [key for name in names for key in cells if key[0] == name and cells[key][FEATURES[0]] != NOT_RUN]
-        lines = [[feature, *(cells[key].get(feature, "") for key in asked)] for feature in FEATURES]
-        head = ["", *(names[name].format(commit=commit) for name, commit in asked)]
-        parts.append(f"## {tile}\n\n{markdown(head, lines)}")
-    return "\n".join(parts)
-
-
-def _forward_and_both(row: Row) -> str:
-    if not row["tflops_both"]:
-        return NOT_RUN
-    return f"{float(row['tflops_fwd']):.0f} / {float(row['tflops_both']):.0f} ({float(row['of_plain_both']):.2f})"
 
 
 def batches_table(rows: Sequence[Row]) -> str:
@@ -356,20 +290,6 @@ def decoding_page() -> str:
     what = f"heads {rows[0]['heads_q']}/{rows[0]['heads_kv']}, one query. `examples/benchmarks/decoding.py` says what"
     what += " the contestants are. SDPA's default takes cuDNN here, which plans anew at every length"
     return f"{head_of(name, machine_of(rows))}\n{what}.\n\n{markdown([*head, 'GB/s a GPU'], lines)}"
-
-
-def played_methods_page() -> str:
-    name = "played_methods_h200.csv"
-    lines = []
-    for x in predicted.played_points():
-        methods = ["ring", "all_gather", "ulysses", "hybrid2", "hybrid4"]
-        times = [f"{x.times[method]:.2f}" if method in x.times else "" for method in methods]
-        lines.append([x.mask, x.heads, short(x.rows), x.mode, *times, x.method, f"{x.over_best:.2f}"])
-    head = ["mask", "heads", "rows a GPU", "", "ring", "all-gather", "Ulysses", "hybrid of 2", "of 4"]
-    what = "ms of forward and backward of rank 3 of 8, which one GPU plays. There are no wires, so the predicted time"
-    what += " of links and barriers is added. Documents in the balanced layout, the others in zigzag. `auto` is what it"
-    what += " takes today, and its time over that of the fastest"
-    return f"{head_of(name, machine_of(read(name)))}\n{what}.\n\n{markdown([*head, '`auto`', 'over'], lines)}"
 
 
 def flex_page(name: str) -> str:
@@ -743,25 +663,6 @@ def documents_table() -> str:
     return markdown(["", "rows a GPU", "tokens", "`balance`", "zigzag", "commit"], lines)
 
 
-def predicted_table() -> str:
-    times, errors = predicted.times_table(OURS), predicted.errors_table()
-    return f"{markdown(*times)}\n{markdown(*errors)}"
-
-
-def many_table() -> str:
-    """What `many_gpus.py` runs."""
-    runs = many_gpus.RUNS.items()
-    return markdown(
-        ["call", "run", "seconds at most", "to show"], ([str(x.call), name, str(x.seconds), x.aim] for name, x in runs)
-    )
-
-
-def explained_text() -> str:
-    """What the command of docs/results/predicted_times.md prints."""
-    sizes = {"num_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
-    return f"```text\n{explain(131072, 8, machine='h200', kernel='fa4', **sizes)}\n```\n"  # type: ignore[arg-type]
-
-
 def memory_table() -> str:
     rows = [
         row
@@ -789,16 +690,12 @@ PAGES: dict[str, Callable[[], str]] = {
             "masks_2xh200",
             "masks_4xh200",
             "methods_2xh200",
-            "played_h200",
             "ulysses_2xh200",
         )
     },
     "batches_2xh200.md": lambda: batches_page("batches_2xh200.csv"),
     "decoding_2xh200.md": decoding_page,
     "flex_2xh100.md": lambda: flex_page("flex_2xh100.csv"),
-    "flex_played_h200.md": lambda: flex_page("flex_played_h200.csv"),
-    "played_methods_h200.md": played_methods_page,
-    "tiles_h200.md": tiles_page,
     "training_2xh100.md": lambda: steps_page("training_2xh100.csv"),
     "training_2xh200.md": lambda: steps_page("training_2xh200.csv"),
     "planning_cpu.md": planning_page,
@@ -813,25 +710,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "torchtitan_2xh100.md": lambda: torchtitan_page("torchtitan_2xh100.csv"),
     "low_precision_2xh200.md": low_precision_page,
     "scores_2xh200.md": scores_page,
-    "scores_speed_h200.md": scores_speed_page,
     "verify_4xh200.md": verify_page,
 }
 """Pages of docs/results by name."""
-
-MANY: dict[str, Callable[[str], str]] = {
-    **dict.fromkeys(("methods", "memory", "rows_64k", "documents", "graphs", "played"), attention_page),
-    **dict.fromkeys(("steps", "steps_512k", "steps_1m", "tp_2", "tp_4"), steps_page),
-    "batches": batches_page,
-    "million": million_page,
-    "linears": linears_page,
-}
-"""Of what `many_gpus.py` writes, by its name there."""
-
-of_many = {f"{name}_{gpus}xh200": make for gpus in (4, 8) for name, make in MANY.items()}
-for stem, page in of_many.items():
-    if (RESULTS / f"{stem}.csv").exists():
-        assert f"{stem}.md" not in PAGES, stem
-        PAGES[f"{stem}.md"] = partial(page, f"{stem}.csv")
 
 REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
@@ -840,15 +721,9 @@ REGIONS: dict[str, Callable[[], str]] = {
     "support": support_table,
     "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "memory": memory_table,
-    "explained": explained_text,
-    "predicted": predicted_table,
-    "chosen": lambda: markdown(*predicted.choices_table(predicted.points())),
-    "chosen on eight": lambda: markdown(*predicted.choices_table(predicted.played_points())),
-    "bands": lambda: markdown(*predicted.bands_table()),
     "decoding": decoding_table,
     "supported": supported_table,
     "linears": measured_linears_table,
-    "many": many_table,
     "training": training_table,
     "training on 2 GPUs": lambda: turned(steps_table(read("training_2xh200.csv"))),
 }

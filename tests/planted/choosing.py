@@ -1,8 +1,7 @@
-"""Bugs in the choice of a method, and in predicted times and memory."""
+"""Bugs in the choice of a method, and in predicted memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,26 +19,6 @@ plant("rows are those that a rank holds", "choose:choose", "the rule")(
 plant("hosts that nobody tells are one", "choose:ranks_by_host", "hosts")(
     lambda count: with_result(count, lambda hosts: hosts or [1])
 )
-plant("the hybrid is timed with all heads", "time:ulysses_costs", "times of the hybrid")(
-    lambda costs: with_arguments(costs, degree=lambda _: 1)
-)
-
-
-@plant("what a backward exchanges is counted once", "time:ulysses_costs", "exchanges of a pass")
-def _(costs: Any) -> Any:
-    def mutant(*given: Any, **named: Any) -> Any:
-        forward, backward = costs(*given, **named)
-        return forward, replace(backward, device=backward.device - forward.exposed, exposed=forward.exposed)
-
-    return mutant
-
-
-@plant("rows cross for each rank of a host", "time:legs_of", "times of the double ring")
-def _(legs_of: Any) -> Any:
-    def each(leg: Any) -> Any:
-        return leg._replace(crossing=leg.crossing and leg.crossing * len(leg.moves))
-
-    return with_result(legs_of, lambda legs: [each(leg) for leg in legs])
 
 
 @plant("rows that crossed are held nowhere", "memory:_held_keys", "allocations")

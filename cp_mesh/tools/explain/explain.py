@@ -1,4 +1,4 @@
-"""Explain a call: what runs and why, its traffic, memory and predicted time, and the alternatives.
+"""Explain a call: what runs and why, its traffic and memory, and the alternatives.
 
 Needs no process group and no GPU. `cp_mesh.tools.explain.variants` computes the figures.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,9 +21,7 @@ from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.explain.predict.machines import find_machine
 from cp_mesh.tools.explain.predict.methods import degrees
-from cp_mesh.tools.explain.predict.time import H200, Machine
 from cp_mesh.tools.explain.text import as_bytes, text_of
 from cp_mesh.tools.explain.variants import ALL_RANKS, Setting, Variant
 
@@ -55,10 +53,8 @@ class Explanation:
 
     @property
     def verdict(self) -> str:
-        """One line: layout, method, kernel, predicted time and extra memory."""
+        """One line: layout, method, kernel and extra memory."""
         words = [f"RUNS: {self.found.layout.spec()} {self.found.method}, kernel {self.found.kernel.name}"]
-        if self.found.seconds is not None:
-            words.append(f"predicted {self.found.seconds * 1e3:.3g} ms for both passes")
         if self.found.memory is not None:
             words.append(f"{as_bytes(self.found.memory)} of extra memory")
         return ", ".join(words)
@@ -99,7 +95,6 @@ def explain(
     ulysses_degree: int | None = None,
     inner_ring_size: int | None = None,
     transport: str = "auto",
-    machine: Machine | str | None = None,
     gpus_per_host: int | None = None,
     captured_shards: int | None = None,
     columns: int = 64,
@@ -113,7 +108,7 @@ def explain(
         layout, mask: as in `cp_mesh.attention`.
         scores: names of the score options that the call uses, as in `cp_mesh.attention`.
         device: device type, "cpu" or "cuda".
-        compute_capability: of the CUDA device; None: that of ``machine``.
+        compute_capability: of the CUDA device; None: (9, 0), that of an H100 or H200.
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
         batch, num_heads, num_kv_heads: sizes of q, k and v on one rank. ``num_heads`` adds bytes and extra memory
@@ -122,10 +117,7 @@ def explain(
         head_chunks, method, transport: as in `cp_mesh.attention`. Transport "auto" is symmetric memory for "cuda" on
             one host.
         ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; ``inner_ring_size=None`` is ``gpus_per_host``.
-        machine: measured rates of GPUs and links: a `time.Machine`, a name of `time.MACHINES`, or a file written by
-            examples/benchmarks/calibrate.py. It sets ``device``. None: "h200" for "cuda". Times are predicted if
-            ``num_heads`` is given and the machine has rates for the dtype, kernel and compute capability.
-        gpus_per_host: ranks per host, in order of rank; None: that of the machine.
+        gpus_per_host: ranks per host, in order of rank; None: 8 for "cuda", else all ranks.
         captured_shards: elements, over all ranks, of the cp-sharded DTensors that a score_mod reads
             (`cp_mesh.flex_attention`). Counted in ``dtype``, with gradients. Needs ``num_heads``.
         columns: width of the owner line.
@@ -134,8 +126,7 @@ def explain(
         An object to print, or to ``.plot("file.png")``. Its text has: the kernel, and those that "auto" rejected; the
         owner of sampled tokens; a table of ranks: rows, work (1.00 is the mean), kernel calls of a forward, key rows
         received in each stage, bytes of keys received in a forward, and the peak memory of both passes beyond inputs
-        and results; predicted times (`predict/time.py`), where "in a row" is the time per call of many calls in
-        sequence: the longer of device and host time; other layouts and methods; advice.
+        and results; other layouts and methods; advice.
 
     Raises:
         ArgumentError: for sizes that do not fit together, and unknown names.
@@ -182,15 +173,8 @@ def explain(
         if name not in SCORE_OPTIONS:
             known = ", ".join(SCORE_OPTIONS)
             refuse("explain: scores", f"names of {known}", repr(name), "see the docs of cp_mesh.attention")
-    if isinstance(machine, str):
-        machine = find_machine(machine)
-    if machine is not None:
-        device = "cuda" if machine.on_gpu else "cpu"
-    assumed = ""
-    if machine is None and device == "cuda":
-        machine, assumed = H200, H200.name
     if gpus_per_host is None:
-        gpus_per_host = machine.gpus_per_host if machine else cp_size
+        gpus_per_host = 8 if device == "cuda" else cp_size
     check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
     within = "symmetric_memory" if (device, transport) == ("cuda", "auto") else "functional"
     transport = _transport(transport, device, cp_size, gpus_per_host)
@@ -209,9 +193,7 @@ def explain(
     def of_heads(num: int) -> Operand:
         return Operand(torch.Size((batch, num, 1, head_dim)), dtype, torch.device(device))
 
-    capability = compute_capability or (machine.compute_capability if machine else (0, 0))
-    timed = machine is not None and machine.compute_capability == capability
-    timed = timed and num_heads is not None and (dtype.itemsize == 2 or device == "cpu")
+    capability = compute_capability or ((9, 0) if device == "cuda" else (0, 0))
     features = {{"dropout_p": "dropout"}.get(name, name) for name in scores} - {"sinks", "dropout_seed"}
     features |= {"score_mod"} if captured_shards else set()
     options = AttentionSpec(
@@ -221,12 +203,12 @@ def explain(
     setting = Setting(
         seq_len, cp_size, mask, options, frozenset(features), of_heads(num_heads or num_kv_heads),
         of_heads(num_kv_heads), num_heads is not None, kernel, capability, transport, within, gpus_per_host,
-        replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None, captured_shards or 0,
+        captured_shards or 0,
     )  # fmt: skip
     choice = setting.choose(layout, bool(scores or captured_shards)) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else method)
     others = list(_others(setting, found))
-    text = text_of(setting, found, others, choice, assumed if capability == H200.compute_capability else "", columns)
+    text = text_of(setting, found, others, choice, columns)
     return Explanation(found, others, choice, seq_len, cp_size, mask, text)
 
 
@@ -270,6 +252,6 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             other = setting.look_at(layout, name, degree)
             if not degree:
                 yield other
-            elif name not in best or (other.seconds or 0.0) < (best[name].seconds or 0.0):
+            elif name not in best or other.moved < best[name].moved:
                 best[name] = other
     yield from best.values()

@@ -13,28 +13,25 @@ from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners
 
 WIDTH = 100  # columns of the text
 MOST_LINES = 10  # lines of the table of ranks
-FASTER = 0.97  # time ratios between this and its inverse count as equal
+FASTER = 0.97  # ratios between this and its inverse count as equal
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def text_of(
-    setting: Setting, found: Variant, others: Sequence[Variant], choice: Choice | None, assumed: str, columns: int
-) -> str:
-    """The whole text; ``assumed``: the name of the default machine if the caller gave none, else ""."""
+def text_of(setting: Setting, found: Variant, others: Sequence[Variant], choice: Choice | None, columns: int) -> str:
+    """The whole text."""
     lines = [
-        *_head(setting, found, choice, assumed),
+        *_head(setting, found, choice),
         *_owners(found.layout, setting.seq_len, setting.cp_size, columns),
         *_ranks(setting, found),
         *_captured(setting),
-        *_predicted(setting, found),
         *_alternatives(found, others),
         *_advice(setting, found, others),
     ]
     return "\n".join(lines)
 
 
-def _head(setting: Setting, found: Variant, choice: Choice | None, assumed: str) -> list[str]:
-    """Lines about layout, method, kernel and machine."""
+def _head(setting: Setting, found: Variant, choice: Choice | None) -> list[str]:
+    """Lines about layout, method and kernel."""
     kernel = f"kernel {setting.kernel}{f' = {found.kernel.name}' * (setting.kernel == 'auto')}"
     by_reason: dict[str, list[str]] = {}
     for name, lacks in found.passed_over.items():
@@ -47,8 +44,7 @@ def _head(setting: Setting, found: Variant, choice: Choice | None, assumed: str)
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
     first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
     method = f"method auto = {choice.method}: {choice.why}" if choice else ""
-    machine = f"machine {assumed} by default: machine= takes a file written by examples/benchmarks/calibrate.py"
-    lines = [first, kernel, *reasons, method, machine if assumed else ""]
+    lines = [first, kernel, *reasons, method]
     return [line for text in lines for line in wrapped(text)]
 
 
@@ -63,9 +59,7 @@ def _owners(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[st
 def _ranks(setting: Setting, found: Variant) -> list[str]:
     """The table of ranks, with as many stages as fit; one column sums the other stages."""
     ranks, size = found.ranks, setting.cp_size
-    slowest = max(
-        ranks, key=lambda x: (sum(cost.queued for cost in x.costs) if x.costs else 0.0, x.work, x.near + x.far)
-    )
+    slowest = max(ranks, key=lambda x: (x.work, x.near + x.far))
     shown = sorted({x.rank: x for x in (*ranks[: MOST_LINES - 2], slowest, ranks[-1])}.items())
     for most, sources in ((4, True), (3, True), (4, False), (3, False), (2, False), (1, False)):
         table = aligned(*_rank_table(setting, found, [x for _, x in shown], most, sources))
@@ -79,7 +73,7 @@ def _ranks(setting: Setting, found: Variant) -> list[str]:
         table.append(f"groups of {found.inner} ranks exchange heads for rows; the first rank of a group is shown")
         left -= len(shown) * (found.inner - 1)
     if left and len(ranks) * found.inner < size:
-        table.append(f"{left} ranks are left out; times and memory are the largest of the {len(ranks)} computed ranks")
+        table.append(f"{left} ranks are left out; memory is the largest of the {len(ranks)} computed ranks")
     elif left:
         table.append(f"{left} ranks are left out")
     return table
@@ -114,82 +108,50 @@ def _captured(setting: Setting) -> list[str]:
     held = ExtraMemory(0, 0, 0).with_captured(setting.captured, setting.q.dtype.itemsize).peak
     text = f"captured shards: a GPU receives {as_bytes(setting.captured_moved)} in both passes"
     text += f", and holds up to {as_bytes(held)}; moved bytes and memory include them"
-    return wrapped(f"{text}, the table of ranks (except its memory) and times do not")
-
-
-def _predicted(setting: Setting, found: Variant) -> list[str]:
-    machine, costs = setting.machine, found.costs
-    if machine is None:
-        return []
-    if costs is None:
-        known = " and ".join(machine.kernels)
-        return [f"no predicted times: on {machine.name} only {known} were measured, not {found.kernel.name}"]
-    batch, num_heads, _, head_dim = setting.q.shape
-    flops = 4 * int(setting.seen.sum()) / setting.seen_rows * batch * num_heads * head_dim / setting.cp_size
-    lines = []
-    for name, parts, times in (("forward", costs[:1], 1.0), ("backward", costs[1:], 2.5), ("both", costs, 3.5)):
-        device, exposed, host, queued = (
-            sum(getattr(cost, of) for cost in parts) for of in ("device", "exposed", "host", "queued")
-        )
-        waits = f"{_ms(exposed)} ({100 * exposed / device if device else 0:.0f} %)"
-        lines.append([name, _ms(device), waits, _ms(host), _ms(queued), f"{times * flops / queued / 1e12:.0f}"])
-    head = [f"predicted, {machine.name}", "device, ms", "exposed", "host, ms", "in a row, ms", "TFLOP/s per GPU"]
-    table = aligned(head, lines)
-    if setting.features:
-        table.append("predicted times leave out " + ", ".join(sorted(setting.features)))
-    return table
+    return wrapped(f"{text}, the table of ranks (except its memory) does not")
 
 
 def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:
-    with_bytes, timed = any(x.memory for x in (found, *others)), any(x.seconds for x in (found, *others))
+    with_bytes = any(x.memory for x in (found, *others))
     head = ["layout and method", "max work", "moved per GPU" if with_bytes else "key rows moved"]
-    head += ["in a row, ms"] * timed + ["memory"] * with_bytes
+    head += ["memory"] * with_bytes
     lines = []
     for x in (found, *others):
         line = [_name(x) + " (this)" * (x is found), f"{x.work.max():.2f}"]
         line.append(as_bytes(x.moved) if with_bytes else f"{x.moved:.0f}")
-        line += [_ms(x.seconds) if x.seconds else "-"] * timed
         lines.append(line + [as_bytes(x.memory) if x.memory is not None else "-"] * with_bytes)
     return aligned(head, lines)
 
 
 def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
-    """One sentence for each change that would be faster, move fewer bytes, or allow a prediction."""
+    """One sentence for each change that would be faster or move fewer bytes."""
     words = []
-    alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or x.inner == 1)]
+    alike = [x for x in others if x.inner == 1]
     alike.sort(key=lambda x: (round(_slower(x, found), 2), x.method != found.method))
     best = alike[0] if alike and _slower(alike[0], found) < FASTER else found
     if best is not found:
         words.append(f"{_name(best)} would be faster: {_compared(best, found)}.")
     rings = [x for x in alike if x.method == found.method]
     least = min(rings, key=lambda x: x.moved, default=found)
-    alike_fast = least.seconds is not None and FASTER <= _slower(least, found) <= 1 / FASTER  # bytes cost no time here
-    if least is not best and least.moved < 0.8 * found.moved and not alike_fast:
+    if least is not best and least.moved < 0.8 * found.moved:
         word = "but" if _slower(least, found) > 1 / FASTER else "and"
         words.append(
             f"{_name(least)} would move {least.moved / found.moved:.2f} of the bytes, {word} {_compared(least, found)}."
         )
-    if found.costs:
-        device, host = (sum(getattr(cost, of) for cost in found.costs) for of in ("device", "host"))
-        if host > device and setting.transport == "symmetric_memory":
-            words.append(f"The host takes longer than the GPU: in a CUDA graph a call takes {_ms(device)} ms.")
     if missing := [name for name, lacks in found.passed_over.items() if lacks.startswith("package")]:
         words.append(f"{missing[0]} is not installed here: kernel={missing[0]!r} explains the call with it.")
     return [line for text in words or ["None of these would be faster."] for line in wrapped(text)]
 
 
 def _slower(x: Variant, found: Variant) -> float:
-    """The time of ``x`` over that of ``found``; if a time is unknown, the ratio of the work of their slowest ranks."""
-    if x.seconds and found.seconds:
-        return x.seconds / found.seconds
+    """The work of the slowest rank of ``x`` over that of ``found``."""
     return float(x.work.max() / found.work.max()) if found.work.any() else 1.0  # a mask that allows no pair
 
 
 def _compared(x: Variant, found: Variant) -> str:
-    work = f"its slowest rank has {x.work.max():.2f} times the mean work"
     if x.work.max() <= 1.01 * found.work.max() and found.work.max() <= 1.01 * x.work.max():
-        work = "its slowest rank has the same work"
-    return f"{work}: {_slower(x, found):.2f} times the time" if x.seconds else work
+        return "its slowest rank has the same work"
+    return f"its slowest rank has {x.work.max():.2f} times the mean work"
 
 
 def _name(x: Variant) -> str:
@@ -198,10 +160,6 @@ def _name(x: Variant) -> str:
 
 def _method(x: Variant) -> str:
     return f"{x.method} of {x.degree}" if METHODS[x.method].degree_option else x.method
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
 def as_bytes(num: float) -> str:

@@ -1,7 +1,7 @@
-"""Variants: work, traffic, memory and time of each rank, for one layout and method.
+"""Variants: work, traffic and memory of each rank, for one layout and method.
 
-Needs no process group and no GPU. Figures come from the schedules that a call runs; `predict` computes times and memory
-from them. If there are many ranks, only a sample is computed, with the ranks that compute or fetch most.
+Needs no process group and no GPU. Figures come from the schedules that a call runs; `predict` computes memory from
+them. If there are many ranks, only a sample is computed, with the ranks that compute or fetch most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_mesh.call.choose import Choice, choose
-from cp_mesh.call.joined_layout import pieces_of_rank
 from cp_mesh.call.method import as_one_tile
 from cp_mesh.call.methods import METHODS
 from cp_mesh.call.plan import choose_schedule, request_of
@@ -25,15 +24,14 @@ from cp_mesh.geometry.balance import keys_seen
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.schedule import Schedule, enclosing, num_rows
+from cp_mesh.geometry.schedule import Fetch, Schedule, enclosing, num_rows
 from cp_mesh.hosts.relay_plan import RelayedRoute
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, host_size_of, kv_heads_of_rank
-from cp_mesh.tools.explain.predict.methods import Setup, costs, memory, sizes_of
-from cp_mesh.tools.explain.predict.time import Machine, PassCost, legs_of
+from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, host_size_of, kv_heads_of_rank, visits_of
+from cp_mesh.tools.explain.predict.methods import Setup, memory, sizes_of
 
 ALL_RANKS = 36  # up to this number, figures of every rank are computed
 
@@ -50,7 +48,6 @@ class RankFigures(NamedTuple):
         sources: ranks that send these rows, for each stage.
         near, far: rows received over links of the host, and over the network (by the double ring: crossing hosts).
         memory: extra memory beyond inputs and results; None without ``num_heads``.
-        costs: of forward and backward; None if the machine has no rates for the kernel.
     """
 
     rank: int
@@ -62,7 +59,6 @@ class RankFigures(NamedTuple):
     near: int
     far: int
     memory: ExtraMemory | None
-    costs: tuple[PassCost, PassCost] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +97,6 @@ class Variant:
         return METHODS[self.method].inner_size(self.degree)
 
     @property
-    def costs(self) -> tuple[PassCost, PassCost] | None:
-        """Forward and backward cost, each of the slowest rank."""
-        known = [figures.costs for figures in self.ranks if figures.costs is not None]
-        if not known:
-            return None
-        forward, backward = (max((costs[i] for costs in known), key=lambda cost: cost.queued) for i in (0, 1))
-        return forward, backward
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of forward and backward, per call of many calls in sequence."""
-        return None if self.costs is None else sum(cost.queued for cost in self.costs)
-
-    @property
     def memory(self) -> int | None:
         """The largest peak of a rank, in bytes."""
         return max((figures.memory.peak for figures in self.ranks if figures.memory is not None), default=None)
@@ -134,7 +116,6 @@ class Setting:
         compute_capability: of the device.
         transport, within: "symmetric_memory" or "functional", between all ranks and between ranks of a host.
         gpus_per_host: ranks that share a host.
-        machine: for predicted times, or None.
         captured: elements of the captured shards of all ranks.
     """
 
@@ -151,7 +132,6 @@ class Setting:
     transport: str
     within: str
     gpus_per_host: int
-    machine: Machine | None
     captured: int
 
     @cached_property
@@ -217,9 +197,8 @@ class Setting:
             settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
             sizes, chunks = sizes_of(self.q, self.k, self.k, settings), settings.head_chunks
         setup = Setup(
-            chosen, self.cp_size, degree, sizes, chunks, kernel, self.features, self.transport, self.within,
-            self.gpus_per_host, pieces_of_rank(layout, *whole),
-        )  # fmt: skip
+            chosen, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host
+        )
         work = np.repeat(self.work(layout).reshape(-1, inner).mean(1), inner)
         figures = []
         for rank in (inner * number for number in self._sample(work[::inner], first.route.needed, inner)):
@@ -268,18 +247,16 @@ class Setting:
         one_tile = as_one_tile(kernel, schedule, self.features)
         visits = [schedule.local_tiles, *(stage.tiles for stage in stages)]
         calls = setup.head_chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
-        moves = [move for leg in legs_of(schedule, setup.method.inner_size(setup.degree)) for move in leg.received]
+        moves = received(schedule, setup.method.inner_size(setup.degree))
         by_host = [(source // self.gpus_per_host, num_rows(ranges)) for move in moves for source, ranges in move]
         near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
-        held = taken = None
+        held = None
         if self.knows_heads:
             held = memory(schedule, setup).with_captured(self.captured, self.q.dtype.itemsize)
-        if self.machine is not None and kernel.name in self.machine.kernels:
-            taken = costs(schedule, setup, self.machine)
         return RankFigures(
             rank, rows, work, calls, tuple(stage.num_fetched for stage in stages),
             tuple(tuple(source for source, _ in stage.fetch) for stage in stages),
-            near, sum(rows for _, rows in by_host) - near, held, taken,
+            near, sum(rows for _, rows in by_host) - near, held,
         )  # fmt: skip
 
     def _bytes_moved(self, sizes: Sizes, near: float, far: float, inner: int, kernel: Kernel) -> float:
@@ -297,6 +274,22 @@ class Setting:
         of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
         home = sizes.home_itemsize or sizes.gradient_itemsize
         return fetched + rows * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
+
+
+def received(schedule: Schedule, degree: int = 1) -> list[Fetch]:
+    """All rows that a rank receives, by cp rank; ``degree``: cp ranks per rank of the schedule."""
+    host_size = host_size_of(schedule)
+    host, place = divmod(schedule.cp_rank, host_size)
+    moves = []
+    for visit in visits_of(schedule):
+        if visit.crossing is not None:
+            moves.append(_by_cp_rank(visit.crossing.fetch, place, host_size))
+        moves += [_by_cp_rank(stage.fetch, host * host_size, degree) for stage in visit.route.stages]
+    return moves
+
+
+def _by_cp_rank(parts: Fetch, first: int, step: int) -> Fetch:
+    return tuple((first + step * number, ranges) for number, ranges in parts)
 
 
 def named_kernel(

@@ -1,5 +1,5 @@
-"""Predict the time and memory of a call from its schedule and a few measured numbers.
+"""Predict the memory of a call from its schedule.
 
-`time` and `memory` have the formulas, `methods` selects them for a method, `machines` reads and writes measurements.
+`memory` has the formulas, `methods` selects them for a method.
 Predictions are for information only: no call depends on them.
 """

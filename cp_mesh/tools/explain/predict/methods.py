@@ -1,4 +1,4 @@
-"""Select the formulas of `time` and `memory`: exchanges for Ulysses and the hybrid, stages for other methods."""
+"""Select the formulas of `memory`: exchanges for Ulysses and the hybrid, stages for other methods."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from typing import Any, NamedTuple
 
 from cp_mesh.call.method import Method, as_one_tile
 from cp_mesh.call.spec import Operand
-from cp_mesh.call.ulysses import FEW
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.hosts.relay_plan import RelayedRoute
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, extra_memory, ulysses_memory
-from cp_mesh.tools.explain.predict.time import Machine, PassCost, staged_costs, ulysses_costs
 
 
 class Setup(NamedTuple):
     """Inputs of the formulas besides a rank's schedule.
 
     Attributes:
-        method, cp_size, degree: of the call; the degree is that of `Method.choose_degree`.
+        method, degree: of the call; the degree is that of `Method.choose_degree`.
         sizes, head_chunks: of its tensors on one rank.
         kernel, features: its kernel, and the score features that it uses.
         transport, within: transports between all ranks, and between ranks of one host.
         gpus_per_host: ranks that share a host.
-        pieces: as `cp_mesh.call.joined_layout.pieces_of_rank` counts them.
     """
 
     method: Method
-    cp_size: int
     degree: int
     sizes: Sizes
     head_chunks: int
@@ -37,7 +33,6 @@ class Setup(NamedTuple):
     transport: str
     within: str
     gpus_per_host: int
-    pieces: int
 
     @property
     def exchanges(self) -> bool:
@@ -48,16 +43,6 @@ class Setup(NamedTuple):
     def inner_transport(self) -> str:
         """Transport of an inner group, or between the ranks of a host."""
         return self.transport if self.gpus_per_host % self.degree else self.within
-
-
-def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
-    """Predicted costs of forward and backward on the schedule's rank."""
-    if not setup.exchanges:
-        return staged_costs(schedule, setup.sizes, machine, setup.kernel.name, setup.head_chunks)
-    return ulysses_costs(
-        schedule, setup.degree, setup.cp_size, setup.sizes, machine, setup.kernel.name, setup.head_chunks,
-        pieces=setup.pieces if setup.pieces <= FEW else 0, collective=setup.inner_transport == "functional",
-    )  # fmt: skip
 
 
 def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
