@@ -6,14 +6,16 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from inside import inner, make_schedule
+from ranks import mesh
 from torch import Tensor
 
-from cp_mesh import Balanced, Mask, Permuted, ZigZag, balance
+from cp_mesh import Balanced, Mask, Permuted, ShardedSequence, ZigZag, attention, balance, document_sums, mixers
 
 settle = inner("spec", "settle")
 Content, is_owned, read_once = inner("host_tensors", "Content", "is_owned", "read_once")
@@ -43,6 +45,39 @@ def test_in_inference() -> None:
         assert hash(Permuted(torch.arange(24))) == hash(Permuted(range(24)))
     assert rows(mask) == rows(Mask(documents=IDS))
     assert not mask.documents.is_inference()
+
+
+def after_inference(rank: int) -> list[str]:
+    """Calls in inference mode, and the same with gradients. Reports tensors of the first that something still holds."""
+    axis, made = mesh((2,), ("cp",)), torch.Generator().manual_seed(0)
+    sequence = ShardedSequence(axis, length=24)
+    x = torch.randn(2, 2, 12, 4, dtype=torch.float64, generator=made, requires_grad=True)
+    rows, heads, decays = x.transpose(1, 2), x[:, 0], -x[..., 0].transpose(1, 2).square()
+    mask = Mask(documents=IDS)
+    attends = partial(attention, x, x, x, mesh=axis)
+    calls = {str(of): partial(attends, mask=of) for of in (Mask(), mask, Mask(blocks=IDS))}
+    calls |= {method: partial(attends, method=method) for method in ("all_gather", "ulysses")}
+    calls |= {
+        "document_sums": lambda: document_sums(heads[..., 0], sequence=sequence, mask=mask),
+        "roll": lambda: mixers.roll(heads, 1, sequence=sequence, mask=mask),
+        "causal_conv1d": lambda: mixers.causal_conv1d(heads, heads[0, :4].T, sequence=sequence, mask=mask),
+    }
+    for method in ("states", "heads"):
+        mix = partial(mixers.gated_delta_rule, rows, rows, rows, decays, decays.exp(), method=method, sequence=sequence)
+        calls[f"gated_delta_rule {method}"] = lambda mix=mix: mix(mask=mask, output_final_state=True)[0]
+    problems = []
+    for name, call in calls.items():
+        with torch.inference_mode():
+            call()
+            sequence.shard(torch.zeros(2, 24))
+        kept = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.is_inference()]
+        problems += [f"{name}: {x.dtype} {[*x.shape]} is kept" for x in kept]
+        call().square().sum().backward(retain_graph=True)
+    return problems
+
+
+def test_nothing_is_kept_of_inference(pool: Any) -> None:
+    assert pool(2).run(after_inference, timeout=120.0) == [[], []]
 
 
 @pytest.mark.parametrize("how", ("pickle", "deepcopy"))
@@ -88,3 +123,11 @@ def test_allowed_takes_positions_of_another_device() -> None:
     mask = Mask(documents=IDS, key_padding=IDS > 0)
     at = torch.arange(24, device="meta")
     assert mask.allowed(at, at).device.type == "meta"
+
+
+def test_pieces_of_the_last_batches_are_kept() -> None:
+    """They hold index tensors of each device: at a million tokens, 16 MiB and more a batch."""
+    find = inner("pieces", "pieces_in")
+    made = [weakref.ref(find(ZigZag(), Mask(documents=IDS // n), 24, 24, 2, 0, 1)) for n in (1, 2, 3)]
+    gc.collect()
+    assert [ref() is None for ref in made] == [True, False, False]

@@ -18,6 +18,7 @@ from torch import Tensor
 from cp_mesh._torch import raw_stream
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Transport
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band, Mask
 from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
@@ -183,7 +184,8 @@ class Plan:
             return make()
         key = *what, stream
         if key not in self.prepared:
-            self.prepared[key] = make()
+            with lasting():
+                self.prepared[key] = make()
         return self.prepared[key]
 
 

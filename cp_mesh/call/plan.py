@@ -24,7 +24,7 @@ from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, che
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse, warn
-from cp_mesh.geometry.host_tensors import Content
+from cp_mesh.geometry.host_tensors import Content, lasting
 from cp_mesh.geometry.layouts import check_layout, parse_layout
 from cp_mesh.geometry.mask import NONE, parse_mask
 from cp_mesh.geometry.schedule import Schedule
@@ -111,6 +111,7 @@ def refuse_copies(plan: Plan) -> None:
         )
 
 
+@lasting()
 def _resolve(
     contents: tuple[Content | None, ...],
     q: Operand,

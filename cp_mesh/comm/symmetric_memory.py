@@ -43,6 +43,7 @@ from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
 from cp_mesh.tape import Memory, call, give_up, on_error, told
 
@@ -60,7 +61,8 @@ class Workspace(Memory):
         symm_mem = symmetric_memory()
         self.nbytes, self.captured = nbytes, False
         self._timeout_ms = int(timeout_of(group, device).total_seconds() * 1000)
-        self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        with lasting():
+            self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
         self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
 

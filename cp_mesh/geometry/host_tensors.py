@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,12 +37,20 @@ class _Notes(dict[Any, Any]):
 def owned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy on the CPU that nobody else writes to; a meta tensor stays on meta."""
     device = "meta" if tensor.is_meta else "cpu"
+    dtype, like = dtype or tensor.dtype, torch.contiguous_format
     if torch.compiler.is_compiling():
-        return tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
-    with torch.inference_mode(False):  # inference tensors have no version
-        copy = tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+        return tensor.detach().to(device, dtype, copy=True, memory_format=like)
+    with lasting():  # others have no version
+        copy = tensor.detach().to(device, dtype, copy=True, memory_format=like)
     setattr(copy, _NOTES, _Notes())
     return copy
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Around what makes tensors that outlive the call: those of `torch.inference_mode` can be in no later backward."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def is_owned(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse, warn
-from cp_mesh.geometry.host_tensors import is_owned, owned, read_once
+from cp_mesh.geometry.host_tensors import is_owned, lasting, owned, read_once
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,8 @@ class Mask:
             hint = "give each part its own id; if the parts must see each other, use a mask_mod with flex_attention"
             refuse("Mask.blocks", "adjacent tokens in each block", got, hint, UnsupportedError)
         positions = torch.arange(new.shape[1], dtype=torch.int32, device=new.device)
-        return positions.where(new, 0).cummax(1).values.maximum(positions - self._ahead)
+        with lasting():
+            return positions.where(new, 0).cummax(1).values.maximum(positions - self._ahead)
 
     def spec(self) -> str:
         """Return the scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""

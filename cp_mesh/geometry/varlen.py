@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.geometry.block_table import K_END, LEFT, Q_END, RIGHT, Array, K, Q, bands_of
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import NONE, Band
 
 
@@ -66,7 +67,8 @@ class Segments:
     def on(self, device: torch.device) -> list[SequenceTable]:
         """Return the arguments of a varlen kernel, one entry per batch row; copied to the device once."""
         if device not in self._tables:
-            self._tables[device] = [SequenceTable.of(blocks, device) for blocks in self.blocks]
+            with lasting():
+                self._tables[device] = [SequenceTable.of(blocks, device) for blocks in self.blocks]
         return self._tables[device]
 
 

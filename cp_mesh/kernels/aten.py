@@ -16,6 +16,7 @@ from einops import reduce
 from torch import Tensor
 
 from cp_mesh._torch import cpu_flash, cudnn, efficient, flash
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import CAUSAL, Band
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
@@ -25,6 +26,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=64)
+@lasting()
 def _philox(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A random-number state and its two parts: the operators require them, but do not read them without dropout."""
     state = torch.zeros(2, dtype=torch.int64, device=device)

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from cp_mesh._torch import raw_stream
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.tape import call, give_up
 
 BLOCK_ELEMENTS = 4096
@@ -170,6 +171,7 @@ def _placed(xs: Sequence[Tensor], places: Places) -> tuple[Tensor, ...]:
 
 
 @lru_cache
+@lasting()
 def _nothing(device: torch.device) -> Tensor:
     return torch.empty(4, dtype=torch.float32, device=device)
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import Band
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, Kernel, merging_kernel
@@ -392,7 +393,8 @@ def _bounds(band: Band, num_q: int, num_k: int) -> tuple[int, int]:
 def _mask_rows(cover: Pairs, blocks: tuple[Blocks, ...]) -> _MaskRows:
     """The `_MaskRows` of a cover, cached there for all layers, since it depends on the mask only."""
     if blocks not in cover.kept:
-        cover.kept[blocks] = _MaskRows(cover, blocks)
+        with lasting():
+            cover.kept[blocks] = _MaskRows(cover, blocks)
     rows: _MaskRows = cover.kept[blocks]
     return rows
 
@@ -462,8 +464,9 @@ class _MaskRows:
         (outer, outer_rows), (inner, inner_rows) = ((q, blocks.q), (k, blocks.k))[:: 1 if keys_inside else -1]
         num_blocks, num_inner_blocks = -(-len(outer.positions) // outer_rows), -(-len(inner.positions) // inner_rows)
         shape = (self._num_masks, num_blocks, num_inner_blocks)
-        listed = torch.empty(shape, dtype=torch.int32, device=q.firsts.device)
-        counts = torch.empty((*shape[:2], 2), dtype=torch.int32, device=listed.device)
+        with lasting():
+            listed = torch.empty(shape, dtype=torch.int32, device=q.firsts.device)
+            counts = torch.empty((*shape[:2], 2), dtype=torch.int32, device=listed.device)
         if num_blocks:
             blocks_kernel[(num_blocks, self._num_masks)](
                 outer.bounds, outer.id_bounds, inner.bounds, inner.id_bounds,

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.mixers.between import Between
 from cp_mesh.mixers.recurrence import Inputs
 from cp_mesh.mixers.seam import with_seam
@@ -112,6 +113,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@lasting()
 def _ends(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Where sequences end, on the CPU and on the device. The package finds its indices again by the same tensors.
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.host_tensors import Content
+from cp_mesh.geometry.host_tensors import Content, lasting
 from cp_mesh.geometry.layouts import Contiguous, Layout, parse_layout
 from cp_mesh.geometry.mask import EXCLUDED, Documents, Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -243,7 +243,8 @@ class Pieces:
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What is made once from these pieces."""
         if key not in self._made:
-            self._made[key] = make()
+            with lasting():
+                self._made[key] = make()
         return self._made[key]
 
 
@@ -283,12 +284,12 @@ def pieces_in(layout: Layout, mask: Mask, seq_len: int, length: int, cp_size: in
     return _find(layout.spec(), tensor, seq_len, length, cp_size, cp_rank, batch, *contents)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _find(
     spec: str, tensor: Content | None, seq_len: int, length: int, cp_size: int, cp_rank: int, batch: int,
-    documents: Content | None, key_padding: Content | None,
+    *contents: Content | None,
 ) -> Pieces:  # fmt: skip
-    layout = parse_layout(spec, None if tensor is None else tensor.tensor)
+    layout, (documents, key_padding) = parse_layout(spec, None if tensor is None else tensor.tensor), contents
     ids = torch.zeros(1, seq_len, dtype=torch.int64) if documents is None else torch.atleast_2d(documents.tensor).long()
     if key_padding is not None:
         ids = torch.where(torch.atleast_2d(key_padding.tensor), ids, EXCLUDED)
@@ -321,5 +322,5 @@ def _find(
         rank, of_batch, start, end, first, last, np.cumsum(opens) - 1, begin, kept.astype(bool), cp_rank,
         tuple(map(len, positions)), seq_len, owner, local, int(opens.sum()),
         hashlib.sha256(np.stack([first, last, of_batch, kept]).tobytes()).hexdigest()[:16],
-        None if cp_size == 1 else _find("contiguous", None, seq_len, length, 1, 0, batch, documents, key_padding),
+        None if cp_size == 1 else _find.__wrapped__("contiguous", None, seq_len, length, 1, 0, batch, *contents),
     )  # fmt: skip

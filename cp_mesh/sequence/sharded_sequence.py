@@ -22,6 +22,7 @@ from cp_mesh.comm.waiting import wait_for
 from cp_mesh.comm.whole import gather, scatter_sum
 from cp_mesh.errors import as_int, refuse
 from cp_mesh.geometry.balance import balance
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.layouts import Contiguous, Layout, Run, ZigZag
 from cp_mesh.geometry.mask import EXCLUDED, Mask
 from cp_mesh.sequence.cuts import TOKENS, Cuts, is_cut, note_cut
@@ -259,7 +260,7 @@ class ShardedSequence:
         if torch.compiler.is_compiling():
             return self.layout.positions(seq_len, self.cp_size, self.cp_rank).to(device)
         if (rows := self._kept.get((seq_len, device))) is None:
-            with torch.inference_mode(False):
+            with lasting():
                 rows = self.layout.positions(seq_len, self.cp_size, self.cp_rank).to(device)
             if not isinstance(rows, FakeTensor) and len(self._kept) < MOST_LENGTHS:
                 self._kept[seq_len, device] = rows

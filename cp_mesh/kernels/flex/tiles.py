@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from cp_mesh._torch import FakeTensorMode
+from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex.programs import traced
 from cp_mesh.kernels.flex.reads import reads_of
@@ -174,5 +175,6 @@ def kept_of(cover: Pairs, key: tuple[Hashable, ...], make: Callable[[], Any]) ->
         of_flex = [k for k in cover.kept if isinstance(k, tuple) and k[:1] == ("flex",)]
         if len(of_flex) >= TABLES:
             del cover.kept[of_flex[0]]
-        cover.kept[name] = make()
+        with lasting():
+            cover.kept[name] = make()
     return cover.kept[name]
