@@ -213,6 +213,12 @@ def run_plan(model: nn.Module | None = None, on: DeviceMesh | None = None, **pla
     cp_mesh.parallelize(model or Model(), on or cp(), {key.replace("__", "."): style for key, style in plan.items()})
 
 
+def _adapted(model: nn.Module, kind: str) -> nn.Module:
+    """As PEFT marks it."""
+    vars(model)["peft_config"] = {"default": mock.Mock(spec=["peft_type"], peft_type=mock.Mock(value=kind))}
+    return model
+
+
 def run_twice() -> None:
     core = Core()
     for _ in range(2):
@@ -886,6 +892,9 @@ CASES: dict[str, Case] = {
     ),
     "a cross-attention name": refused(UNSUPPORTED, "'cross_attn' is cross-attention", "replicated over cp")(
         lambda: run_plan(nn.ModuleDict({"cross_attn": Core()}), cross_attn=ContextParallel(sequence()))
+    ),
+    "adapters of PEFT that read whole rows": refused(UNSUPPORTED, "peft_config", "LORA", "got LILY", "whole sequence")(
+        lambda: run_plan(_adapted(Model(), "LILY"), core=ContextParallel(sequence()))
     ),
     "a sequence of another axis": refused(ARGUMENT, "the axis of the ShardedSequence", "apply the style to that axis")(
         lambda: run_plan(on=cp_tp()["cp"], core=ContextParallel(sequence()))

@@ -24,6 +24,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.root import OF_IMAGES, parallelize, sequence_of
 from cp_mesh.sequence.sharded_sequence import IGNORED
+from cp_mesh.training.checks.config import check_adapters
 from cp_mesh.training.style_helpers import SUMS
 from cp_mesh.wrap import STYLE, replaced
 
@@ -154,13 +155,10 @@ class _ContextParallel(Trainer):
             hint = "give its forward **kwargs, and do not set accepts_loss_kwargs = False"
             what = "a model whose loss is divided by num_items_in_batch, the tokens of all ranks"
             refuse(where, what, type(self.model).__name__, hint, UnsupportedError)
-        for adapter in getattr(self.model, "peft_config", {}).values():
-            got = "ALORA" if getattr(adapter, "alora_invocation_tokens", None) else adapter.peft_type.value
-            if got != "LORA":
-                hint = "other adapters may read the whole sequence, or add a loss"
-                refuse(f"{where}: peft_config", "LORA", got, hint, UnsupportedError)
+        check_adapters(self.model)
+        if hasattr(self.model, "peft_config") and hasattr(self, "aux_loss_enabled"):
             head = self._base_model.get_output_embeddings()
-            if hasattr(self, "aux_loss_enabled") and any(x.requires_grad for x in head.parameters()):
+            if any(x.requires_grad for x in head.parameters()):
                 hint = "leave it out of modules_to_save: its gradient is not reduced under FSDP2"
                 refuse(f"{where}: peft_config", "a frozen lm_head", "one that is trained", hint, UnsupportedError)
         if self.accelerator.dispatch_batches:

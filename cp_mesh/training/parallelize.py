@@ -28,6 +28,7 @@ from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
+from cp_mesh.training.checks.config import check_adapters
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
@@ -101,6 +102,8 @@ def parallelize(
                 check_plain(f"{type(style).__name__} at {name!r}", modules[name])
             chosen[name] = (key, style)
     _check_modes(chosen)
+    if any(isinstance(style, _OVER_CP) for _, style in chosen.values()):
+        check_adapters(root)
     tied = _tied(module)
     with undone_if_refused(module):
         for name, (_, style) in chosen.items():

@@ -633,8 +633,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another model": (_another_model, "the model that it made parallel"),
     "a model that is parallel": (_twice, "apply once"),
     "a trained head in TRL": (lambda: make("SFTTrainer", lora="head"), "peft_config: expected a frozen lm_head"),
-    "adapters that read the tokens": (_activated, "peft_config: expected LORA, got ALORA"),
-    "adapters that are prompts": (_prompt, "peft_config: expected LORA, got PROMPT_TUNING"),
+    "adapters that read the tokens": (_activated, "got ALORA"),
+    "adapters that are prompts": (_prompt, "got PROMPT_TUNING"),
 }
 
 

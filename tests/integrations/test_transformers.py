@@ -717,6 +717,11 @@ MODELS: dict[str, tuple[Any, str]] = {
         "classes named ...ForConditionalGeneration",
     ),
     "a loss of Liger": (lambda: _with_liger(tiny("LlamaForCausalLM")), "got Liger's fused_linear_cross_entropy"),
+    "adapters that read whole rows": (
+        lambda: _adapted("LoraConfig", alora_invocation_tokens=[5]),
+        "IA3, LN_TUNING, LOHA, LOKR, MISS, VERA, got ALORA; others may read the whole sequence",
+    ),
+    "adapters with a loss": (lambda: _adapted("AdaLoraConfig", total_step=9), "got ADALORA"),
     "a convolution": (lambda: _with_convolution(tiny("LlamaForCausalLM")), "model.extra, a Conv1d"),
 }
 
@@ -731,12 +736,22 @@ def _with_liger(model: Any) -> Any:
     return model
 
 
+def _adapted(name: str, **options: Any) -> Any:
+    import peft
+
+    config = getattr(peft, name)(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(tiny("LlamaForCausalLM"), config).get_base_model()
+
+
 def _with_convolution(model: Any) -> Any:
     model.model.extra = torch.nn.Conv1d(1, 1, 1, device="meta")
     return model
 
 
-NEW_MODELS = ("keys chosen by an indexer", "state space layers", "other images", "a part of a model with images")
+NEW_MODELS = (
+    *("keys chosen by an indexer", "state space layers", "other images", "a part of a model with images"),
+    *("adapters that read whole rows", "adapters with a loss"),
+)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not OLD or name not in NEW_MODELS])

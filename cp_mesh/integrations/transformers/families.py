@@ -19,6 +19,7 @@ from cp_mesh.geometry.layouts import Striped
 from cp_mesh.integrations.transformers.mixers import is_mixer, unknown_functions
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
+from cp_mesh.training.checks.config import check_adapters
 
 KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid"))
 """Layer types, by their names in configs, that mix tokens by attention or by functions of `mixers`."""
@@ -96,6 +97,7 @@ def check_model(model: nn.Module) -> None:
     if str(forward.__module__).startswith("liger_kernel."):
         hint = "apply Liger with fused_linear_cross_entropy=False; its loss would shift labels within this rank's rows"
         refuse("parallelize", "a forward of Transformers", "Liger's fused_linear_cross_entropy", hint, UnsupportedError)
+    check_adapters(model)
     check_config(model.config, type(model).__name__)
     _refuse_first(type(model).__name__, _against_modules(model))
 

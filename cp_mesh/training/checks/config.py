@@ -1,4 +1,4 @@
-"""Attention settings of a module (window, chunks, softcap, sinks), compared with its style.
+"""Attention settings of a module (window, chunks, softcap, sinks), compared with its style; adapters of PEFT.
 
 `F.scaled_dot_product_attention` has no arguments for them: models hold them in attributes or in a config, and build a
 mask tensor or call another kernel. In a core only the settings of the style have an effect.
@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from cp_mesh.errors import refuse
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 
 _WINDOWS = ("sliding_window", "window_size", "attention_window")
 _CHUNKS = ("attention_chunk_size",)
+_ADAPTERS = ("LORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "VERA")
+_WHOLE = {"alora_invocation_tokens": "ALORA", "velora_config": "VELORA"}  # of LORA: reads whole rows
 _SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "logits_soft_cap", "softcap")
 
 
@@ -82,3 +84,14 @@ def check_mask_read(module: nn.Module, mask: Mask, given: tuple[Any, ...]) -> No
         if isinstance(x, Mask) and x is not mask and x != mask:
             what, hint = f"ContextParallel({type(module).__name__})", "mask=lambda q, k, v, mask: mask reads it"
             refuse(what, "a style that reads the Mask in the core's arguments", "mask=Mask(...)", hint)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters of PEFT, unless each token is adapted alone and the loss stays as it is."""
+    for module in model.modules():
+        found = getattr(module, "peft_config", None)
+        for adapter in found.values() if isinstance(found, Mapping) else ():
+            kinds = [name for field, name in _WHOLE.items() if getattr(adapter, field, None)]
+            if (kind := [*kinds, adapter.peft_type.value][0]) not in _ADAPTERS:
+                hint = "others may read the whole sequence, or add a loss"
+                refuse("peft_config", f"adapters among {', '.join(_ADAPTERS)}", kind, hint, UnsupportedError)
