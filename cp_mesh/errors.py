@@ -42,6 +42,9 @@ class RankMismatchError(RuntimeError):
     """Ranks passed different arguments. Raised on every rank, at first calls and in check mode."""
 
 
+REFUSALS = (ArgumentError, UnsupportedError, RankMismatchError)
+
+
 def describe(what: str, expected: object, got: object, hint: str) -> str:
     """The message of an error, from its four parts."""
     return f"{what}: expected {written(expected)}, got {written(got)}; {hint}"

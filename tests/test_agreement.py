@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checks import forget_kept, forget_plans
-from inside import inner, room
+from inside import MergingForward, SummingBackward, inner, room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +81,7 @@ CASES = {
     "a mask of padding": Case(("same mask", "Mask(causal=True, length=23)"), lambda: {"mask": Mask(length=S - 1)}),
     "sequence length": Case(("same seq_len", "cp rank 0: 24", "cp rank 1: 21"), lambda: tensors(rows=7)),
     "local lengths": Case(
-        ("cp rank 1 refused its arguments", "ArgumentError: local sequence length", "got 7 rows"),
+        ("cp rank 1 raised", "ArgumentError: local sequence length", "got 7 rows"),
         lambda: tensors(rows=7),
         lambda: {"seq_len": S},
         "ArgumentError",
@@ -163,25 +163,25 @@ CASES = {
     ),
     "softcap": Case(("same options", "softcap=30.0", "softcap=0.0"), lambda: {"softcap": 30.0}),
     "an option that cannot be": Case(
-        ("cp rank 1 refused its arguments", "ArgumentError: softcap"),
+        ("cp rank 1 raised", "ArgumentError: softcap"),
         lambda: {"softcap": -30.0},
         odd_error="ArgumentError",
         odd_says=("softcap", "got -30.0"),
     ),
     "a kernel that does not exist": Case(
-        ("cp rank 1 refused its arguments", "ArgumentError: kernel", "'flash'"),
+        ("cp rank 1 raised", "ArgumentError: kernel", "'flash'"),
         lambda: {"kernel": "flash"},
         odd_error="ArgumentError",
         odd_says=("kernel", "'flash'"),
     ),
     "a kernel that cannot": Case(
-        ("cp rank 1 refused its arguments", "UnsupportedError: kernel='cudnn' lacks"),
+        ("cp rank 1 raised", "UnsupportedError: kernel='cudnn' lacks"),
         lambda: {"kernel": "cudnn"},
         odd_error="UnsupportedError",
         odd_says=("kernel='cudnn' lacks",),
     ),
     "heads that do not divide": Case(
-        ("cp rank 1 refused its arguments", "ArgumentError: heads"),
+        ("cp rank 1 raised", "ArgumentError: heads"),
         lambda: tensors(K=3),
         odd_error="ArgumentError",
         odd_says=("multiple of kv heads",),
@@ -392,10 +392,10 @@ def one_more(rank: int) -> None:
     """A compiled backward, as before it on all ranks, but the odd one has had one more, of which nobody was told."""
     axis, x = mesh((WORLD_SIZE,), ("cp",)), torch.randn(B, H, ROWS, D).requires_grad_()
     call = torch.compile(functools.partial(attention, mesh=axis), backend="aot_eager")
-    with mock.patch.object(passes, "note_call", wraps=first_calls.note_call) as noted:
+    with mock.patch.object(passes, "passing", wraps=first_calls.passing) as noted:
         call(x, x, x).sum().backward()
     if rank == ODD:
-        first_calls.note_call(*noted.call_args.args)
+        first_calls.passing(*noted.call_args.args)
     with check_mode():
         call(x, x, x).sum().backward()
 
@@ -571,7 +571,37 @@ def test_a_later_refusal_is_told_when_the_wait_ends(pool: Any) -> None:
     waited, refused = pool(2).run(refuse_later)
     assert refused.startswith("ArgumentError: local sequence length"), refused
     assert waited.startswith("RuntimeError: attention: rows of other ranks never came"), waited
-    assert f"rank 1 of the group has refused its arguments: {refused}" in waited, waited
+    assert f"rank 1 of the group has raised: {refused}" in waited, waited
+
+
+def leave_a_pass(rank: int, direction: str) -> list[str]:
+    """What two calls say of which the odd rank leaves the first by an error, in one direction."""
+    group, said = dist.new_group(timeout=timedelta(seconds=3)), []
+    x = tensors(K=H)["query"].requires_grad_()
+    first, out = (attention(x, x, x, mesh=group) for _ in range(2))
+    first.sum().backward()
+    calls = [lambda: attention(x, x, x, mesh=group), lambda: attention(x, x, x, mesh=group, scale=0.5)]
+    owner = MergingForward
+    if direction == "backward":
+        calls[0], owner = lambda: out.sum().backward(), SummingBackward
+    error = torch.OutOfMemoryError("as planted")
+    with mock.patch.object(owner, "step", side_effect=error) if rank == ODD else nullcontext():
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as caught:
+                said.append("\n".join([f"{type(caught).__name__}: {caught}", *getattr(caught, "__notes__", [])]))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_after_an_error_in_a_pass_its_rank_refuses_the_group(pool: Any, direction: str) -> None:
+    others, (left, refused) = pool(2).run(leave_a_pass, direction)
+    assert left == "OutOfMemoryError: as planted"
+    assert refused.startswith("RankMismatchError: group: expected one whose passes have ended"), refused
+    assert left in refused, refused
+    assert f"rank {ODD}" in others[0] and f"raised: {left}" in others[0].replace(" while this rank did not", ""), others
 
 
 class Planned(torch.nn.Module):

@@ -674,10 +674,10 @@ def disagreements(rank: int) -> list[str]:
         "sinks": lambda: decode(q, k, k, **where, sinks=torch.zeros(2) + rank),
         "q_positions": lambda: decode(q, k, k, **where | {"q_positions": torch.tensor([7 + rank])}),
         "q_lens": lambda: decode(q, k, k, **where, q_lens=[1, 1] if rank == 0 else [2, 1]),
-        "refused its arguments": lambda: decode(q, k, k, **where | {"k_positions": torch.arange(4 - rank)}),
+        "raised": lambda: decode(q, k, k, **where | {"k_positions": torch.arange(4 - rank)}),
         "value": lambda: cache.append(x, x + rank),
-        "refused its arguments to append": lambda: cache.append(x, x[..., : 4 - rank, :][:, : 1 - rank]),
-        "refused its arguments: no tensor": lambda: decode(q if rank == 0 else None, k, k, **where),
+        "raised to append": lambda: cache.append(x, x[..., : 4 - rank, :][:, : 1 - rank]),
+        "raised: no tensor": lambda: decode(q if rank == 0 else None, k, k, **where),
     }
     problems = []
     with check_mode():
@@ -686,7 +686,7 @@ def disagreements(rank: int) -> list[str]:
                 call()
                 problems.append(f"{words}: not found")
             except (RuntimeError, ValueError) as error:
-                own = rank == 1 and words.startswith("refused")
+                own = rank == 1 and words.startswith("raised")
                 told = words.split(" to ")[0].split(":")[0] in str(error)
                 problems += [f"{words}: {error}"] * (not told and not own)
         decode(q, k, k, **where)

@@ -953,7 +953,7 @@ def differ(rank: int, what: str) -> None:
         ("a shape", r"score_mod of captured \[float64\[12\]\]"),
         ("a value", "the same captured tensor 0 of score_mod and mask_mod"),
         ("a mask", "the same mask_mod on every cp rank"),
-        ("a refusal", "cp rank 1 refused its arguments"),
+        ("a refusal", "cp rank 1 raised"),
         *((f"no score_mod on rank {rank}", f"the same score_mod.* cp rank {rank}: missing") for rank in (0, 1)),
         *((f"no mask_mod on rank {rank}", f"the same mask_mod.* cp rank {rank}: missing") for rank in (0, 1)),
     ],

@@ -435,7 +435,7 @@ def differ(rank: int, what: str) -> None:
     [
         ("a function", "the same mask_mod on every cp rank"),
         ("what is read", "the same captured tensor 0 of mask_mod"),
-        ("a refusal", "cp rank 1 refused its arguments"),
+        ("a refusal", "cp rank 1 raised"),
         (
             "one without sources",
             "the same sources of block_mask on every cp rank, got cp rank 0: [0-9a-f]+; cp rank 1: all",

@@ -8,10 +8,13 @@ import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from faults import remover
 from inside import room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
@@ -494,6 +497,23 @@ def announced(rank: int, how: str) -> None:
 def test_in_check_mode_the_others_hear_of_it(pool: Any, how: str) -> None:
     for rank, error in enumerate(pool(2).run_expecting_error(announced, how, timeout=10.0)):
         assert error is not None and error.type == ("ArgumentError" if rank else "RankMismatchError"), error
+
+
+def skipped(rank: int) -> None:
+    """All ranks leave out a batch in which one of them raises in code of its own; then all go on as before."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    model = parallel(Core(), planned="layers.*.core", sequence=sequence)
+    raising = mock.Mock(side_effect=RuntimeError("of the user") if rank == 0 else None, return_value=None)
+    with remover(model.layers[0].out.register_forward_hook(raising)):
+        with pytest.raises(RuntimeError, match="of the user") if rank == 0 else contextlib.nullcontext():
+            model(tokens_of())
+    dist.barrier()
+    model(tokens_of())
+    model(tokens_of(2 * S))
+
+
+def test_an_error_of_the_user_that_all_ranks_skip(pool: Any) -> None:
+    pool(2).run(skipped, timeout=20.0)
 
 
 def tripled(core: nn.Module) -> nn.Module:

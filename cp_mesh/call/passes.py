@@ -22,12 +22,10 @@ from cp_mesh.comm.agreement import (
     PASS,
     announce_refusal,
     checking,
-    keep_to_itself,
-    note_refusals,
     require_agreement,
 )
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.first_calls import agree_first, is_first, note_call, order_of
+from cp_mesh.comm.first_calls import agree_first, is_first, order_of, passing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
@@ -135,19 +133,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
     elif is_first(group, kind):
         note_callers()
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
-    note_call(group, "forward", kind)
-    try:
-        with _no_autocast(q):
-            given = with_whole(plan, call) if call.options.captured_cuts else plan
+    with passing(group, "forward", kind), _no_autocast(q):
+        given = with_whole(plan, call) if call.options.captured_cuts else plan
 
-            def compute(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> Any:
-                return given.method.forward(q, k, v, given, group)
+        def compute(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> Any:
+            return given.method.forward(q, k, v, given, group)
 
-            out, lse, *kept = compute(q, k, v) if checked else given.run(("forward",), compute, (q, k, v))
-    except Exception as error:
-        keep_to_itself(error)
-        note_refusals(group, error)
-        raise
+        out, lse, *kept = compute(q, k, v) if checked else given.run(("forward",), compute, (q, k, v))
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
     return (call.as_asked(out), lse, *(kept or nothing_kept(q, lse))), None if plan.of_call else plan
 
@@ -184,14 +176,13 @@ def backward(
     if checked := checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
-    note_call(group, "backward", kind)
-    if kept is None:
-        (out,), lse = form.to_bhsd(out), form.lse_to_bhs(lse)
-    if dlse is not None:
-        if not plan.kernel.capability.differentiable_lse:
-            raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
-        dlse = form.lse_to_bhs(dlse)
-    with _no_autocast(q):
+    with passing(group, "backward", kind), _no_autocast(q):
+        if kept is None:
+            (out,), lse = form.to_bhsd(out), form.lse_to_bhs(lse)
+        if dlse is not None:
+            if not plan.kernel.capability.differentiable_lse:
+                raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
+            dlse = form.lse_to_bhs(dlse)
         names = wanted.split(",") if wanted else ()
         whole = with_whole(plan, call) if call.options.captured_cuts else plan
 

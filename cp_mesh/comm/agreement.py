@@ -160,7 +160,7 @@ def agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patien
         patience: how long this rank waits for the others; None: as long as in a first call.
 
     Raises:
-        RankMismatchError: also if a rank refused its arguments, or did not come.
+        RankMismatchError: also if a rank raised, or did not come.
     """
     answers = _exchange(group, fields, axis, patience)
     _require_accepted(group, answers, fields, axis)
@@ -297,7 +297,7 @@ def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
         compared = state_of(group, _Compared)
         for rank, said in left_for(group, f"{compared.plans} {compared.times + 1}").items():
             if "error" in said:
-                error.add_note(f"cp_mesh: rank {rank} of the group has refused its arguments: {said['error']}")
+                error.add_note(f"cp_mesh: rank {rank} of the group has raised: {said['error']}")
 
 
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -317,10 +317,10 @@ def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[s
 def _require_accepted(
     group: dist.ProcessGroup, answers: list[dict[str, str]], fields: Mapping[str, str], axis: str = "cp"
 ) -> None:
-    refused = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
-    if refused and "error" not in fields:
-        rank, error = next(iter(refused.items()))
-        said = f"{axis} rank {rank} refused its arguments while this rank did not: {error}"
+    raised = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+    if raised and "error" not in fields:
+        rank, error = next(iter(raised.items()))
+        said = f"{axis} rank {rank} raised while this rank did not: {error}"
         _raise_mismatch(group, fields, said)
 
 
@@ -329,7 +329,7 @@ def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> No
 
     Args:
         group: the cp group.
-        fields: values by name; a rank that refused its arguments has its error under the name "error".
+        fields: values by name; a rank that raised has its error under the name "error".
     """
     answers = exchange(group, fields)
     _require_equal(group, answers, fields)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,15 +19,18 @@ from cp_mesh.comm.agreement import (
     CHECK,
     Forward,
     agree,
+    announce_refusal,
     capturing,
     checking,
     count_plan,
+    note_refusals,
     require_agreement,
     turned_off,
 )
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.store_messages import store_of
+from cp_mesh.errors import RankMismatchError, refuse
 
 MOST_KINDS = 256
 """Most kinds of calls per group that are compared: if every batch has a new length, comparisons must end some time."""
@@ -36,13 +40,25 @@ MOST_KINDS = 256
 class _Calls:
     """This rank's calls over one group: the ``kinds`` that were compared, and those that it checked alone, ``here``.
 
-    ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not.
+    ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not. ``broken``: the error by which
+    this rank left a pass; other ranks may still wait for its rows.
     """
 
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
     forwards: int = 0
     calls: Counter[Hashable] = field(default_factory=Counter)
+    broken: str = ""
+
+
+def _calls(group: dist.ProcessGroup) -> _Calls:
+    """Return this rank's calls over a group; refuse a group in which one of its passes broke off."""
+    calls = state_of(group, _Calls)
+    if calls.broken:
+        got = f"one in which this rank left a pass by {calls.broken}"
+        hint = "other ranks may wait in that pass: restart, or destroy all groups and make new ones in a new store"
+        refuse("group", "one whose passes have ended", got, hint, RankMismatchError)
+    return calls
 
 
 def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
@@ -51,7 +67,7 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     False while a CUDA graph is captured: the warm-up before it was the first call. Ranks must count kinds alike, so a
     kind is made of values that must be equal on all of them.
     """
-    kinds = state_of(group, _Calls).kinds
+    kinds = _calls(group).kinds
     if kind in kinds or len(kinds) >= MOST_KINDS:
         return False
     if turned_off(group) or group.size() == 1 or store_of(group) is None:
@@ -122,7 +138,7 @@ def look_again(group: dist.ProcessGroup) -> int:
 
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """Return True in this rank's first call of a kind over the group; no other rank takes part."""
-    here = state_of(group, _Calls).here
+    here = _calls(group).here
     if kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing():
         return False
     here.add(kind)
@@ -134,7 +150,7 @@ def has_no_call(group: dist.ProcessGroup, name: str) -> bool:
 
     For calls that are refused, whose kind may be another than on the other ranks.
     """
-    here = state_of(group, _Calls).here
+    here = _calls(group).here
     if turned_off(group) or group.size() == 1 or capturing():
         return False
     known = any(isinstance(kind, tuple) and kind[0] == name for kind in here)
@@ -152,16 +168,32 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
     A backward in compiled code does not know its forward; its string counts calls of this kind and direction.
     """
-    calls, of = state_of(group, _Calls), CHECK.get().backward_of
+    calls, of = _calls(group), CHECK.get().backward_of
     if direction == "forward":
         of = Forward(calls.forwards, CHECK.get().where)
     told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
     return f"{direction}{told}, after {calls.calls[direction, kind]} like it"
 
 
-def note_call(group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
-    """Count a call of attention that was not refused."""
-    own = state_of(group, _Calls)
-    own.forwards += direction == "forward"
-    if len(own.calls) < MOST_KINDS or (direction, kind) in own.calls:
-        own.calls[direction, kind] += 1
+class passing:
+    """``with passing(group, direction, kind):`` counts a pass of attention that was not refused.
+
+    After an error inside, this rank refuses calls over the group, and the other ranks find the error in the store.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
+        self.group, own = group, _calls(group)
+        own.forwards += direction == "forward"
+        if len(own.calls) < MOST_KINDS or (direction, kind) in own.calls:
+            own.calls[direction, kind] += 1
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None or self.group.size() == 1:
+            return
+        state_of(self.group, _Calls).broken = f"{type(error).__name__}: {error}"  # the error itself would keep tensors
+        if isinstance(error, Exception):
+            note_refusals(self.group, error)
+            announce_refusal(self.group, error, in_check_mode=False)

@@ -22,7 +22,7 @@ from cp_mesh._torch import is_view, times_written
 from cp_mesh.call.spec import check_choice, is_autocast
 from cp_mesh.comm.agreement import announce_error
 from cp_mesh.comm.exchange import TRANSPORTS
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
+from cp_mesh.errors import REFUSALS, ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.geometry.layouts import chunk_bounds
 from cp_mesh.tensor_parallel.colwise import Columns, column_linears
 from cp_mesh.tensor_parallel.matmul import graded_names, refuse_transforms
@@ -39,13 +39,13 @@ _TOGETHER = "_cp_mesh_together"  # of a module and its linears, so that a deep c
 
 
 def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a style: an error is announced to the other tp ranks before it is raised."""
+    """Wrap the forward of a style: a refusal is announced to the other tp ranks before it is raised."""
 
     @functools.wraps(run)
     def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
         try:
             return run(style, where, *args, **kwargs)
-        except Exception as error:
+        except REFUSALS as error:
             announce_error(where.group_name, error, "tp")
             raise
 

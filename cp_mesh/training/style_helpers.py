@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import announce_error, refusing
+from cp_mesh.comm.agreement import announce_error
 from cp_mesh.comm.groups import names_of_axes
-from cp_mesh.errors import ArgumentError, describe, refuse, written
+from cp_mesh.errors import REFUSALS, ArgumentError, describe, refuse, written
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
@@ -139,19 +140,24 @@ def announce(sequence: ShardedSequence, error: Exception) -> None:
     announce_error(sequence.mesh.get_group().group_name, error)
 
 
-def announcing(sequence: ShardedSequence) -> refusing:
-    """A context manager that announces what is raised within it; not in compiled code."""
-    return refusing(sequence.mesh.get_group().group_name)
+@contextmanager
+def announcing(sequence: ShardedSequence) -> Iterator[None]:
+    """Announce refusals within the context; not in compiled code. All ranks may skip an error of the user's own."""
+    try:
+        yield
+    except REFUSALS as error:
+        announce(sequence, error)
+        raise
 
 
 def announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a style so that errors of eager code are sent to other ranks."""
+    """Decorate a method of a style so that refusals in eager code are sent to other ranks, as by `announcing`."""
 
     @functools.wraps(run)
     def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return run(style, *args, **kwargs)
-        except Exception as error:
+        except REFUSALS as error:
             announce(style.sequence, error)
             raise
 
