@@ -1,6 +1,6 @@
 """Exact context-parallel attention on DTensor and DeviceMesh.
 
-The import registers every op but that of `cp_mesh.integrations.torch_api`, because saved graphs refer to ops by name.
+The import registers every op, because saved graphs refer to ops by name.
 Functions, styles and tools are loaded on first access; plans, methods and kernels by the first call. docs/design.md,
 "Rooms and floors", lists the folders.
 """

@@ -21,7 +21,6 @@ ALIASES = {
     "boundaries": "training.boundaries",
     "cache": "inference.cache",
     "clipping": "training.clip_grad",
-    "compat": "integrations.torch_api",
     "cores": "training.context_parallel",
     "decoding": "inference.decode",
     "layouts": "geometry.layouts",

@@ -194,12 +194,6 @@ ATTENTION_OPS = {
 """Attention operators, and the sequence dim of their query and key; None: the operator is always self-attention."""
 
 
-def balances_context_parallel() -> bool:
-    """Whether PyTorch's context_parallel shards in zigzag order, its own option, on by default."""
-    found = sys.modules.get("torch.distributed.tensor.experimental._attention")
-    return getattr(getattr(found, "_cp_options", None), "enable_load_balance", True)
-
-
 # flex_attention.
 
 FLEX = "torch.nn.attention.flex_attention"

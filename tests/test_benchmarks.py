@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[int | None, str]] = {
     "flex": (
         2,
         "--device cpu --rows 128 --gate-rows 128 --heads 4/2 --head-dim 16 --repeats 2 --calls 1 --scores distances "
-        "--forward",
+        "--forward --contestants cp_mesh 'cp_mesh gather' 'torch mended'",
     ),
     "guard": (2, "--repeats 1 --calls 2"),
     "importing": (None, "--repeats 1"),

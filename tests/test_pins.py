@@ -112,7 +112,6 @@ def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
 # The public API.
 
 SUBMODULES = {
-    "compat": ("context_parallel", "context_parallel_unshard", "set_rotate_method"),
     "layouts": ("LAYOUTS", "Run", "chunk_bounds"),
     "mixers": (
         *("Options", "causal_conv1d", "delta_rule", "explain", "gated_delta_rule", "gla", "kda", "roll", "ssd"),
@@ -213,7 +212,6 @@ def test_the_public_api(pool: Any, pin: Any) -> None:
 
 def ops() -> Record:
     """Schemas, tags and what is registered of the ops in saved graphs: fakes, autograd, autocast, sharding."""
-    importlib.import_module("cp_mesh.integrations.torch_api")
     schemas = [x for x in torch._C._jit_get_all_schemas() if re.fullmatch(r"cp_mesh::.*(?<!_in_tests)", x.name)]
     by_name = {schema.name: schema for schema in schemas}
     found: Record = {}

@@ -636,16 +636,6 @@ for operator in ours.ATTENTION_OPS:
     row(operator, "attention outside of the plan is not refused")(partial(check_operators_that_attend, operator))
 
 
-@row("torch.distributed.tensor.experimental._attention", "as of _cp_options")
-@row("_cp_options", "context_parallel cuts in zigzag where the switch of PyTorch's says no")
-def check_switch_of_context_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
-
-    assert ours.balances_context_parallel()
-    monkeypatch.setattr(_cp_options, "enable_load_balance", False)
-    assert not ours.balances_context_parallel()
-
-
 # flex_attention.
 
 

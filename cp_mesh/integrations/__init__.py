@@ -1,6 +1,6 @@
-"""Adapters to other packages and to PyTorch's context-parallel API, imported only on request.
+"""Adapters to other packages, imported only on request.
 
-`transformers`, `trainer`, `diffusers`, `torchtitan` (with `torchtitan_attention`) and `torch_api`. No function of
-another package stays patched after a `with`: adapters use the registries of these packages, or copies of their
-functions with other globals (`renamed`).
+`transformers`, `trainer`, `diffusers`, and `torchtitan` (with `torchtitan_attention`). No function of another package
+stays patched after a `with`: adapters use the registries of these packages, or copies of their functions with other
+globals (`renamed`).
 """
