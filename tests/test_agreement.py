@@ -574,6 +574,25 @@ def test_a_later_refusal_is_told_when_the_wait_ends(pool: Any) -> None:
     assert f"rank 1 of the group has raised: {refused}" in waited, waited
 
 
+def many_kinds(rank: int) -> list[str]:
+    """What calls say after the most kinds that are kept, of which the third differs on the odd rank."""
+    group, said = dist.new_group(), []
+    with mock.patch.object(first_calls, "MOST_KINDS", 1):
+        for i in range(5):
+            try:
+                attention(**tensors(), mesh=group, scale=1 + i + (0.5 if (i, rank) == (3, ODD) else 0))
+                said.append("")
+            except cp_mesh.RankMismatchError as error:
+                said.append(f"{error}")
+    return said
+
+
+def test_after_many_kinds_some_calls_are_compared(pool: Any) -> None:
+    for said in pool(2).run(many_kinds):
+        assert said[:4] == [""] * 4
+        assert "expected the same calls after the first 1 kinds on every cp rank, got cp rank 0:" in said[4]
+
+
 def leave_a_pass(rank: int, direction: str) -> list[str]:
     """What two calls say of which the odd rank leaves the first by an error, in one direction."""
     group, said = dist.new_group(timeout=timedelta(seconds=3)), []

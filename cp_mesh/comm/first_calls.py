@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +24,7 @@ from cp_mesh.comm.agreement import (
     capturing,
     checking,
     count_plan,
+    keep_to_itself,
     note_refusals,
     require_agreement,
     turned_off,
@@ -30,15 +32,18 @@ from cp_mesh.comm.agreement import (
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.store_messages import store_of
-from cp_mesh.errors import RankMismatchError, refuse
+from cp_mesh.errors import REFUSALS, RankMismatchError, refuse
 
 MOST_KINDS = 256
-"""Most kinds of calls per group that are compared: if every batch has a new length, comparisons must end some time."""
+"""Kinds of calls per group that are known and each compared. Of calls of other kinds the 1st, 2nd, 4th, 8th and so on
+are, each with a digest of the calls before it: if every batch has a new length, comparisons must become rare."""
 
 
 @dataclass
 class _Calls:
     """This rank's calls over one group: the ``kinds`` that were compared, and those that it checked alone, ``here``.
+
+    ``later`` and ``digest`` are of calls of unknown kinds, after `MOST_KINDS`.
 
     ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not. ``broken``: the error by which
     this rank left a pass; other ranks may still wait for its rows.
@@ -46,6 +51,8 @@ class _Calls:
 
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
+    later: int = 0
+    digest: int = 0
     forwards: int = 0
     calls: Counter[Hashable] = field(default_factory=Counter)
     broken: str = ""
@@ -67,18 +74,20 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     False while a CUDA graph is captured: the warm-up before it was the first call. Ranks must count kinds alike, so a
     kind is made of values that must be equal on all of them.
     """
-    kinds = _calls(group).kinds
-    if kind in kinds or len(kinds) >= MOST_KINDS:
+    calls = _calls(group)
+    if kind in calls.kinds or turned_off(group) or group.size() == 1 or store_of(group) is None or capturing():
         return False
-    if turned_off(group) or group.size() == 1 or store_of(group) is None:
-        return False
-    return not capturing()
+    if len(calls.kinds) < MOST_KINDS:
+        return True
+    calls.later, calls.digest = calls.later + 1, crc32(repr(kind).encode(), calls.digest)
+    return calls.later.bit_count() == 1
 
 
 def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str], axis: str = "cp") -> None:
     """Call `agree` for the first call of its kind."""
-    agree(group, fields, axis)
-    state_of(group, _Calls).kinds.add(kind)
+    calls = state_of(group, _Calls)
+    agree(group, {**fields, f"calls after the first {MOST_KINDS} kinds": f"{calls.digest:08x}"}, axis)
+    calls.kinds.add(kind)
 
 
 def agree_on_shapes(
@@ -133,6 +142,7 @@ def look_again(group: dist.ProcessGroup) -> int:
     for calls in states_of_all(_Calls):
         calls.here.clear()
     state_of(group, _Calls).kinds.clear()
+    state_of(group, _Calls).later = state_of(group, _Calls).digest = 0
     return count_plan(group)
 
 
@@ -178,7 +188,7 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 class passing:
     """``with passing(group, direction, kind):`` counts a pass of attention that was not refused.
 
-    After an error inside, this rank refuses calls over the group, and the other ranks find the error in the store.
+    After an error that is no refusal, this rank refuses calls over the group, and other ranks find it in the store.
     """
 
     def __init__(self, group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
@@ -191,9 +201,10 @@ class passing:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None or self.group.size() == 1:
-            return
-        state_of(self.group, _Calls).broken = f"{type(error).__name__}: {error}"  # the error itself would keep tensors
-        if isinstance(error, Exception):
-            note_refusals(self.group, error)
-            announce_refusal(self.group, error, in_check_mode=False)
+        if isinstance(error, REFUSALS):
+            keep_to_itself(error)  # raised on every rank, before the first collective of the pass
+        elif error is not None and self.group.size() > 1:
+            state_of(self.group, _Calls).broken = f"{type(error).__name__}: {error}"  # the error would keep tensors
+            if isinstance(error, Exception):
+                note_refusals(self.group, error)
+                announce_refusal(self.group, error, in_check_mode=False)
