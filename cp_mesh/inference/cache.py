@@ -8,6 +8,7 @@ Legend: B batch, H query heads, K kv heads, n tokens or query rows, D head dim, 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -66,11 +67,14 @@ class ShardedCache:
         if capacity is not None and (type(capacity) is not int or not 0 < capacity < UNUSED):
             refuse("capacity", f"an int of 1 to {UNUSED - 1} tokens, or None", repr(capacity), "None lets it grow")
         self.sequence, self.capacity, self.length = sequence, capacity, 0
-        self._group, self._rank = sequence.mesh.get_group(), sequence.cp_rank
+        self._rank = sequence.cp_rank
         self._memory: tuple[Tensor, Tensor, Tensor] | None = None  # keys, values and positions
         self._counts = torch.zeros(sequence.cp_size, dtype=torch.int64, device="cpu")  # tokens on each rank
         self._num_rows = self._num_new = self._begin = 0
         self._further: Further | None = None
+
+    def __copy__(self) -> ShardedCache:
+        return copy.deepcopy(self)  # with the same memory, each would write over the other's tokens
 
     @property
     def key(self) -> Tensor:
@@ -141,8 +145,8 @@ class ShardedCache:
                 hint = "call prefill first; for no prompt, make the cache with a ShardedSequence without length="
                 refuse("append", f"the {prompt} tokens of the sequence in the cache", "an empty cache", hint)
             self._check_room(self.length + num_new)
-        if checking(self._group):
-            require_agreement(self._group, {"key": fingerprint(key), "value": fingerprint(value)})
+        if checking(group := self.sequence.mesh.get_group()):
+            require_agreement(group, {"key": fingerprint(key), "value": fingerprint(value)})
         if self.capacity is None:
             self._append_from_host(key, value)
         else:
