@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import functools
 import re
@@ -421,7 +422,9 @@ def test_evaluation_in_inference_mode(pool: Any) -> None:
 
 def lengths_that_change(rank: int) -> list[float]:
     cp = mesh((dist.get_world_size(),), ("cp",))
-    model, reference = parallelize(build("mistral", "eager"), cp), build("mistral", oracle.NAME)
+    model, reference = build("mistral", "eager"), build("mistral", oracle.NAME)
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])  # which has a config of its own then
+    parallelize(model, cp)
     found = []
     for length in (S, 16, 33, S):
         ids = batch("plain")["input_ids"][:, :length]
@@ -717,6 +720,10 @@ MODELS: dict[str, tuple[Any, str]] = {
         "classes named ...ForConditionalGeneration",
     ),
     "a loss of Liger": (lambda: _with_liger(tiny("LlamaForCausalLM")), "got Liger's fused_linear_cross_entropy"),
+    "layers that are dropped": (
+        lambda: tiny("OPTForCausalLM", layerdrop=0.1, ffn_dim=16),
+        "layerdrop=0.1; layerdrop=0",
+    ),
     "adapters that read whole rows": (
         lambda: _adapted("LoraConfig", alora_invocation_tokens=[5]),
         "IA3, LN_TUNING, LOHA, LOKR, MISS, VERA, got ALORA; others may read the whole sequence",

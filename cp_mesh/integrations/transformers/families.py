@@ -109,7 +109,7 @@ def check_config(config: Any, name: str) -> None:
 
 def _refuse_first(name: str, reasons: Iterator[tuple[str, str]]) -> None:
     for got, hint in reasons:
-        refuse(f"parallelize({name})", "attention alone to mix rows", got, hint, UnsupportedError)
+        refuse(f"parallelize({name})", "attention alone to mix rows, in every layer", got, hint, UnsupportedError)
 
 
 def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -154,6 +154,8 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         named = named and not any(map(is_mixer, module.modules()))
         if isinstance(module, _MIXERS) or named:
             yield f"{path or 'the model'}, a {kind}", "it mixes rows of one shard only; this model is not supported"
+        if getattr(module, "layerdrop", 0):
+            yield f"layerdrop={module.layerdrop}", "layerdrop=0 in the config: each rank would drop others"
         if path.rpartition(".")[2] == "pooler":
             yield f"{path}, a {kind}", "it reads the first row: pass add_pooling_layer=False"
         attending += "ALL_ATTENTION_FUNCTIONS" in _used(module)

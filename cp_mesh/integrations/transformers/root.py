@@ -128,7 +128,10 @@ def parallelize(
     if plan is not None:
         apply_plan(model, tp, plan)  # type: ignore[arg-type]
     register()
-    model.set_attn_implementation(NAME if facts.text is None else {"text_config": NAME})
+    for part in facts.attending.modules():  # a layer that was copied has a config of its own
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = NAME
     model.loss_function = losses.of_labels
     apply_mixers(facts.attending, sequence)
     if facts.text is not None:
