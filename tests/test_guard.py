@@ -90,6 +90,24 @@ def test_batches_that_differ_between_ranks(pool: Any, how: str, compiled: bool) 
     pool(2).run(other_batches, "not", compiled, length)
 
 
+def other_plans(rank: int, root: bool, **options: Any) -> None:
+    sequence, model = ShardedSequence(mesh((2,), ("cp",))), Model()
+    plan: dict[str, Any] = {"core": ContextParallel(sequence), "head": cp_mesh.TiledMLP(tiles=2, **options)}
+    cp_mesh.parallelize(model, sequence.mesh, plan | ({"": ShardedModel(sequence, positions=None)} if root else {}))
+    model(tokens_of(32) if root else sequence.shard({"tokens": tokens_of(32)})["tokens"])
+
+
+def plans_that_differ(rank: int, root: bool) -> None:
+    other_plans(rank, root, dim=(-1, -2)[rank])
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_plans_that_differ_between_ranks(pool: Any, root: bool) -> None:
+    for error in raised(pool, 2, plans_that_differ, root):
+        assert "same style at 'head' on every cp rank" in error.message and "cp rank 1: TiledMLP(" in error.message
+    pool(2).run(other_plans, root)
+
+
 def other_shapes(rank: int, what: str, compiled: bool) -> None:
     """After a step of 20 and one of 28 tokens, one rank has a batch of a shape that both have had, or a new one."""
     model = parallel(ShardedSequence(mesh((2,), ("cp",))))

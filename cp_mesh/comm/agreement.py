@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -81,11 +81,13 @@ class _Compared:
 
     ``times`` counts comparisons since the last of the ``plans`` over the group.
     ``last``: the latest comparison that all ranks joined without a refusal; its messages stay until the next such one.
+    ``styles`` are compared in the next comparison.
     """
 
     times: int = 0
     plans: int = 0
     last: Words | None = None
+    styles: dict[str, str] = field(default_factory=dict)
 
     def next_topic(self) -> str:
         self.times += 1
@@ -145,6 +147,11 @@ def count_plan(group: dist.ProcessGroup) -> int:
     return own.plans - 1
 
 
+def note_styles(group: dist.ProcessGroup, styles: Mapping[str, str]) -> None:
+    """Compare the styles of a plan, by their fields' names, in the next comparison of arguments over the group."""
+    state_of(group, _Compared).styles |= styles
+
+
 def capturing() -> bool:
     """Return whether a CUDA graph is being captured; the host may not read from the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -162,9 +169,11 @@ def agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patien
     Raises:
         RankMismatchError: also if a rank raised, or did not come.
     """
-    answers = _exchange(group, fields, axis, patience)
+    own = state_of(group, _Compared)
+    answers = _exchange(group, {**fields, **own.styles}, axis, patience)
     _require_accepted(group, answers, fields, axis)
     _require_equal(group, answers, fields, axis)
+    own.styles = {}
 
 
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_mesh._torch import COMPILED, apply_style
+from cp_mesh.comm.agreement import note_styles
 from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
@@ -117,6 +118,7 @@ def parallelize(
                     parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new, trainable parameters
         for places in tied:
             _tie(places)
+    note_styles(mesh.get_group(), {f"style at {key!r}": _told(style) for key, style in plan.items()})
     stand_beside(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
@@ -200,6 +202,13 @@ def _matches(key: str, name: str) -> bool:
         return key == name
     parts, atoms = name.split("."), key.split(".")
     return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
+
+
+def _told(style: ParallelStyle) -> str:
+    """The style with its options that are plain values, to compare over ranks."""
+    options = {**vars(style), **getattr(style, "options", {})}
+    told = [f"{name}={x!r}" for name, x in options.items() if x is None or isinstance(x, bool | int | float | str)]
+    return f"{type(style).__name__}({', '.join(told)})"
 
 
 def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
