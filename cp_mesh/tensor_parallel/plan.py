@@ -1,6 +1,6 @@
 """`tensor_parallel_plan`: which module of a Llama gets which style over tp, by names and shapes.
 
-It supports decoders whose linears are named as in examples/llama.py and torchtitan (wq, wk, wv, wo; w1, w3, w2), or as
+It supports decoders whose linears are named as in examples/llama.py (wq, wk, wv, wo; w1, w3, w2), or as
 in Transformers (q_proj ... o_proj; gate_proj, up_proj, down_proj). It refuses any other module with parameters, because
 on rows or heads that are sharded over tp its gradient would be partial.
 """
@@ -54,7 +54,7 @@ def tensor_parallel_plan(
 ) -> dict[str, ParallelStyle]:
     """The styles over tp of a Llama, or of a decoder that is built like one, for `parallelize`.
 
-    It recognizes modules by name and shape: the Llama of ``examples/llama.py``, that of torchtitan, and Transformers
+    It recognizes modules by name and shape: the Llama of ``examples/llama.py``, and Transformers
     decoders whose layers have q_proj, k_proj, v_proj and o_proj, gate_proj, up_proj and down_proj (Llama, Mistral,
     Qwen2, Qwen3 and others). Biases are sharded with their linears, norms of heads (q_norm, k_norm) get the gradients
     of all heads, and tied embeddings stay tied.

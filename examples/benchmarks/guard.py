@@ -49,7 +49,7 @@ from cp_mesh.call import passes  # noqa: E402
 
 LOOK_UPS = {
     "call.op": {"checking": False},
-    "call.passes": {"checking": False, "is_first": False, "note_call": None},
+    "call.passes": {"checking": False, "is_first": False},
     "training.sharded_model": {"kind_of": None, "agree_on_shapes": True},
     "training.compare_inputs": {"kind_of": None, "agree_on_shapes": True, "note_cut": None},
     "sequence.sharded_sequence": {"note_cut": None, "is_cut": False},
@@ -122,7 +122,7 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
         return lambda *arguments: (given.__setitem__(name, arguments), original(*arguments))[1]
 
     with ExitStack() as stack:
-        for name in ("is_first", "note_call"):
+        for name in ("is_first", "note_callers"):
             stack.enter_context(mock.patch.object(passes, name, keep(name)))
         of_attention(axis)()
     group = axis.get_group()
@@ -130,7 +130,7 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
     def run() -> None:
         passes.checking(group)
         passes.is_first(*given["is_first"])
-        passes.note_call(*given["note_call"])
+        passes.note_callers(*given["note_callers"])
 
     return run
 

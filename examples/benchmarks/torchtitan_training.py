@@ -2,15 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --seq-len 8192 32768 --csv torchtitan.csv
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --kernel cudnn   # the kernel of its own CP
-    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --documents         # with torchtitan 0.3.0
+    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --documents
     torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --device cpu --tiny --variants cp_mesh
 
-It needs torchtitan 0.2.2, whose model has only causal attention (`pip install --no-deps torchtitan==0.2.2`), or 0.3.0,
-which also packs documents and needs PyTorch 2.13. Packages that 0.2.2 imports but a run does not use (datasets,
-torchdata, tokenizers, tyro, tensorboard) are replaced by empty stand-ins if they are not installed. Layers are those of
-Llama-3-8B, with 32,768 of its 128,256 tokens in 0.2.2; tokens are random. All variants use torchtitan's own settings:
-head-tail placement, FSDP2 over cp, bf16, checkpoints, loss, optimizer. The attention of 0.3.0 is flex_attention, which
-it compiles and tunes for minutes at the first step of each length.
+It needs torchtitan 0.3.0 and PyTorch 2.13. Layers are those of Llama-3-8B; tokens are random. All variants use
+torchtitan's own settings: head-tail placement, FSDP2 over cp, bf16, checkpoints, loss, optimizer. Its attention is
+flex_attention, which it compiles and tunes for minutes at the first step of each length.
 
 Variant after variant, --rounds times, a Trainer is made, warmed up, timed and dropped. Trainers start with the same
 weights and tokens, and losses and gradient norms of their first steps must agree; otherwise the status says so and the
@@ -24,16 +21,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import cycle
@@ -58,16 +52,6 @@ from cp_mesh.integrations.torchtitan import context_parallel  # noqa: E402
 VARIANTS = ("torchtitan", "cp_mesh")
 AGREE = {"bf16": (2e-3, 5e-3), "fp32": (1e-6, 5e-5)}
 """How far first losses and gradient norms may be apart, relative. A mask without documents changes the norm by 1 %."""
-VOCABULARY = 32768
-SPARED = (
-    "datasets",
-    "datasets.distributed",
-    "torchdata",
-    "torchdata.stateful_dataloader",
-    "tokenizers",
-    "tyro",
-    "tyro.constructors",
-)
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "torchtitan", "variant", "kernel", "method", "precision"),
     *("layers", "seq_len", "documents", "checkpoint", "compile", "rounds", "steps"),
@@ -76,34 +60,12 @@ COLUMNS = (
 )
 
 
-class StandIn(types.ModuleType):
-    """A module whose every name is an empty class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-def spare() -> None:
-    """Put stand-ins in the place of packages that are not installed and not used."""
-    missing = [name for name in SPARED if importlib.util.find_spec(name.partition(".")[0]) is None]
-    if importlib.util.find_spec("tensorboard") is None:
-        missing.append("torch.utils.tensorboard")
-    for name in missing:
-        sys.modules[name] = module = StandIn(name)
-        module.__path__ = []
-        parent, _, last = name.rpartition(".")
-        if parent in missing:
-            setattr(sys.modules[parent], last, module)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 16384, 32768, 65536])
-    parser.add_argument("--documents", action="store_true", help="pack documents, with torchtitan 0.3.0")
+    parser.add_argument("--documents", action="store_true", help="pack documents")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="small layers in fp32, 256 tokens, to test that it runs")
     parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="selective")
@@ -119,8 +81,6 @@ def parse_arguments() -> argparse.Namespace:
     args.precision = "fp32" if args.tiny else "bf16"
     if args.tiny:
         args.seq_len, args.layers = [256], 2
-    if args.documents and titan.OLD:
-        parser.error("--documents needs torchtitan 0.3.0")
     return args
 
 
@@ -131,13 +91,13 @@ class Batches:
         self.seq_len, self.vocabulary = seq_len, vocabulary
         lengths = document_lengths(seq_len) if documents else (seq_len,)
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
-        self.more = {} if titan.OLD else {"positions": positions}
+        self.positions = positions
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         numbers = torch.Generator().manual_seed(0)
         while True:
             tokens = torch.randint(self.vocabulary, (1, self.seq_len + 1), generator=numbers)
-            yield {"input": tokens[:, :-1]} | self.more, tokens[:, 1:]
+            yield {"input": tokens[:, :-1], "positions": self.positions}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -147,7 +107,7 @@ class Batches:
 
 
 def make_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
-    """A Trainer of torchtitan 0.3."""
+    """A Trainer."""
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.common.config_utils import decoder_vocab_size
     from torchtitan.models.llama3 import config_registry, model_registry
@@ -172,7 +132,7 @@ def make_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
 
 
 def common(args: argparse.Namespace, seq_len: int) -> dict[str, Any]:
-    """Settings that both versions have."""
+    """Settings of every variant."""
     return {
         "training.local_batch_size": 1,
         "training.seq_len": seq_len,
@@ -182,40 +142,8 @@ def common(args: argparse.Namespace, seq_len: int) -> dict[str, Any]:
         "parallelism.data_parallel_shard_degree": 1,
         "compile.enable": args.compile,
         "debug.seed": 0,
-        "dump_folder" if not titan.OLD else "job.dump_folder": tempfile.gettempdir(),
+        "dump_folder": tempfile.gettempdir(),
     }
-
-
-def make_old_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
-    """A Trainer of torchtitan 0.2."""
-    from torchtitan.config import JobConfig
-    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
-    from torchtitan.protocols import train_spec
-    from torchtitan.train import Trainer
-
-    shape = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512}
-    if not args.tiny:
-        shape = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "vocab_size": VOCABULARY}
-        shape |= {"ffn_dim_multiplier": 1.3, "multiple_of": 1024, "rope_theta": 500000}
-    spec = replace(
-        get_train_spec(),
-        model_args={"few": TransformerModelArgs(n_layers=args.layers, **shape)},
-        build_dataloader_fn=lambda **_: Batches(seq_len, shape["vocab_size"]),
-        build_tokenizer_fn=None,
-    )
-    if variant == "cp_mesh":
-        spec = context_parallel(spec, kernel=args.kernel, method=args.method)
-    train_spec._extra_train_specs.pop("measured", None)
-    train_spec.register_train_spec("measured", spec)
-    config = JobConfig()
-    config.model.name, config.model.flavor = "measured", "few"
-    titan.set_settings(config, common(args, seq_len))
-    config.activation_checkpoint.mode = args.checkpoint
-    config.activation_checkpoint.selective_ac_option = "op"
-    config.lr_scheduler.warmup_steps = 2
-    if args.device == "cpu":
-        config.optimizer.implementation = "for-loop"
-    return Trainer(config)
 
 
 def synchronize(args: argparse.Namespace) -> None:
@@ -232,7 +160,7 @@ def slowest(args: argparse.Namespace, value: float) -> float:
 
 def run(args: argparse.Namespace, variant: str, seq_len: int) -> tuple[list[float], float, list[tuple[float, float]]]:
     """Step times in ms, peak in GiB, and losses and gradient norms of one Trainer."""
-    trainer = (make_old_trainer if titan.OLD else make_trainer)(args, variant, seq_len)
+    trainer = make_trainer(args, variant, seq_len)
     losses: list[tuple[float, float]] = []
     trainer.metrics_processor.should_log = lambda step: True
     trainer.metrics_processor.log = lambda step, loss, _, norm, *__, **___: losses.append((float(loss), float(norm)))
@@ -325,7 +253,6 @@ def main() -> None:
         titan.on_cpus()
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    spare()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     rows = [row for seq_len in args.seq_len for row in measure(args, seq_len)]
     if args.csv and dist.get_rank() == 0:

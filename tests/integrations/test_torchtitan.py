@@ -1,6 +1,6 @@
-"""torchtitan's own Trainers with `context_parallel`, against their own run on one rank: losses and gradient norms.
+"""torchtitan's own Trainer with `context_parallel`, against its own run on one rank: losses and gradient norms.
 
-Which of the two versions is tested depends on the environment: `python3 tests/run.py --integrations-titan-0.2`, `-0.3`.
+`python3 tests/run.py --integrations-titan-0.3` has the environment.
 In fp32 losses are within 1e-6 of those of one rank. Gradient norms depend on the order of sums: those of torchtitan's
 FSDP alone, without cp, are off by up to 2.1e-5 (deepseek_v3), and so are these.
 """
@@ -29,14 +29,14 @@ import titan
 from inside import inner
 from ranks import num_collectives
 from scripts import run_script
-from titan import OLD, Run
+from titan import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSS, NORM = 1e-6, 5e-5
-DOCUMENTS = None if OLD else (40, 37, 19)
+DOCUMENTS = (40, 37, 19)
 CP2 = Run(cp=2, documents=DOCUMENTS)
 BALANCER = "parallelism.context_parallel_load_balancer"
-BOTH = {
+FIRST = {
     "cp 2": CP2,
     "cp 3": replace(CP2, cp=3),
     "cp 2, fsdp 2": replace(CP2, shard=2),
@@ -55,8 +55,7 @@ MORE = {
     "inductor": replace(CP2, compile="inductor", checkpoint="selective"),
     "ulysses": replace(CP2, options={"method": "ulysses"}),
 }
-OF_0_2 = {"llama4": replace(CP2, model="llama4")}
-OF_0_3 = {
+MORE |= {
     "gpt_oss": replace(CP2, model="gpt_oss"),
     "gpt_oss, varlen": replace(CP2, model="gpt_oss varlen"),
     "gpt_oss, tp 2": replace(CP2, model="gpt_oss", tp=2),
@@ -64,8 +63,8 @@ OF_0_3 = {
     "one document": replace(CP2, documents=None),
     "compiled, tp 2": replace(CP2, compile="aot_eager", tp=2),
 }
-RUNS = BOTH | MORE | (OF_0_2 if OLD else OF_0_3)
-LONG = {*MORE, *OF_0_2, "gpt_oss, varlen", "gpt_oss, tp 2", "deepseek_v3, tp 2", "compiled, tp 2"}
+RUNS = FIRST | MORE
+LONG = MORE.keys() - {"gpt_oss", "one document"}
 
 
 def ranks_of(run: Run) -> int:
@@ -87,7 +86,6 @@ def test_losses_are_those_of_one_rank(pool: Any, name: str) -> None:
             assert abs(loss / whole_loss - 1) < LOSS and abs(norm / whole_norm - 1) < NORM, (name, found, wanted)
 
 
-@pytest.mark.skipif(OLD, reason="documents are available in torchtitan 0.3")
 def test_documents_matter(pool: Any) -> None:
     packed, plain = (one_rank(pool, "llama3", documents) for documents in (DOCUMENTS, None))
     assert abs(packed[0][0] / plain[0][0] - 1) > 1e-4
@@ -110,12 +108,6 @@ def test_selective_checkpoints_keep_attention(pool: Any) -> None:
     kinds = ("none", "selective", "full")
     none, selective, full = (pool(2).run(traffic, replace(CP2, checkpoint=kind))[0] for kind in kinds)
     assert none == selective < full
-
-
-@pytest.mark.skipif(not OLD, reason="of 0.3 FlexAttention has no backward on CPUs, with or without cp")
-def test_its_own_cp_does_not_run_on_cpus(pool: Any) -> None:
-    for raised in pool(2).run_expecting_error(titan.train, replace(CP2, ours=False)):
-        assert raised is not None and "does not have a sharding strategy" in raised.message
 
 
 def unchanged(rank: int) -> list[str]:
@@ -149,11 +141,7 @@ def refused(rank: int, case: str) -> None:
     }
     options = {"mask": {"mask": None}, "method": {"method": "rings"}, "kernel": {"kernel": "triton"}}
     run = replace(CP2, settings=settings.get(case, {}), options=options.get(case, {}))
-    if case == "flex":
-        run = replace(run, model="llama3 debugmodel_flex_attn")
-    elif case == "compiled, tp 2":
-        run = replace(run, tp=2, compile="aot_eager")
-    elif case == "nothing":
+    if case == "nothing":
         context_parallel(3)
     elif case == "wrapped":
         context_parallel(wrapped())
@@ -167,17 +155,12 @@ def refused(rank: int, case: str) -> None:
         return of_model(case)
     trainer = titan.make(run)
     if case == "rows":
-        titan.set_settings(trainer.job_config if OLD else trainer.config, {BALANCER: None})
+        titan.set_settings(trainer.config, {BALANCER: None})
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
 
 
 def wrapped() -> Any:
     """What torchtitan returns, with a parallelize function of the user's own around its own."""
-    if OLD:
-        from torchtitan.protocols.train_spec import get_train_spec
-
-        spec = get_train_spec("llama3")
-        return replace(spec, parallelize_fn=lambda *given: spec.parallelize_fn(*given))
     config = titan.config_of(replace(CP2, ours=False))
     own = config.model_spec.parallelize_fn
     return replace(
@@ -186,7 +169,7 @@ def wrapped() -> Any:
 
 
 def of_model(case: str) -> None:
-    """Configurations of 0.3 whose attention is another than they say, or none that is known."""
+    """Configurations whose attention is another than they say, or none that is known."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     config = titan.config_of(replace(CP2, model="gpt_oss varlen" if case == "window" else "llama3"))
@@ -199,7 +182,7 @@ def of_model(case: str) -> None:
 
 
 REFUSED = {
-    "nothing": "expected a TrainSpec of torchtitan 0.2 or a Trainer.Config of 0.3, got 3",
+    "nothing": "expected a Trainer.Config of torchtitan 0.3 with a model_spec, got 3",
     "mask": "context_parallel: expected options among kernel, method,",
     "method": "'rings'",
     "kernel": "triton",
@@ -207,36 +190,26 @@ REFUSED = {
     "wrapped": "expected a function of torchtitan that calls apply_cp_to_",
     "ptrr": f"{BALANCER}: expected 'headtail' or None, got 'ptrr'",
     "rows": "positions of the whole sequence: expected 0, 1, 2, ... in every document, got [0, 1, 2,",
+    "full_dtensor": "spmd_backend: expected plain tensors, got 'full_dtensor'",
+    "one rank": "parallelism.context_parallel_degree: expected 2 or more, got 1",
+    "sdpa": "layers.0.attention: expected a known attention class, got torchtitan.models.common.attention.GQA",
+    "layers": "model: expected a Decoder of torchtitan, got Linear",
+    "window": "layers.0: window_size: expected (127, 0), got (5, 0)",
 }
-REFUSED |= (
-    {"flex": "attn_type: expected 'sdpa', got 'flex'", "compiled, tp 2": "compile.enable = False, or torchtitan 0.3"}
-    if OLD
-    else {
-        "full_dtensor": "spmd_backend: expected plain tensors, got 'full_dtensor'",
-        "one rank": "parallelism.context_parallel_degree: expected 2 or more, got 1",
-        "sdpa": "layers.0.attention: expected a known attention class, got torchtitan.models.common.attention.GQA",
-        "layers": "model: expected a Decoder of torchtitan, got Linear",
-        "window": "layers.0: window_size: expected (127, 0), got (5, 0)",
-    }
-)
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(pool: Any, case: str) -> None:
-    for raised in pool(4 if "tp" in case or case == "stages" else 2).run_expecting_error(refused, case):
+    for raised in pool(4 if case == "stages" else 2).run_expecting_error(refused, case):
         assert raised is not None and raised.kinds[0] in ("ArgumentError", "UnsupportedError"), raised
         assert REFUSED[case] in raised.message
 
 
 def run_page(rank: int) -> list[tuple[float, float]]:
-    """Losses of a Trainer that is made by the lines of the page for this version."""
+    """Losses of a Trainer that is made by the lines of the page."""
     titan.on_cpus()
     text = (ROOT / "docs" / "torchtitan.md").read_text()
-    version = "0.2" if OLD else "0.3"
-    (block,) = re.findall(rf"^```python\n(# torchtitan {version}.*?)^```", text, re.MULTILINE | re.DOTALL)
-    if OLD:
-        exec(block, {})
-        return titan.train(rank, replace(CP2, model="llama3_cp_mesh", ours=False))
+    (block,) = re.findall(r"^```python\n(# torchtitan 0.3.*?)^```", text, re.MULTILINE | re.DOTALL)
     from torchtitan.config import ConfigManager
 
     registry = types.ModuleType("my_experiment.config_registry")
@@ -259,7 +232,7 @@ def test_the_page_runs(pool: Any) -> None:
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """Plain, and with documents, which change the gradients."""
     norms = []
-    for more in [[]] if OLD else [[], ["--documents"]]:
+    for more in [[], ["--documents"]]:
         options = ["--device", "cpu", "--tiny", "--variants", "cp_mesh", "--warmup", "1", "--steps", "1", *more]
         path = tmp_path / f"{len(more)}.csv"
         script = ROOT / "examples" / "benchmarks" / "torchtitan_training.py"
@@ -268,6 +241,6 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
         with path.open(newline="") as file:
             (row,) = csv.DictReader(file)
         assert row["status"] == "ok" and float(row["tokens_per_s"]) > 0
-        assert abs(float(row["first_loss"]) - math.log(512 if OLD else 2048) - 0.5) < 0.2
+        assert abs(float(row["first_loss"]) - math.log(2048) - 0.5) < 0.2
         norms.append(float(row["first_norm"]))
-    assert OLD or abs(norms[1] / norms[0] - 1) > 5e-3
+    assert abs(norms[1] / norms[0] - 1) > 5e-3

@@ -13,8 +13,7 @@ import tempfile
 import types
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-VERSION = version("torchtitan")
-OLD = VERSION.startswith("0.2.")
 IGNORED = -100
 SEQ_LEN, BATCH, STEPS, VOCABULARY = 96, 4, 4, 2048
 
@@ -35,7 +32,7 @@ class Run:
     """A few steps of a debug model.
 
     Attributes:
-        model: its name in torchtitan; of 0.3 also the attention backend, as in "gpt_oss varlen".
+        model: its name in torchtitan; and the attention backend, as in "gpt_oss varlen".
         cp, tp, shard, replicate: degrees.
         ours: whether `context_parallel` is applied.
         checkpoint: "none", "selective" or "full".
@@ -97,8 +94,7 @@ def batches(run: Run, rows: slice) -> Iterator[tuple[dict[str, Tensor], Tensor]]
         tokens = torch.randint(VOCABULARY, (BATCH, SEQ_LEN + 1), generator=numbers)
         labels = tokens[:, 1:].clone()
         labels[:, 5:9] = IGNORED
-        inputs = {"input": tokens[rows, :-1]}
-        yield (inputs if OLD else inputs | {"positions": positions[rows]}), labels[rows]
+        yield {"input": tokens[rows, :-1], "positions": positions[rows]}, labels[rows]
 
 
 class Batches:
@@ -127,7 +123,7 @@ def set_settings(config: Any, settings: dict[str, Any]) -> None:
 
 
 def common(run: Run) -> dict[str, Any]:
-    """Settings that both versions have."""
+    """Settings of every run."""
     return {
         "training.local_batch_size": BATCH // (run.shard * run.replicate),
         "training.seq_len": SEQ_LEN,
@@ -144,45 +140,8 @@ def common(run: Run) -> dict[str, Any]:
     }
 
 
-def make_old(run: Run) -> Any:
-    """A Trainer of torchtitan 0.2."""
-    from torchtitan.config import JobConfig
-    from torchtitan.protocols import train_spec
-    from torchtitan.train import Trainer
-
-    from cp_mesh.integrations.torchtitan import context_parallel
-
-    train_spec._extra_train_specs.pop("tested", None)
-    name, _, flavor = run.model.partition(" ")
-    spec = train_spec.get_train_spec(name)
-    spec = replace(
-        spec,
-        build_dataloader_fn=lambda dp_world_size, dp_rank, **_: Batches(run, dp_rank, dp_world_size),
-        build_tokenizer_fn=None,
-    )
-    train_spec.register_train_spec("tested", context_parallel(spec, **run.options) if run.ours else spec)
-    config = JobConfig()
-    set_settings(
-        config,
-        common(run)
-        | {
-            "model.name": "tested",
-            "model.flavor": flavor or "debugmodel",
-            "activation_checkpoint.mode": run.checkpoint,
-            "activation_checkpoint.selective_ac_option": "op",
-            "job.dump_folder": tempfile.gettempdir(),
-            "optimizer.implementation": "for-loop",
-            "lr_scheduler.warmup_steps": 2,
-        }
-        | run.settings,
-    )
-    if hasattr(args := spec.model_args[config.model.flavor], "enable_weight_tying"):
-        args.enable_weight_tying = False  # FSDP2 of PyTorch 2.13 refuses what torchtitan 0.2.2 ties
-    return Trainer(config)
-
-
 def config_of(run: Run) -> Any:
-    """A Trainer.Config of torchtitan 0.3."""
+    """A Trainer.Config."""
     name, _, backend = run.model.partition(" ")
     models = importlib.import_module(f"torchtitan.models.{name}")
     config = getattr(importlib.import_module(f"torchtitan.models.{name}.config_registry"), f"{name}_debugmodel")()
@@ -191,7 +150,7 @@ def config_of(run: Run) -> Any:
 
 
 def read(config: Any, loader: Callable[[int, int], Any]) -> None:
-    """Give a configuration of torchtitan 0.3 a dataloader, made from rank and size of dp, and no tokenizer."""
+    """Give a configuration a dataloader, made from rank and size of dp, and no tokenizer."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
 
@@ -211,7 +170,7 @@ def read(config: Any, loader: Callable[[int, int], Any]) -> None:
 
 
 def prepare(config: Any, run: Run) -> Any:
-    """The configuration of torchtitan 0.3 with the settings of a run, and with cp_mesh or `Dense` where it asks so."""
+    """The configuration with the settings of a run, and with cp_mesh or `Dense` where it asks so."""
     from torchtitan.config.override import _REGISTRY, override
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention
@@ -294,16 +253,13 @@ def pairs(model: Any) -> Any:
 
 
 def make(run: Run, config: Any = None) -> Any:
-    """A Trainer with parameters that depend on their names alone; of 0.3 made from ``config``, if it is given."""
+    """A Trainer with parameters that depend on their names alone; made from ``config``, if it is given."""
     on_cpus()
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    if OLD:
-        trainer = make_old(run)
-    else:
-        config = config_of(run) if config is None else prepare(config, run)
-        trainer = config.build()
-        if any("dense" in target for target in config.override.imports):
-            trainer.model_parts[0].register_forward_pre_hook(pairs(trainer.model_parts[0]), with_kwargs=True)
+    config = config_of(run) if config is None else prepare(config, run)
+    trainer = config.build()
+    if any("dense" in target for target in config.override.imports):
+        trainer.model_parts[0].register_forward_pre_hook(pairs(trainer.model_parts[0]), with_kwargs=True)
     for name, parameter in trainer.model_parts[0].named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
         numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
