@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from inside import room
+from inside import inner, room
 from ranks import mesh
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -409,7 +409,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def left(rank: int, size: int, S: int, layout: str, packing: str, what: str, dtype: torch.dtype) -> list[str]:
-    """Where `mixers.explain` says other bytes than leave this rank."""
+    """Where other bytes leave this rank than `method="auto"` goes by."""
     axis, documents, B, heads = mesh((size,), ("cp",)), PACKINGS[packing](S), 2, 6
     mask = Mask() if documents is None else Mask(documents=documents)
     sequence = ShardedSequence(axis, layout=LAYOUTS[layout], length=S, pad=False)
@@ -418,10 +418,13 @@ def left(rank: int, size: int, S: int, layout: str, packing: str, what: str, dty
     x = {name: torch.zeros(B, num_rows, *shape, dtype=dtype) for name, shape in shapes.items()}
     x |= {"g": x["g"].float(), "gk": x["gk"].float(), "beta": x["v"][..., 0].clone()}
     function, options = LAYERS[what]
-    told = mixers.explain(
-        S, size, heads=heads, v_heads=2 * heads, k_dim=K, v_dim=V, layout=LAYOUTS[layout], mask=mask, batch=B,
-        dtype=dtype, conv_channels=5, **options,
-    )  # fmt: skip
+    pieces = inner("mixers.pieces", "pieces_in")(LAYOUTS[layout], mask, S, S, size, 0, B)
+    decays = {None: 0, "head": 1, "channel": K}[options.get("decay", "head")]
+    sizes = room("mixers.traffic").Sizes(B, heads, 2 * heads, K, V, decays, options.get("delta", True), dtype)
+    told = {
+        "states": room("mixers.traffic").sent_by_states(pieces, sizes),
+        "heads": room("mixers.traffic").sent_by_heads(pieces, sizes),
+    }
     found = []
     with mock.patch.object(room("mixers.rules"), "choose_kernel", lambda *args: instantly):
         for method in ("states", "heads", "auto"):
@@ -430,23 +433,18 @@ def left(rank: int, size: int, S: int, layout: str, packing: str, what: str, dty
                 out, _ = getattr(mixers, function)(*inputs, sequence=sequence, mask=mask, method=method)
             with Left(rank, size) as backward:
                 out.sum().backward()
-            found.append((told.method if method == "auto" else method, forward.bytes, backward.bytes))
-    rows, weight = torch.zeros(B, num_rows, 5, dtype=dtype, requires_grad=True), torch.zeros(5, 4, dtype=dtype)
-    with Left(rank, size) as forward:
-        out = mixers.causal_conv1d(rows, weight, sequence=sequence, mask=mask)
-    with Left(rank, size) as backward:
-        out.sum().backward()
-    found.append(("convolution", forward.bytes, backward.bytes))
+            of_auto = room("mixers.traffic").choose_method(pieces, sizes)
+            found.append((of_auto if method == "auto" else method, forward.bytes, backward.bytes))
     return [
-        f"{name} {layout} {packing}: {told.sent[name].forward[rank]}, {told.sent[name].backward[rank]}; {counted}"
-        for name, *counted in found
-        if counted != [told.sent[name].forward[rank], told.sent[name].backward[rank]]
+        f"{name} {layout} {packing}: {told[name].forward[rank]}, {told[name].backward[rank]}; {bytes_left}"
+        for name, *bytes_left in found
+        if bytes_left != [told[name].forward[rank], told[name].backward[rank]]
     ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_explain_tells_the_bytes_that_leave_a_rank(pool: Any, full: bool, size: int, layout: str) -> None:
+def test_auto_goes_by_the_bytes_that_leave_a_rank(pool: Any, full: bool, size: int, layout: str) -> None:
     for what in LAYERS:
         for packing in PACKINGS if full or what == "kda" else ("packed",):
             for dtype in (torch.float32, torch.bfloat16):
@@ -457,7 +455,7 @@ def test_explain_tells_the_bytes_that_leave_a_rank(pool: Any, full: bool, size: 
 
 
 @pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.full), "zigzag"])
-def test_explain_of_a_million_tokens(pool: Any, layout: str) -> None:
+def test_bytes_of_a_million_tokens(pool: Any, layout: str) -> None:
     for packing in ("one", "packed"):
         for problems in pool(2).run(left, 2, 2**20, layout, packing, "gated_delta_rule", torch.bfloat16, timeout=120.0):
             assert not problems, problems

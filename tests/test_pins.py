@@ -114,7 +114,7 @@ def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
 SUBMODULES = {
     "layouts": ("LAYOUTS", "Run", "chunk_bounds"),
     "mixers": (
-        *("Options", "causal_conv1d", "delta_rule", "explain", "gated_delta_rule", "gla", "kda", "roll", "ssd"),
+        *("Options", "causal_conv1d", "delta_rule", "gated_delta_rule", "gla", "kda", "roll", "ssd"),
         "token_shift",
     ),
     "transport": ("release", "symmetric_memory_bytes"),
