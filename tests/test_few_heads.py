@@ -1,12 +1,25 @@
 """Tiles of large tensors, computed a few heads at a time: the results of all heads at once; tried with small limits."""
 
+import inspect
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from dense import make_qkv
-from inside import KERNELS, BackwardTile, Pairs, Scores, inner, make_delta, name_of_captured, room, trace
+from inside import (
+    FULL,
+    KERNELS,
+    BackwardTile,
+    KernelTile,
+    Pairs,
+    Scores,
+    inner,
+    make_delta,
+    name_of_captured,
+    room,
+    trace,
+)
 from torch import Tensor
 
 from cp_mesh import Mask, UnsupportedError
@@ -105,10 +118,14 @@ def test_small_tensors_and_large_kernels_stay_whole() -> None:
         assert asked == parts
         asked.clear()
     kernels = KERNELS.values()
-    passes = {x.name: x.begin_forward(q, 8, Scores(1.0))._tile_forward for x in kernels}
-    back = {x.name: x.begin_backward(q, q, q, q[..., 0], None, Scores(1.0))._tile_backward for x in kernels}
+    tile, lse, scores = KernelTile((0, 5), (0, 5), FULL), q[..., 0], Scores(1.0)
+    with mock.patch.object(room("kernels.merge"), "are_far", lambda *_: True):
+        passes = {x.name: x.begin_forward(q, 8, scores)._bind(tile, q, q, q, scores) for x in kernels}
+        begun = {x.name: x.begin_backward(q, q, q, lse, None, scores) for x in kernels}
+        back = {name: x._bind(tile, q, q, q, q, q, lse, scores, None, None) for name, x in begun.items()}
     for each in (passes, back):
-        parted = {name for name, x in each.items() if "by_heads" in getattr(x, "__qualname__", "")}
+        computes = {name: inspect.getclosurevars(run).nonlocals["compute"] for name, run in each.items()}
+        parted = {name for name, x in computes.items() if "by_heads" in getattr(x, "__qualname__", "")}
         assert parted == {"fa4", "fa3", "fa2_package", "cudnn", "efficient", "flex"}
 
 

@@ -64,7 +64,6 @@ import test_segments
 import test_sequence
 import test_styles
 import test_symmetric_memory
-import test_tape
 import test_tensor_parallel
 import test_tiled
 import test_traffic
@@ -291,18 +290,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         test_flex_sources.test_ranks_that_differ, "other sources", "sources of block_mask"
     ),
     "shards that differ": of(test_flex_sharded.test_ranks_that_differ, "a gradient", "with a gradient"),
-    "tapes": alone(
-        (test_tape.test_what_is_played_is_what_was_computed, (None,)),
-        (test_tape.test_one_tensor_given_twice_is_not_recorded, ()),
-        (test_tape.test_tensors_die_where_they_died, ()),
-        (test_tape.test_constants_are_those_of_the_plan, ()),
-        (test_tape.test_what_no_tape_can_tell_is_computed_each_time, (test_tape.by_a_new_tensor,)),
-        (test_tape.test_a_number_that_is_the_same_in_a_few_calls_is_none_of_the_tape, ()),
-        (test_tape.test_tensors_may_begin_elsewhere_in_their_memory, ()),
-        (test_tape.test_memory_that_is_given_back_ends_its_tapes, ()),
-        (test_tape.test_an_error_amid_a_tape_lets_it_recover, ()),
-    ),
-    "tapes on ranks": on(3, test_tape.played, test_tape.CASES[:2]),
     "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "kinds of DTensors": test_op.test_dtensors_of_each_kind_are_looked_at,

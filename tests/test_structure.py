@@ -29,7 +29,6 @@ FLOORS: dict[str, int] = {
     "errors": 0,
     "_torch": 0,
     "_aliases": 1,
-    "tape": 1,
     "geometry": 1,
     "kernels": 2,
     "comm": 2,

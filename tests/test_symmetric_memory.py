@@ -49,18 +49,17 @@ from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
 known_parts = inner("groups", "known_parts")
 choose_transport = inner("exchange", "choose_transport")
 Plans = inner("call.plan", "Plans")
-symmetric, tape = room("symmetric_memory"), room("tape")
+symmetric = room("symmetric_memory")
 
 TRANSPORTS = ("functional", "symmetric_memory")
 
 
-class FileWorkspace(tape.Memory):  # type: ignore[misc, name-defined]
+class FileWorkspace:
     """A rank's memory is a file that every rank maps."""
 
     captured = False
 
     def __init__(self, group: dist.ProcessGroup, folder: Path, name: str, nbytes: int) -> None:
-        super().__init__()
         self.nbytes, self._group = nbytes, group
         paths = [folder / f"{name}-{nbytes}-{rank}" for rank in range(group.size())]
         paths[group.rank()].write_bytes(b"\xff" * nbytes)  # NaN in every floating dtype
@@ -69,13 +68,12 @@ class FileWorkspace(tape.Memory):  # type: ignore[misc, name-defined]
         dist.barrier(group)
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
-        self.hold()
         part = self._memory[rank][offset : offset + num_rows * packing.row_bytes]
         buffer = part.view(packing.dtype).view(num_rows, packing.features)
         return buffer, packing.views(buffer)
 
     def barrier(self, channel: int) -> None:
-        tape.call(dist.barrier, self._group)
+        dist.barrier(self._group)
         nap()
 
 
@@ -100,10 +98,6 @@ class HostLane:
 
 
 def nap() -> None:
-    tape.call(_nap)
-
-
-def _nap() -> None:
     time.sleep(random.choice((0.0, 0.0, 0.002)))
 
 
@@ -125,9 +119,6 @@ class FileMemory:
     def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> FileWorkspace:
         workspace = self._workspaces.get(purpose)
         if workspace is None or workspace.nbytes < nbytes:
-            if workspace is not None:
-                workspace.give_back()
-            tape.give_up("memory that grows")
             workspace = self._workspaces[purpose] = FileWorkspace(self._group, self._folder, purpose, nbytes)
         return workspace
 
@@ -244,21 +235,21 @@ def test_every_layout_and_mask(pool, full, cp_size):
         report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
 
 
-def played_on_files(rank: int, folder: str) -> list[str]:
-    """Five calls with other numbers in each, of which the last two are tapes; then memory grows, and five again."""
+def repeated_on_files(rank: int, folder: str) -> list[str]:
+    """Calls with other numbers in each; then memory grows, and they come again."""
     axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
-    with double(axis.get_group(), folder), mock.patch.object(tape, "BEFORE", 1):
-        for rows in (24, 96):
-            for call in range(5):
+    with double(axis.get_group(), folder):
+        for rows in (24, 96, 24):
+            for call in range(3):
                 torch.manual_seed(1000 * rows + 10 * call + rank)
                 inputs = [torch.randn(1, heads, rows, 8) for heads in (4, 2, 2, 4)]
                 problems += compare(f"call {call} of {rows} rows", inputs, axis)
     return [f"rank {rank}: {problem}" for problem in problems]
 
 
-def test_tapes_on_the_double(pool):
+def test_calls_in_a_row_on_the_double(pool):
     with tempfile.TemporaryDirectory() as folder:
-        for problems in pool(3).run(played_on_files, folder):
+        for problems in pool(3).run(repeated_on_files, folder):
             assert not problems, problems
 
 
@@ -419,13 +410,10 @@ def check_two_hundred_calls() -> list[str]:
 def _sleeping(lane: Any, cycles: Callable[[], int]) -> Any:
     entered = lane.entered
 
-    def sleep() -> None:
-        torch.cuda._sleep(cycles())
-
     @contextmanager
     def slow() -> Iterator[None]:
         with entered():
-            tape.call(sleep)
+            torch.cuda._sleep(cycles())
             yield
 
     return slow
@@ -444,7 +432,6 @@ def check_stalled() -> list[str]:
     with (
         mock.patch.object(memory.pulls, "entered", _sleeping(memory.pulls, cycles)),
         mock.patch.object(memory.pushes, "entered", _sleeping(memory.pushes, cycles)),
-        mock.patch.object(tape, "BEFORE", 1),
     ):
         for call in range(8):
             inputs = local_inputs(S // (1 + call % 3), seed=call)

@@ -6,7 +6,7 @@ tensors. All methods compute the same result with the same masks, layouts, score
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,8 +25,7 @@ from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.contract import KernelTile, Pairs, Steps
 from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.scores import POSITIONAL, TERMS, Scores
-from cp_mesh.tape import repeat
+from cp_mesh.kernels.scores import POSITIONAL, Scores
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds that integers describe: nothing is copied to the device
 OfScores = dict[str, Tensor]
@@ -89,7 +88,6 @@ class Plan:
         of_call: whether the scores hold tensors of one call, so that no other call may use this plan.
         prepared: tiles as passed to kernels, and masks and positions on the device, by CUDA stream. Plans of equal
             calls share it, so that a copy to the device happens once per batch, not once per layer.
-        tapes: recorded passes, see `cp_mesh.tape`; shared in the same way.
     """
 
     options: AttentionSpec
@@ -106,7 +104,6 @@ class Plan:
     has_tensors: bool = False
     of_call: bool = False
     prepared: dict[Any, Any] = field(default_factory=dict)
-    tapes: dict[Any, Any] = field(default_factory=dict)
 
     def tiles(self, stage: Stage | None) -> list[KernelTile]:
         """Tiles of this rank's queries against the keys fetched in a stage; None: against its own keys."""
@@ -121,23 +118,6 @@ class Plan:
             self.prepared[key] = stage, found  # keeps the stage alive, as the key has its id
         of_stage: list[KernelTile] = self.prepared[key][1]
         return of_stage
-
-    def run(self, what: tuple[Any, ...], compute: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Any:
-        """Run ``compute(*inputs)``, a pass of the method, from its tape if there is one."""
-        stream = stream_of(self.device)
-        if stream is None or not self._is_taped:
-            return compute(*inputs)
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:  # a tape is for one device
-            return compute(*inputs)
-        if self.of_call:
-            inputs = *inputs, *(getattr(self.scores, name) for name in (*TERMS, "dropout_seed"))
-        return repeat(self.tapes, (*what, stream), compute, inputs)
-
-    @cached_property
-    def _is_taped(self) -> bool:
-        # A plan of one batch gets no tape: recording takes more host time than the layers of a model save.
-        of_batch = self.mask.elementwise or self.layout.tensor is not None
-        return self.kernel.taped and not (of_batch or self.scores.score_mod or self.scores.mask_mod)
 
     @cached_property
     def reads_tensors(self) -> bool:

@@ -127,7 +127,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         announce_refusal(group, error)
         raise
     kind = _kind(plan, call) if plan.has_tensors else plan.kind
-    if checked := checking(group):
+    if checking(group):
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
     elif is_first(group, kind):
@@ -135,11 +135,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
     with passing(group, "forward", kind), _no_autocast(q):
         given = with_whole(plan, call) if call.options.captured_cuts else plan
-
-        def compute(q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> Any:
-            return given.method.forward(q, k, v, given, group)
-
-        out, lse, *kept = compute(q, k, v) if checked else given.run(("forward",), compute, (q, k, v))
+        out, lse, *kept = given.method.forward(q, k, v, given, group)
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
     return (call.as_asked(out), lse, *(kept or nothing_kept(q, lse))), None if plan.of_call else plan
 
@@ -173,7 +169,7 @@ def backward(
     elif plan.reads_tensors:
         refuse_copies(plan)
     kind = plan.kind
-    if checked := checking(group):
+    if checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
     with passing(group, "backward", kind), _no_autocast(q):
@@ -185,14 +181,8 @@ def backward(
             dlse = form.lse_to_bhs(dlse)
         names = wanted.split(",") if wanted else ()
         whole = with_whole(plan, call) if call.options.captured_cuts else plan
-
-        def compute(*inputs: Any) -> Any:
-            dout, q, k, v, out, lse, dlse, kept, *_ = inputs
-            keywords = {} if kept is None else {"kept": kept}
-            return whole.method.backward(dout, q, k, v, out, lse, dlse, whole, group, names, **keywords)
-
-        inputs = dout, q, k, v, out, lse, dlse, kept
-        *grads, of_scores = compute(*inputs) if checked else whole.run(("backward", wanted), compute, inputs)
+        keywords = {} if kept is None else {"kept": kept}
+        *grads, of_scores = whole.method.backward(dout, q, k, v, out, lse, dlse, whole, group, names, **keywords)
         if call.options.captured_cuts:
             of_scores = to_shards(of_scores, plan, call)
     dq, dk, dv = map(call.as_asked, grads)

@@ -16,7 +16,6 @@ from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.comm.packing import Packing
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.geometry.schedule import Route, Stage
-from cp_mesh.tape import call
 
 
 class _Exchange:
@@ -29,7 +28,7 @@ class _Exchange:
     def wait(self) -> Tensor:
         """Wait for the received buffer [rows, features], rank after rank."""
         what = "attention: rows of other ranks"
-        received: Tensor = call(wait_for, self._received, what, self._group_name, self._rows)
+        received: Tensor = wait_for(self._received, what, self._group_name, self._rows)
         del self._sent
         return received
 

@@ -28,9 +28,7 @@ import importlib.util
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -45,7 +43,6 @@ from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
-from cp_mesh.tape import Memory, call, give_up, on_error, told
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
 _GROWTH = 4  # memory grows by at least a quarter, so that slowly rising lengths do not make it grow every time
@@ -53,11 +50,10 @@ _MAX_VIEWS = 1024  # cached views of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
 
-class Workspace(Memory):
+class Workspace:
     """Memory of a group, equally many bytes on every rank, that every rank can read and write."""
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
-        super().__init__()
         symm_mem = symmetric_memory()
         self.nbytes, self.captured = nbytes, False
         self._timeout_ms = int(timeout_of(group, device).total_seconds() * 1000)
@@ -68,7 +64,6 @@ class Workspace(Memory):
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return a buffer [num_rows, features] at ``offset`` bytes in a rank's memory, and the tensors in it."""
-        self.hold()
         key = rank, offset, num_rows, packing
         made = self._views.get(key)
         if made is None:
@@ -82,7 +77,7 @@ class Workspace(Memory):
 
     def barrier(self, channel: int) -> None:
         """Wait on the current stream until every rank's stream has reached the barrier."""
-        call(self._handle.barrier, channel=channel, timeout_ms=self._timeout_ms)
+        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
 class _CudaLane:
@@ -103,17 +98,13 @@ class _CudaLane:
 
     def fork(self) -> None:
         """Order later work of the lane after all work that the caller's stream has so far."""
-        call(torch.cuda.Event.record, self._forking, self._caller)
-        call(torch.cuda.Stream.wait_event, self._stream, self._forking)
+        self._forking.record(self._caller)
+        self._stream.wait_event(self._forking)
         self._forked = True
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Any:
         """Launch work inside on the lane."""
-        with torch.cuda.stream(self._stream):
-            told(torch.cuda.set_stream, self._stream)
-            yield
-        told(torch.cuda.set_stream, self._caller)
+        return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the lane."""
@@ -121,30 +112,29 @@ class _CudaLane:
             self._marks.append(torch.cuda.Event())
         mark = self._marks[self._num_marks]
         self._num_marks += 1
-        call(torch.cuda.Event.record, mark, self._stream)
+        mark.record(self._stream)
         return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """Make the caller's stream wait for a mark of the lane."""
-        call(torch.cuda.Stream.wait_event, self._caller, mark)
+        self._caller.wait_event(mark)
 
     def join(self) -> None:
         """Make the caller's stream wait for all work that the lane has so far."""
         # A capture may not wait for a stream that did not fork from it.
         if self._forked:
-            call(torch.cuda.Event.record, self._joining, self._stream)
-            call(torch.cuda.Stream.wait_event, self._caller, self._joining)
+            self._joining.record(self._stream)
+            self._caller.wait_event(self._joining)
         self._forked = False
 
 
-class GroupMemory(Memory):
+class GroupMemory:
     """A group's symmetric memory and the streams beside the caller's, which outlive a call.
 
     All ranks of the group make it together: they exchange the names of their hosts.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__()
         self._device = device
         answers: list[Any] = [None] * group.size()
         dist.all_gather_object(answers, (host_name(), device.index or 0, _local_obstacle(device)), group=group)
@@ -165,14 +155,12 @@ class GroupMemory(Memory):
 
     def begin(self) -> None:
         """Order a pass after the one before, whichever stream that was on."""
-        self.hold()
         stream = torch.cuda.current_stream(self._device)
         # A capture begins after a device-wide wait, and may not wait for work from outside.
         if self._done is not None and not torch.cuda.is_current_stream_capturing():
-            call(torch.cuda.Stream.wait_event, stream, self._done)
+            stream.wait_event(self._done)
         self.pulls.begin(stream)
         self.pushes.begin(stream)
-        on_error(partial(self._recover, stream))
 
     def end(self) -> None:
         """Order all work of the pass before later work of the caller's stream."""
@@ -180,15 +168,7 @@ class GroupMemory(Memory):
         self.pushes.join()
         if not torch.cuda.is_current_stream_capturing():
             self._done = self._done or torch.cuda.Event()
-            call(torch.cuda.Event.record, self._done, torch.cuda.current_stream(self._device))
-
-    def _recover(self, stream: torch.cuda.Stream) -> None:
-        """Clean up after a recorded pass on this stream that ended with an exception at any point."""
-        torch.cuda.set_stream(stream)
-        for lane in (self.pulls, self.pushes):
-            lane.begin(stream)
-            lane.fork()
-        self.end()
+            self._done.record(torch.cuda.current_stream(self._device))
 
     def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Workspace:
         """Return memory for "rows" or "gradients" of at least ``nbytes``; every rank must ask for the same size."""
@@ -202,9 +182,7 @@ class GroupMemory(Memory):
                 )
             # Peers may still read the memory that is freed here.
             torch.cuda.synchronize(self._device)
-            give_up("memory that grows")
             if workspace is not None:
-                workspace.give_back()
                 nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
                 if workspace.captured:
                     self._kept.append(workspace)
@@ -214,9 +192,8 @@ class GroupMemory(Memory):
         return workspace
 
     def wait(self) -> None:
-        """Let the host wait until the device is done, and end the tapes of this memory."""
+        """Let the host wait until the device is done."""
         torch.cuda.synchronize(self._device)
-        self.give_back()
 
     @property
     def nbytes(self) -> int:

@@ -116,7 +116,6 @@ CPU_FLASH = merging_kernel(
     _cpu_flash_backward,
     large=True,
     squares=True,
-    taped=True,
     rounds=False,
 )
 CUDNN = merging_kernel(
@@ -132,7 +131,6 @@ CUDNN = merging_kernel(
     _cudnn_forward,
     _cudnn_backward,
     squares=True,
-    taped=True,
 )
 FA2 = merging_kernel(
     "fa2",
@@ -149,7 +147,6 @@ FA2 = merging_kernel(
     _fa2_backward,
     large=True,
     squares=True,
-    taped=True,
 )
 EFFICIENT = merging_kernel(
     "efficient",
@@ -164,5 +161,4 @@ EFFICIENT = merging_kernel(
     _efficient_forward,
     _efficient_backward,
     squares=True,
-    taped=True,
 )

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import attrgetter, itemgetter, or_
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from triton.compiler import CompiledKernel
 
 from cp_mesh._torch import raw_stream
 from cp_mesh.geometry.host_tensors import lasting
-from cp_mesh.tape import call, give_up
 
 BLOCK_ELEMENTS = 4096
 FEW, MANY = 2, 9  # numbers of pieces that kernels are compiled for; 9 is `combine.MAX_PIECES` and a sum of earlier ones
@@ -48,12 +48,12 @@ def merge_pieces(
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     begins, outs, lses = zip(*pieces, strict=True)
-    ready = _merge(begins, *(tuple(map(_like, xs)) for xs in (outs, lses)), *map(_like, (out, lse, sinks)), out.device)
-    places, rows, strides, sizes = ready.numbers
-    outs, lses = _placed(outs, places), _placed(lses, places)
-    _launch(
-        merge_kernel, ready, out, (outs, strides, lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes)
-    )
+    every = *outs, *lses, out
+    is_aligned = _aligned((*every, lse) if sinks is None else (*every, lse, sinks))
+    bound = _bind_merge(begins, _likes(every), is_aligned, sinks is None, out.device)
+    rows, strides, sizes = bound.numbers
+    given = bound.pick((*outs, bound.nothing)), strides, bound.pick((*lses, bound.nothing)), rows
+    _launch(merge_kernel, bound, out, (*given, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes))
 
 
 def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> None:
@@ -63,93 +63,128 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
         sums: (pieces, buffer for the result) of each sum; one or more pieces (begin, x [B, K, n, D]), rows begin to
             begin + n, any strides and dtypes.
     """
-    ready = _sum(
-        tuple((tuple((begin, _like(x)) for begin, x in pieces), _like(into)) for pieces, into in sums),
-        sums[0][1].device,
-    )
-    places, *numbers = ready.numbers
-    sums = [*sums, *[sums[-1]] * (len(places) - len(sums))]
-    xs = tuple(_placed([x for _, x in pieces], each) for (pieces, _), each in zip(sums, places, strict=True))
-    _launch(sum_kernel, ready, sums[0][1], (xs, *numbers[:2], tuple(into for _, into in sums), *numbers[2:]))
+    begins: list[tuple[int, ...]] = []
+    xs: list[Tensor] = []
+    intos: list[Tensor] = []
+    for pieces, into in sums:
+        of_sum, tensors = zip(*pieces, strict=True)
+        begins.append(of_sum)
+        xs += tensors
+        intos.append(into)
+    every = *xs, *intos
+    bound = _bind_sums((*begins,), _likes(every), _aligned(every), intos[0].device)
+    intos += intos[-1:] * (NUM_SUMS - len(intos))
+    num_places, strides, rows, *numbers = bound.numbers
+    placed, given = bound.pick((*xs, bound.nothing)), []
+    for first in range(0, len(placed), num_places):
+        given.append(placed[first : first + num_places])
+    _launch(sum_kernel, bound, intos[0], ((*given,), strides, rows, (*intos,), *numbers))
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
     """rowsum(a · b) - minus, contiguous fp32 [B, H, S], from a, b [B, H, S, D] and minus [B, H, S], any strides."""
     dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
     minus = None if minus is None else minus.float().contiguous()
-    ready = _dots(*map(_like, (a, b, minus)), a.device)
-    _launch(dots_kernel, ready, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *ready.numbers))
+    is_aligned = _aligned((a, b) if minus is None else (a, b, minus))
+    bound = _bind_dots(_likes((a, b)), is_aligned, minus is None, a.device)
+    _launch(dots_kernel, bound, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *bound.numbers))
     return dots
 
 
-Like = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # the shape, and what Triton may specialize a kernel for
+Like = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
-def _like(x: Tensor | None) -> Like | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+def _likes(xs: Sequence[Tensor]) -> tuple[Like, ...]:
+    """The shape, strides and dtype of each tensor; by functions of C, as every pass asks."""
+    return tuple(zip(map(_shape, xs), map(Tensor.stride, xs), map(_dtype, xs), strict=True))
+
+
+def _aligned(xs: Sequence[Tensor]) -> bool:
+    """Whether all tensors begin at multiples of 16 bytes, for which Triton compiles kernels of their own."""
+    return not reduce(or_, map(Tensor.data_ptr, xs)) % 16
 
 
 @dataclass(eq=False)
-class _Ready:
-    """A cached launch for tensors of equal `Like`: the number of blocks, and the arguments that are not tensors.
+class _Bound:
+    """What integers decide in a launch: the number of blocks, which piece is at which place, and all numbers.
 
-    ``runner`` is the compiled kernel. Calling it directly skips Triton's inspection of every argument (host time).
+    Attributes:
+        pick: takes the pieces and ``nothing``, and returns them at their places.
+        runner: the compiled kernel. Calling it directly skips Triton's inspection of every argument (host time).
     """
 
     num_blocks: int
     numbers: tuple[Any, ...]
+    is_aligned: bool
+    pick: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
+    nothing: Any = None
     runner: Callable[..., Any] | None = None
 
 
-def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
+def _launch(kernel: Any, bound: _Bound, on: Tensor, args: tuple[Any, ...]) -> None:
     """Run ``kernel[grid](*args)`` on the device of ``on``."""
-    if ready.runner is not None and torch.cuda.current_device() == on.get_device():
-        call(ready.runner, *args, stream=raw_stream(on.get_device()))
+    if bound.runner is not None and torch.cuda.current_device() == on.get_device():
+        bound.runner(*args, stream=raw_stream(on.get_device()))
         return
-    give_up("a kernel that Triton compiles")
     with torch.cuda.device_of(on):
-        compiled = kernel[(ready.num_blocks,)](*args, num_warps=NUM_WARPS)
-    if on.is_cuda and isinstance(compiled, CompiledKernel):
-        ready.runner = compiled[(ready.num_blocks, 1, 1)]
+        compiled = kernel[(bound.num_blocks,)](*args, num_warps=NUM_WARPS)
+    if bound.is_aligned and on.is_cuda and isinstance(compiled, CompiledKernel):
+        bound.runner = compiled[(bound.num_blocks, 1, 1)]
 
 
 @lru_cache(maxsize=1024)
-def _merge(begins: tuple[int, ...], outs: tuple[Like, ...], lses: tuple[Like, ...], out: Like, *others: Any) -> _Ready:
-    """Rows and strides of all pieces, padding included, and sizes. ``others``: lse, sinks and the device."""
-    places = _places([dtype for _, _, dtype, _ in outs])
-    pieces = zip(begins, outs, lses, strict=True)
-    rows = [_unspecialised(begin, x[0][2], *lse[1]) for begin, x, lse in pieces]
+def _bind_merge(
+    begins: tuple[int, ...], likes: tuple[Like, ...], is_aligned: bool, no_sinks: bool, device: torch.device
+) -> _Bound:
+    """Rows and strides of all pieces, padding included, and sizes. ``likes``: of the outs, the lses, and the result."""
+    num = len(begins)
+    outs, lses, out = likes[:num], likes[num:-1], likes[-1]
+    places = _places([dtype for _, _, dtype in outs])
+    rows = [_unspecialised(begin, x[0][2], *lse[1]) for begin, x, lse in zip(begins, outs, lses, strict=True)]
     rows = [_unspecialised(0, 0, *lses[-1][1]) if i is None else rows[i] for i in places]
     strides = [outs[-1 if i is None else i][1] for i in places]
     num_blocks, sizes = _blocks(out)
-    return _Ready(num_blocks, (places, tuple(rows), tuple(strides), sizes))
+    pick = itemgetter(*_indices(places, num, num))
+    return _Bound(num_blocks, (tuple(rows), tuple(strides), sizes), is_aligned, pick, _nothing(device))
 
 
 @lru_cache(maxsize=1024)
-def _sum(sums: tuple[tuple[tuple[tuple[int, Like], ...], Like], ...], device: torch.device) -> _Ready:
-    """For each sum: places, strides and rows of its pieces; strides of the result, sizes, head dim."""
-    block_dim = triton.next_power_of_2(max(shape[3] for _, (shape, *_) in sums))
+def _bind_sums(
+    begins: tuple[tuple[int, ...], ...], likes: tuple[Like, ...], is_aligned: bool, device: torch.device
+) -> _Bound:
+    """Number of places of a sum; for each sum strides and rows of its pieces, strides of the result, sizes, head dim.
+
+    ``likes``: of the pieces of all sums, and of the results.
+    """
+    num = len(likes) - len(begins)
+    pieces, intos = [*likes[:num]], likes[num:]
+    of_sums = [[pieces.pop(0) for _ in each] for each in begins]
+    block_dim = triton.next_power_of_2(max(shape[3] for shape, *_ in intos))
     block_rows = max(1, BLOCK_ELEMENTS // block_dim)
-    dtypes = [[dtype for _, (_, _, dtype, _) in pieces] for pieces, _ in sums]
+    dtypes = [[dtype for _, _, dtype in xs] for xs in of_sums]
     num_blocks, many = 0, max(len(_places(each)) for each in dtypes)
-    numbers = []
-    for i in range(max(NUM_SUMS, len(sums))):
-        last = min(i, len(sums) - 1)
-        pieces, ((B, H, S, D), into_strides, *_) = sums[last]
+    numbers, indices = [], []
+    for i in range(max(NUM_SUMS, len(begins))):
+        last = min(i, len(begins) - 1)
+        xs, ((B, H, S, D), into_strides, _) = of_sums[last], intos[last]
         B = B if i == last else 0  # a padding sum has no blocks
         places = _places(dtypes[last], many)
-        rows = [_unspecialised(begin, shape[2]) for begin, (shape, *_) in pieces]
+        rows = [_unspecialised(begin, shape[2]) for begin, (shape, *_) in zip(begins[last], xs, strict=True)]
         rows = [_unspecialised(0, 0) if j is None else rows[j] for j in places]
-        strides = [pieces[-1 if j is None else j][1][1] for j in places]
+        strides = [xs[-1 if j is None else j][1] for j in places]
         sizes = _unspecialised(num_blocks, B, H, S, int(into_strides[1] < into_strides[2]))
-        numbers.append((places, tuple(strides), tuple(rows), into_strides, sizes, D))
+        numbers.append((tuple(strides), tuple(rows), into_strides, sizes, D))
+        first = sum(map(len, begins[:last]))
+        indices += [num if j == num else first + j for j in _indices(places, len(xs), num)]
         num_blocks += B * H * triton.cdiv(S, block_rows)
-    return _Ready(num_blocks, (*zip(*numbers, strict=True), block_rows, block_dim))
+    every = (len(places), *zip(*numbers, strict=True), block_rows, block_dim)
+    return _Bound(num_blocks, every, is_aligned, itemgetter(*indices), _nothing(device))
 
 
 @lru_cache(maxsize=1024)
-def _dots(a: Like, *others: Any) -> _Ready:
-    return _Ready(*_blocks(a))
+def _bind_dots(likes: tuple[Like, ...], is_aligned: bool, *others: Any) -> _Bound:
+    return _Bound(*_blocks(likes[0]), is_aligned)
 
 
 Places = tuple[int | None, ...]
@@ -164,10 +199,11 @@ def _places(dtypes: Sequence[torch.dtype], num: int = 0) -> Places:
     return filled + (None,) * (max(MANY, num) - len(filled))
 
 
-def _placed(xs: Sequence[Tensor], places: Places) -> tuple[Tensor, ...]:
-    """The pieces at their places. An empty place holds any tensor of the right dtype, which is not read."""
-    filled = tuple(xs[-1 if i is None else i] for i in places)
-    return (_nothing(xs[0].device), *filled[1:]) if places[0] is None else filled
+def _indices(places: Places, num: int, nothing: int) -> list[int]:
+    """The index of the piece at each place, of ``num``. An empty place holds any of the right dtype, which is not read:
+    the last piece, or the tensor of index ``nothing``."""
+    first = nothing if places[0] is None else places[0]
+    return [first, *(num - 1 if i is None else i for i in places[1:])]
 
 
 @lru_cache

@@ -74,11 +74,16 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class KernelTile:
-    """Rows of q, rows of k and v, and which pairs of them are allowed."""
+    """Rows of q, rows of k and v, and which pairs of them are allowed.
+
+    ``bound``: what integers decide in the tile's passes, by the shapes and strides of their tensors (`merge`). It holds
+    no memory of rows and no state of a call.
+    """
 
     q: Rows
     k: Rows
     cover: Band | Pairs | Segments
+    bound: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def by_heads(
     """The two tile functions of a kernel; tensors that span `FAR` elements reach them a few heads at a time."""
 
     def forward_too(q: Tensor, k: Tensor, v: Tensor, cover: Any, scores: Scores) -> tuple[Tensor, Tensor]:
-        if not _are_far(q, k, v):
+        if not are_far(q, k, v):
             return forward(q, k, v, cover, scores)
         whole: list[Tensor] = []
         for of_q, of_kv in _parts(q, v):
@@ -43,7 +43,7 @@ def by_heads(
         return out, lse
 
     def backward_too(t: Any) -> Any:
-        if not _are_far(t.q, t.k, t.v, t.dout, t.out):
+        if not are_far(t.q, t.k, t.v, t.dout, t.out):
             return backward(t)
         sums: list[Tensor] = []
         of_scores = ScoreGradients.zeros(t.scores, t.lse.dtype)
@@ -72,7 +72,7 @@ def _part(x: Tensor, heads: slice) -> Tensor:
     return part.clone() if part.data_ptr() % 16 else part  # as `dense_rows`, here also for lse and delta
 
 
-def _are_far(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+def are_far(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
     if q.shape[1] * _of_head(q, v) >= FAR:
         return True
     # each tile asks, and memory that holds less is known sooner than strides

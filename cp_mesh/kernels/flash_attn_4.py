@@ -35,12 +35,10 @@ from cp_mesh.geometry.mask import Band
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.compiling import one_rank_compiles
-from cp_mesh.kernels.contract import Capability, Pairs
-from cp_mesh.kernels.flash_attn import HALF, bshd, import_once, lacks, writable
+from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
+from cp_mesh.kernels.flash_attn import HALF, import_once, lacks, writable
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.tape import call as call_kernel
-from cp_mesh.tape import give_up
 
 LONGEST = 1024
 MOST_SEQUENCES = 256  # its BIN_BATCH_SEARCH_THRESH
@@ -127,7 +125,8 @@ class Call(NamedTuple):
 
 
 Launches = list[tuple[Any, ...]]  # the arguments of each compiled kernel, in order
-_compiled: dict[tuple[Any, ...], tuple[Callable[..., Any], ...]] = {}
+Kernels = tuple[Callable[..., Any], ...]
+_compiled: dict[tuple[Any, ...], Kernels] = {}
 """By kind, the kernels to launch directly; empty for kinds that run the package's Python."""
 _recording = threading.Lock()
 
@@ -139,14 +138,13 @@ def _run(
     name: str,
     keywords: Callable[[], dict[str, Any]],
     launches: Callable[[], Launches],
-) -> None:
-    """Launch the recorded kernels of this kind, or call the package's function of that name."""
+) -> Kernels:
+    """Launch the recorded kernels of this kind, or call the package's function of that name; return the kernels."""
     compiled = _compiled.get(kind)
     if compiled:
         for kernel, arguments in zip(compiled, launches(), strict=True):
-            call_kernel(kernel, *arguments)
-        return
-    give_up("FlashAttention-4's own Python, whose launches no mode sees")
+            kernel(*arguments)
+        return compiled
     if compiled is None:
         given = keywords()
         _refuse_in_capture(given["q"])
@@ -161,6 +159,7 @@ def _run(
             _warn_of_release()
     else:
         getattr(_package(), name)(**keywords())
+    return _compiled[kind]
 
 
 @lru_cache
@@ -265,50 +264,59 @@ def _same(recorded: Launches, launches: Callable[[], Launches], given: set[int])
     return True
 
 
-def _forward_launches(call: Call, out: Tensor, lse: Tensor) -> Launches:
-    """The launch of the forward, one kernel, as in release 4.0.0b36 on compute capability 9.0."""
+def _numbers_of_forward(call: Call) -> tuple[Any, ...]:
+    """The arguments of the forward's one kernel after q, k, v, out and lse, as in release 4.0.0b36 on Hopper."""
     left, right = (None, None) if call.causal else (call.left, call.right)
-    aux = _package().AuxData(None, None)
     packed = call.packed[:4] if call.packed else (None,) * 4
-    return [(call.q, call.k, call.v, out, lse, call.scale, *packed, None, left, right, None, None, aux, None, None)]
+    return call.scale, *packed, None, left, right, None, None, _package().AuxData(None, None), None, None
 
 
-def _backward_launches(
-    call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> Launches:
+class _BackwardLaunches:
     """The launches and buffers of the backward, as in release 4.0.0b36: preparation, main kernel, rounding fp32 sums.
 
-    fp32 sums are dq's, cleared by the first kernel, and those of dk and dv if query heads share a kv head.
+    fp32 sums are dq's, cleared by the first kernel, and those of dk and dv if query heads share a kv head. Of the call
+    it keeps the sizes alone.
     """
-    q, k = call.q, call.k
-    left, right = (None, None) if call.causal else (call.left, call.right)
-    local = (left, right) != (None, None)
-    m_block, n_block, *wide = _backward_blocks(_package(), q.shape[-1], call.v.shape[-1], call.causal, local)
-    q_begins, k_begins, q_lens, k_lens = call.packed[:4] if call.packed else (None,) * 4
 
-    def padded(x: Tensor, begins: Tensor | None, block: int) -> int:
-        return (x.shape[-3] + (block if begins is None else len(begins) * block) - 1) // block * block
+    def __init__(self, call: Call) -> None:
+        q, k = call.q, call.k
+        left, right = (None, None) if call.causal else (call.left, call.right)
+        local = (left, right) != (None, None)
+        m_block, n_block, *wide = _backward_blocks(_package(), q.shape[-1], call.v.shape[-1], call.causal, local)
+        q_begins, k_begins, q_lens, k_lens = call.packed[:4] if call.packed else (None,) * 4
 
-    rows, keys = padded(q, q_begins, m_block), padded(k, k_begins, n_block)
-    before = q.shape[:-3]
-    # saves host time: one allocation for two buffers, below one launch that clears two
-    delta, lse_log2 = q.new_empty((2, *before, q.shape[-2], rows), dtype=torch.float32)
-    dq_sum = q.new_empty((*before, q.shape[-2], rows * wide[0]), dtype=torch.float32)
-    of_q, of_k = (q_begins, q_lens), (k_begins, k_lens)
-    after: Launches = [(dq_sum, dq, call.scale, *of_q, None, None)]
-    dk_sum, dv_sum = dk, dv
-    if q.shape[-2] != k.shape[-2]:
-        sizes = [(*before, k.shape[-2], keys * dim) for dim in wide]
-        counts = [math.prod(size) for size in sizes]
-        sums = k.new_zeros(sum(counts), dtype=torch.float32).split_with_sizes(counts)
-        dk_sum, dv_sum = (x.view(size) for x, size in zip(sums, sizes, strict=True))
-        after += [(dk_sum, dk, call.scale, *of_k, None, None), (dv_sum, dv, 1.0, *of_k, None, None)]
-    return [
-        (out, dout, delta, lse, lse_log2, dq_sum, *of_q, None, None, None, 1.0, None, None),
-        (q, k, call.v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, call.scale, q_begins, k_begins, q_lens, k_lens,
-         left, right, None, None, None, _package().AuxData(None, None), None, None),
-        *after,
-    ]  # fmt: skip
+        def padded(x: Tensor, begins: Tensor | None, block: int) -> int:
+            return (x.shape[-3] + (block if begins is None else len(begins) * block) - 1) // block * block
+
+        rows, keys = padded(q, q_begins, m_block), padded(k, k_begins, n_block)
+        before, heads, kv_heads = q.shape[:-3], q.shape[-2], k.shape[-2]
+        # saves host time: one allocation for two buffers, below one launch that clears two
+        self.deltas, self.dq_sum = (2, *before, heads, rows), (*before, heads, rows * wide[0])
+        self.sizes = [] if heads == kv_heads else [(*before, kv_heads, keys * dim) for dim in wide]
+        self.counts = [math.prod(size) for size in self.sizes]
+        self.of_q, self.of_k, self.scale, self.device = (q_begins, q_lens), (k_begins, k_lens), call.scale, q.device
+        aux = _package().AuxData(None, None)
+        self.before = *self.of_q, None, None, None, 1.0, None, None
+        self.main = call.scale, q_begins, k_begins, q_lens, k_lens, left, right, None, None, None, aux, None, None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
+        dv: Tensor,
+    ) -> Launches:  # fmt: skip
+        delta, lse_log2 = torch.empty(self.deltas, dtype=torch.float32, device=self.device)
+        dq_sum = torch.empty(self.dq_sum, dtype=torch.float32, device=self.device)
+        after: Launches = [(dq_sum, dq, self.scale, *self.of_q, None, None)]
+        dk_sum, dv_sum = dk, dv
+        if self.counts:
+            sums = torch.zeros(sum(self.counts), dtype=torch.float32, device=self.device)
+            dk_sum, dv_sum = sums.split_with_sizes(self.counts)
+            dk_sum, dv_sum = dk_sum.view(self.sizes[0]), dv_sum.view(self.sizes[1])
+            after += [(dk_sum, dk, self.scale, *self.of_k, None, None), (dv_sum, dv, 1.0, *self.of_k, None, None)]
+        return [
+            (out, dout, delta, lse, lse_log2, dq_sum, *self.before),
+            (q, k, v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, *self.main),
+            *after,
+        ]
 
 
 @lru_cache
@@ -319,25 +327,29 @@ def _backward_blocks(package: Any, dim: int, v_dim: int, causal: bool, local: bo
     return tile.m_block_size, tile.n_block_size, *(-(-x // step) * step for x in (dim, v_dim))
 
 
-def _run_forward(call: Call, out: Tensor, lse: Tensor) -> None:
+def _run_forward(call: Call, out: Tensor, lse: Tensor) -> Kernels:
     def keywords() -> dict[str, Any]:
         return call.keywords() | {"softcap": call.softcap, "return_lse": True, "out": out, "lse": lse}
 
-    launches = partial(_forward_launches, call, out, lse)
-    _run(call, call.kind("forward"), False, "_flash_attn_fwd", keywords, launches)
+    def launches() -> Launches:
+        return [(call.q, call.k, call.v, out, lse, *_numbers_of_forward(call))]
+
+    return _run(call, call.kind("forward"), False, "_flash_attn_fwd", keywords, launches)
 
 
 def _run_backward(
     call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, deterministic: bool = False
-) -> None:
+) -> Kernels:
     def keywords() -> dict[str, Any]:
         tensors = {"out": out, "dout": dout, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         return call.keywords() | tensors | {"softcap": call.softcap or 0.0, "deterministic": deterministic}
 
-    launches = partial(_backward_launches, call, dout, out, lse, dq, dk, dv)
+    def launches() -> Launches:
+        return _BackwardLaunches(call)(call.q, call.k, call.v, dout, out, lse, dq, dk, dv)
+
     spread = 0 in dout.stride()  # of an expanded tensor, say: stride 0 needs a kernel of its own, as in `kind`
     kind = call.kind("backward", deterministic, spread)
-    _run(call, kind, deterministic or spread, "_flash_attn_bwd", keywords, launches)
+    return _run(call, kind, deterministic or spread, "_flash_attn_bwd", keywords, launches)
 
 
 def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:
@@ -359,36 +371,134 @@ def _narrow(x: Tensor, dim: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, scores: Scores) -> tuple[Tensor, Tensor]:
-    (dim, v_dim), (B, H, S, _) = _head_dims(q, k, v, backward=False), q.shape
-    out, lse = q.new_empty((B, S, H, v_dim)), q.new_empty((B, H, S), dtype=accumulation_dtype(q.dtype))
-    q_, k_, v_ = (bshd(_widen(x, to)) for x, to in ((q, dim), (k, dim), (v, v_dim)))
-    if isinstance(cover, Segments):
-        out.zero_(), lse.fill_(float("-inf"))  # rows outside of all blocks have no key
-        for row, packed in _by_batch_row(cover, q):
-            call = Call(q_[row], k_[row], v_[row], *_window(cover), scores.scale, scores.softcap, packed)
-            _run_forward(call, out[row], lse[row])
-    else:
-        _run_forward(Call(q_, k_, v_, *_window(cover), scores.scale, scores.softcap), out, lse)
-    return _narrow(bshd(out), v.shape[3]), lse
+    """A tile whose head dims may have to be padded; `_BoundForward` computes the others."""
+    dim, v_dim = _head_dims(q, k, v, backward=False)
+    q, k, v_ = _widen(q, dim), _widen(k, dim), _widen(v, v_dim)
+    tile = KernelTile((0, q.shape[2]), (0, k.shape[2]), cover)
+    out, lse = _BoundForward(tile, q, k, v_, scores)(q, k, v_, scores)
+    return _narrow(out, v.shape[3]), lse
 
 
 def _backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_forward`."""
     assert t.out is not None, "uses_delta is not set"
     dim, v_dim = _head_dims(t.q, t.k, t.v, backward=True)
     q, k, v, dout, out = *(_widen(x, dim) for x in (t.q, t.k)), *(_widen(x, v_dim) for x in (t.v, t.dout, t.out))
-    grads = dq, dk, dv = torch.empty_like(q), writable(t.dk, k), writable(t.dv, v)
-    q_, k_, v_, dout_, out_, dq_, dk_, dv_ = (bshd(x) for x in (q, k, v, dout, out, *grads))
-    scale, softcap = t.scores.scale, t.scores.softcap
-    if isinstance(t.cover, Segments):
-        for x in grads:  # for rows and keys outside of all blocks
-            x.zero_()
-        for row, packed in _by_batch_row(t.cover, q):
-            call = Call(q_[row], k_[row], v_[row], *_window(t.cover), scale, softcap, packed)
-            _run_backward(call, dout_[row], out_[row], t.lse[row], dq_[row], dk_[row], dv_[row], deterministic)
-    else:
-        call = Call(q_, k_, v_, *_window(t.cover), scale, softcap)
-        _run_backward(call, dout_, out_, t.lse, dq_, dk_, dv_, deterministic)
+    tile, buffers = KernelTile((0, q.shape[2]), (0, k.shape[2]), t.cover), (t.dk, t.dv)
+    run = _BoundBackward(tile, dout, q, k, v, out, t.lse, t.scores, *buffers, deterministic)
+    dq, dk, dv = run(dout, q, k, v, out, t.lse, None, t.scores, *buffers)
     return _narrow(dq, t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
+
+
+def _view(x: Tensor, rows: tuple[int, int], batch_row: int | None) -> tuple[Any, ...]:
+    """Size, stride and first element of rows of a tensor [B, H, S, D] as [B, n, H, D], or of one batch row as
+    [n, H, D]; of lse [B, H, S] as [B, H, n] or [H, n]."""
+    (B, H, _, *dim), (batch, head, row, *last) = x.shape, x.stride()
+    num, first = rows[1] - rows[0], rows[0] * row
+    size, stride = ((num, H), (row, head)) if dim else ((H, num), (head, row))
+    if batch_row is not None:
+        return (*size, *dim), (*stride, *last), first + batch_row * batch
+    return (B, *size, *dim), (batch, *stride, *last), first
+
+
+def _gaps(tile: KernelTile) -> tuple[bool, bool]:
+    """Whether some rows, and some keys, of a tile are outside of all its blocks."""
+    if not isinstance(tile.cover, Segments):
+        return False, False
+    lens = [(blocks[:, 1::2] - blocks[:, 0::2]).sum(0).tolist() for blocks in tile.cover.blocks]
+    sizes = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    return any(rows < sizes[0] for rows, _ in lens), any(keys < sizes[1] for _, keys in lens)
+
+
+class _BoundForward:
+    """The forward of a tile; see `merge.BoundForward`."""
+
+    def __init__(self, tile: KernelTile, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
+        (B, H, _, _), num = q.shape, tile.q[1] - tile.q[0]
+        self.out, self.lse = (B, num, H, v.shape[3]), (B, H, num)
+        self.lse_dtype, self.has_gaps = accumulation_dtype(q.dtype), _gaps(tile)[0]
+        self.factors: Any = *_window(tile.cover), scores.scale, scores.softcap
+        self.calls: list[tuple[int | None, Packed | None, list[Any]]] = []
+        for row, packed in _by_batch_row(tile.cover, q):
+            views = [_view(x, rows, row) for x, rows in ((q, tile.q), (k, tile.k), (v, tile.k))]
+            self.calls.append((row, packed, views))
+        self.kernels: Kernels = ()
+        self.numbers: list[tuple[Any, ...] | None] = [None] * len(self.calls)  # of launches that skip the package
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_empty(self.out), q.new_empty(self.lse, dtype=self.lse_dtype)
+        if self.has_gaps:
+            out.zero_(), lse.fill_(float("-inf"))  # these rows have no key
+        for i, (row, packed, views) in enumerate(self.calls):
+            cut: Any = []
+            for x, (size, stride, first) in zip((q, k, v), views, strict=True):
+                cut.append(x.as_strided(size, stride, x.storage_offset() + first))
+            into = (out, lse) if row is None else (out[row], lse[row])
+            if (numbers := self.numbers[i]) is not None:
+                self.kernels[0](*cut, *into, *numbers)
+            else:
+                q_, k_, v_ = cut
+                call = Call(q_, k_, v_, *self.factors, packed)  # type: ignore[arg-type,call-arg,misc]
+                self.kernels = _run_forward(call, *into)
+                self.numbers[i] = _numbers_of_forward(call) if self.kernels else None
+        return out.transpose(1, 2), lse
+
+
+class _BoundBackward:
+    """The backward of a tile; see `merge.BoundBackward`."""
+
+    def __init__(
+        self, tile: KernelTile, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor,
+        scores: Scores, dk: Tensor | None, dv: Tensor | None, deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        assert out is not None, "uses_delta is not set"
+        rows, keys = slice(*tile.q), slice(*tile.k)
+        likes, buffers = (q[:, :, rows], k[:, :, keys], v[:, :, keys]), (None, dk, dv)
+        grads = [writable(buffer, like) for buffer, like in zip(buffers, likes, strict=True)]
+        self.deterministic, self.gaps = deterministic, [*_gaps(tile), _gaps(tile)[1]]
+        # of dq, dk and dv: size and strides of a new tensor, or None if the caller's buffer is written
+        self.new = [None if x is y else (x.shape, x.stride()) for x, y in zip(grads, buffers, strict=True)]
+        self.factors: Any = *_window(tile.cover), scores.scale, scores.softcap
+        self.calls: list[tuple[Packed | None, list[Any]]] = []
+        of_rows = (q, tile.q), (k, tile.k), (v, tile.k), (dout, tile.q), (out, tile.q), (lse, tile.q)
+        for row, packed in _by_batch_row(tile.cover, q):
+            views = [_view(x, rows, row) for x, rows in of_rows]
+            self.calls.append((packed, views + [_view(x, (0, x.shape[2]), row) for x in grads]))
+        self.kernels: Kernels = ()
+        self.launches: list[_BackwardLaunches | None] = [None] * len(self.calls)  # those that skip the package
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor | None,
+        scores: Scores, dk: Tensor | None, dv: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        every: list[Any] = [q, k, v, dout, out, lse]
+        for buffer, new, has_gaps in zip((None, dk, dv), self.new, self.gaps, strict=True):
+            grad: Any = buffer if new is None else q.new_empty_strided(*new)
+            every.append(grad.zero_() if has_gaps else grad)
+        for i, (packed, views) in enumerate(self.calls):
+            cut: Any = []
+            for x, (size, stride, first) in zip(every, views, strict=True):
+                cut.append(x.as_strided(size, stride, x.storage_offset() + first))
+            if (launches := self.launches[i]) is not None:
+                for kernel, arguments in zip(self.kernels, launches(*cut), strict=True):
+                    kernel(*arguments)
+            else:
+                q_, k_, v_, *others = cut
+                call = Call(q_, k_, v_, *self.factors, packed)  # type: ignore[arg-type,call-arg,misc]
+                self.kernels = _run_backward(call, *others, self.deterministic)
+                self.launches[i] = _BackwardLaunches(call) if self.kernels else None
+        return (*every[6:],)
+
+
+def _binds(bound: Any, *, backward: bool, **options: bool) -> Callable[..., Any]:
+    """A function that binds a tile whose head dims need no padding; None for the others."""
+
+    def bind(tile: KernelTile, *given: Any) -> Any:
+        q, k, v = given[1:4] if backward else given[:3]
+        dims = q.shape[3], v.shape[3]
+        return bound(tile, *given, **options) if _head_dims(q, k, v, backward=backward) == dims else None
+
+    return bind
 
 
 def _window(cover: Band | Pairs | Segments) -> tuple[int | None, int | None]:
@@ -397,12 +507,15 @@ def _window(cover: Band | Pairs | Segments) -> tuple[int | None, int | None]:
     return cover.left, cover.right
 
 
-def _by_batch_row(cover: Segments, x: Tensor) -> Iterator[tuple[int, Packed]]:
-    """Batch row and packed sequences of each call: a call takes sequences of one batch row.
+def _by_batch_row(cover: Band | Pairs | Segments, x: Tensor) -> Iterator[tuple[int | None, Packed | None]]:
+    """Batch row and packed sequences of each call: a call takes sequences of one batch row; None and None for a band.
 
     Lengths are passed beside the begins, so there may be gaps between sequences. The kernel does not read or write
     rows and keys in gaps.
     """
+    if not isinstance(cover, Segments):
+        yield None, None
+        return
     tables = cover.on(x.device)
     for row in range(x.shape[0]):
         t = tables[row if len(tables) > 1 else 0]
@@ -427,14 +540,20 @@ _HAS = Capability(
     features=frozenset({"softcap"}),
     lacking=_lacks,
 )
+_bind = _binds(_BoundForward, backward=False), _binds(_BoundBackward, backward=True)
 FA4 = merging_kernel(
     "fa4",
     _HAS,
     _forward,
     _backward,
-    taped=True,
+    bind=_bind,
     # In squares: FlashAttention-4 treats other bands as windows, with which its deterministic backward was not tried.
     reproducible=merging_kernel(
-        "fa4", _HAS, _forward, partial(_backward, deterministic=True), squares=True, taped=True
+        "fa4",
+        _HAS,
+        _forward,
+        partial(_backward, deterministic=True),
+        bind=(_bind[0], _binds(_BoundBackward, backward=True, deterministic=True)),
+        squares=True,
     ),
 )

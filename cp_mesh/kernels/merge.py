@@ -20,7 +20,7 @@ from cp_mesh.geometry.schedule import split_causal
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finish_sums
 from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
-from cp_mesh.kernels.few_heads import by_heads
+from cp_mesh.kernels.few_heads import are_far, by_heads
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 
 # (q, k, v, cover, scores) -> (out, lse) of the tile alone; lse as in `contract`. The cover is of a kind that the
@@ -28,7 +28,10 @@ from cp_mesh.kernels.scores import ScoreGradients, Scores
 TileForward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
 # -> the tile's contribution to (dq, dk, dv), and to the gradients of `Scores.wanted`, if any
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]]
-Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
+BoundForward = Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
+"""(q, k, v, scores) -> (out, lse) of a tile, from tensors with all rows and keys."""
+BoundBackward = Callable[..., Any]
+"""(dout, q, k, v, out, lse, delta, scores, dk, dv) -> as `TileBackward`; all rows, but of dk and dv the tile's keys."""
 
 
 class BackwardTile(NamedTuple):
@@ -71,9 +74,6 @@ class Kernel:
     else in the accumulation dtype. A kernel with ``one_tile`` skips masked blocks of `Pairs` itself and gets all tiles
     of a step in one call.
 
-    A ``taped`` kernel may be recorded (`cp_mesh.tape`): it runs PyTorch operators only, or calls `tape.call` or
-    `tape.give_up` for the rest.
-
     ``reproducible`` is the kernel for calls that ask for a deterministic backward, if it is a different one.
     """
 
@@ -84,7 +84,6 @@ class Kernel:
     uses_delta: bool
     rounds: bool
     one_tile: bool = False
-    taped: bool = False
     reproducible: Kernel | None = None
 
 
@@ -95,11 +94,11 @@ def merging_kernel(
     backward: TileBackward,
     *,
     large: bool = False,
+    bind: tuple[Callable[..., BoundForward | None], Callable[..., BoundBackward | None]] | None = None,
     squares: bool = False,
     uses_delta: bool = False,
     rounds: bool = True,
     one_tile: bool = False,
-    taped: bool = False,
     reproducible: Kernel | None = None,
 ) -> Kernel:
     """Make a `Kernel` from two functions that compute single tiles.
@@ -108,36 +107,79 @@ def merging_kernel(
         name, capability: of the kernel.
         forward, backward: the tile functions.
         large: these functions count elements in 64 bits; others get tensors of `few_heads`.
+        bind: two functions that bind a tile: (tile, q, k, v, scores) -> a `BoundForward`, and (tile, dout, q, k, v,
+            out, lse, scores, dk, dv) -> a `BoundBackward`; None: the tile function is called.
         squares: pass only full tiles and square causal tiles to these functions.
         uses_delta: the backward reads delta instead of computing it from out.
         rounds: partial gradients are in the inputs' dtype, not in the accumulation dtype.
         one_tile: the tile functions skip masked blocks of `Pairs` of any size and order.
-        taped, reproducible: as in `Kernel`.
+        reproducible: as in `Kernel`.
     """
-    prepare: Prepare = _squares if squares else list
-    if not large:
-        forward, backward = by_heads(forward, backward)
+    parted = (forward, backward) if large else by_heads(forward, backward)
+
+    def bind_forward(tile: KernelTile, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> BoundForward:
+        of_q, of_k, cover = tile.q, tile.k, tile.cover
+        is_far = not large and are_far(*_rows(of_q, q), *_rows(of_k, k, v))
+        if bind is not None and not is_far and (found := bind[0](tile, q, k, v, scores)) is not None:
+            return found
+        compute = parted[0] if is_far else forward
+
+        def run(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+            (q,), (k, v) = _rows(of_q, q), _rows(of_k, k, v)
+            return compute(q, k, v, cover, scores.rows(*of_q))
+
+        return run
+
+    def bind_backward(
+        tile: KernelTile, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor,
+        scores: Scores, dk: Tensor | None, dv: Tensor | None,
+    ) -> BoundBackward:  # fmt: skip
+        of_q, of_k, cover = tile.q, tile.k, tile.cover
+        near = [*_rows(of_k, k, v), *_rows(of_q, dout, out)]
+        is_far = not large and are_far(*_rows(of_q, q), *near)
+        given = dout, q, k, v, out, lse, scores, dk, dv
+        if bind is not None and not is_far and (found := bind[1](tile, *given)) is not None:
+            return found
+        compute = parted[1] if is_far else backward
+
+        def run(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None,
+            scores: Scores, dk: Tensor | None, dv: Tensor | None,
+        ) -> Any:  # fmt: skip
+            dout, q, out, lse, delta = _rows(of_q, dout, q, out, lse, delta)
+            k, v = _rows(of_k, k, v)
+            return compute(BackwardTile(dout, q, k, v, out, lse, delta, cover, scores.rows(*of_q), dk, dv))
+
+        return run
 
     def begin_forward(q: Tensor, v_head_dim: int, scores: Scores) -> MergingForward:
-        return MergingForward(forward, prepare, q, v_head_dim, scores)
+        return MergingForward(bind_forward, squares, q, v_head_dim, scores)
 
     def begin_backward(
         dout: Tensor, q: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None, scores: Scores
     ) -> SummingBackward:
-        return SummingBackward(backward, prepare, dout, q, out, lse, delta, scores)
+        return SummingBackward(bind_backward, squares, dout, q, out, lse, delta, scores)
 
-    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, one_tile, taped, reproducible)
+    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, one_tile, reproducible)
 
 
 def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
     parts = []
     for tile in tiles:
-        assert isinstance(tile.cover, Band), "choose_kernel gives tensor masks to kernels that read them"
-        split = split_causal(tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
-        assert split is not None, "choose_kernel gives windows to kernels that support them"
-        for q, k, causal in split:
-            q_rows, k_rows = (tile.q[0] + q[0], tile.q[0] + q[1]), (tile.k[0] + k[0], tile.k[0] + k[1])
-            parts.append(KernelTile(q_rows, k_rows, CAUSAL if causal else FULL))
+        if "squares" not in tile.bound:
+            tile.bound["squares"] = _squares_of(tile)
+        parts += tile.bound["squares"]
+    return parts
+
+
+def _squares_of(tile: KernelTile) -> list[KernelTile]:
+    assert isinstance(tile.cover, Band), "choose_kernel gives tensor masks to kernels that read them"
+    split = split_causal(tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
+    assert split is not None, "choose_kernel gives windows to kernels that support them"
+    parts = []
+    for q, k, causal in split:
+        q_rows, k_rows = (tile.q[0] + q[0], tile.q[0] + q[1]), (tile.k[0] + k[0], tile.k[0] + k[1])
+        parts.append(KernelTile(q_rows, k_rows, CAUSAL if causal else FULL))
     return parts
 
 
@@ -168,17 +210,21 @@ def _rows(rows: tuple[int, int], *tensors: Any) -> list[Any]:
 class MergingForward:
     """Forward pass: (out, lse) of one rank's queries, merged over steps."""
 
-    def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scores: Scores) -> None:
-        self._tile_forward, self._prepare, self._scores = tile_forward, prepare, scores
+    def __init__(
+        self, bind: Callable[..., BoundForward], squares: bool, q: Tensor, v_head_dim: int, scores: Scores
+    ) -> None:
+        self._bind, self._squares, self._scores = bind, squares, scores
         self._like, (self._q,) = q, dense_rows(q)
         self._sum = OutputSum((*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype), q.device)
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
         """Add the tiles of one source's keys."""
-        k, v = dense_rows(k, v)
-        for tile in self._prepare(tiles):
-            (q,), (k_rows, v_rows) = _rows(tile.q, self._q), _rows(tile.k, k, v)
-            out, lse = self._tile_forward(q, k_rows, v_rows, tile.cover, self._scores.rows(*tile.q))
+        (k, v), q, scores = dense_rows(k, v), self._q, self._scores
+        key = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), scores.scale, scores.softcap
+        for tile in _squares(tiles) if self._squares else tiles:
+            if (run := tile.bound.get(key)) is None:
+                run = tile.bound[key] = self._bind(tile, q, k, v, scores)
+            out, lse = run(q, k, v, scores)
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -191,8 +237,8 @@ class SummingBackward:
 
     def __init__(
         self,
-        tile_backward: TileBackward,
-        prepare: Prepare,
+        bind: Callable[..., BoundBackward],
+        squares: bool,
         dout: Tensor,
         q: Tensor,
         out: Tensor | None,
@@ -200,7 +246,7 @@ class SummingBackward:
         delta: Tensor | None,
         scores: Scores,
     ) -> None:
-        self._tile_backward, self._prepare, self._scores = tile_backward, prepare, scores
+        self._bind, self._squares, self._scores = bind, squares, scores
         self._dout, self._q, *dense = dense_rows(*(x for x in (dout, q, out) if x is not None))
         self._out, self._lse, self._delta = dense[0] if dense else None, lse, delta
         self._dtype = accumulation_dtype(q.dtype)
@@ -215,7 +261,7 @@ class SummingBackward:
         If ``into`` is given, dk and dv are *written* to all rows of these views, 0 for rows that no tile reaches. Else
         they are returned as pieces; overlapping pieces add up.
         """
-        parts, (k, v) = self._prepare(tiles), dense_rows(k, v)
+        parts, (k, v) = _squares(tiles) if self._squares else tiles, dense_rows(k, v)
         if into is None:
             return [self._tile(k, v, tile, None, None) for tile in parts]
         dk, dv = into
@@ -236,14 +282,17 @@ class SummingBackward:
         return []
 
     def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> KeyGradients:
-        dout, q, out, lse, delta = _rows(tile.q, self._dout, self._q, self._out, self._lse, self._delta)
-        k, v = _rows(tile.k, k, v)
         if dk is not None and dk.dtype != k.dtype:  # a kernel cannot write to a buffer of fp32 sums
             dk = dv = None
-        scores = self._scores.rows(*tile.q)
-        dq, dk, dv, *of_scores = self._tile_backward(
-            BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, scores, dk, dv)
-        )
+        dout, q, out, lse, delta, scores = self._dout, self._q, self._out, self._lse, self._delta, self._scores
+        given = [x for x in (dout, q, k, v, out, lse, dk, dv) if x is not None]
+        key = (
+            q.shape, k.shape, v.shape, *map(Tensor.stride, given), None if dk is None else dk.data_ptr() % 16,
+            None if dv is None else dv.data_ptr() % 16, scores.scale, scores.softcap,
+        )  # fmt: skip
+        if (run := tile.bound.get(key)) is None:
+            run = tile.bound[key] = self._bind(tile, dout, q, k, v, out, lse, scores, dk, dv)
+        dq, dk, dv, *of_scores = run(dout, q, k, v, out, lse, delta, scores, dk, dv)
         for gradients in of_scores if self._scores.wanted else ():
             self._of_scores.part(rows=tile.q).add_(gradients)
         self._dq.add(tile.q[0], dq)

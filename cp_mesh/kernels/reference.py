@@ -162,5 +162,4 @@ REFERENCE = merging_kernel(
     large=True,
     uses_delta=True,
     rounds=False,
-    taped=True,
 )

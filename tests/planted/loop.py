@@ -576,32 +576,3 @@ def _(group_memory: Any) -> Any:
         return Namespace(workspace, rows=rows)
 
     return with_workspaces(wrap)(group_memory)
-
-
-# --- passes that are recorded
-plant = in_area("tapes")
-
-
-@plant("a tape is given the tensors of its first call", "tape:repeat", "tapes on ranks")
-def _(repeat: Any) -> Any:
-    first: dict[Any, Any] = {}
-
-    def mutant(tapes: Any, what: Any, compute: Any, inputs: Any, *more: Any) -> Any:
-        return repeat(tapes, what, compute, first.setdefault((id(tapes), what), inputs), *more)
-
-    return mutant
-
-
-plant("recordings with other constants are one tape", "tape:_Lines.say", "tapes")(
-    lambda say: lambda self, other: bool(other.source)
-)
-plant("tensors of a tape live to its end", "tape:_Recorder._name", "tapes")(
-    lambda name: lambda self, x, known, dies: name(self, x, known, False)
-)
-plant("numbers that are read from tensors are recorded", "tape:_UNTOLD", "tapes")(lambda _: set())
-plant("tapes outlive the memory that they name", "tape:Memory.give_back", "tapes")(lambda _: lambda self: None)
-plant("an error amid a tape recovers nothing", "tape:on_error", "tapes")(lambda _: lambda recover: None)
-plant("one tensor given twice is recorded as one", "tape:_are_unlike", "tapes")(lambda _: lambda inputs: True)
-plant("launches are not recorded", "tape:_Recorder.call", "tapes")(
-    lambda _: lambda self, function, args, named: function(*args, **named)
-)
