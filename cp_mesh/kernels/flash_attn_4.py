@@ -438,7 +438,7 @@ class _BoundForward:
                 self.kernels[0](*cut, *into, *numbers)
             else:
                 q_, k_, v_ = cut
-                call = Call(q_, k_, v_, *self.factors, packed)  # type: ignore[arg-type,call-arg,misc]
+                call = Call(q_, k_, v_, *self.factors, packed)  # type: ignore[call-arg]
                 self.kernels = _run_forward(call, *into)
                 self.numbers[i] = _numbers_of_forward(call) if self.kernels else None
         return out.transpose(1, 2), lse
@@ -484,8 +484,8 @@ class _BoundBackward:
                     kernel(*arguments)
             else:
                 q_, k_, v_, *others = cut
-                call = Call(q_, k_, v_, *self.factors, packed)  # type: ignore[arg-type,call-arg,misc]
-                self.kernels = _run_backward(call, *others, self.deterministic)
+                call = Call(q_, k_, v_, *self.factors, packed)  # type: ignore[call-arg]
+                self.kernels = _run_backward(call, *others, self.deterministic)  # type: ignore[call-arg]
                 self.launches[i] = _BackwardLaunches(call) if self.kernels else None
         return (*every[6:],)
 
