@@ -152,8 +152,8 @@ def explain_command(argv: Sequence[str]) -> None:
         rounds = -(-args.seq_len // sum(args.documents))
         if (number := rounds * len(args.documents)) > MOST:
             parser.error(f"argument --documents: expected at most {MOST} in the sequence, got {number}")
-        ends = torch.tensor(args.documents).repeat(rounds).cumsum(0)
-        documents = torch.bucketize(torch.arange(args.seq_len), ends, right=True)
+        ends = torch.tensor(args.documents, device="cpu").repeat(rounds).cumsum(0)
+        documents = torch.bucketize(torch.arange(args.seq_len, device="cpu"), ends, right=True)
         layouts["zigzag_documents"] = ZigZagDocuments(torch.cat([ends.new_zeros(1), ends.clamp(max=args.seq_len)]))
     window = None if args.window is None else (args.window - 1, None if args.full else 0)
     try:

@@ -248,6 +248,23 @@ def test_names_that_are_loaded_later() -> None:
     assert told == {name: f"cp_mesh.{module}" for name, module in ast.literal_eval(tables["_HOMES"]).items()}
 
 
+FACTORIES = re.compile(
+    r"torch\.(arange|as_tensor|empty|empty_strided|eye|full|linspace|logspace|ones|rand|randint|randn|randperm"
+    r"|scalar_tensor|tensor|zeros)"
+)
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    """Else it would be made on the one of `torch.set_default_device`."""
+    made, named = [], set()
+    for path in FILES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and FACTORIES.fullmatch(ast.unparse(node.func)):
+                made.append(where := f"{path}:{node.lineno}: {ast.unparse(node)}")
+                named |= {where} if any(keyword.arg == "device" for keyword in node.keywords) else set()
+    assert len(made) > 50 and not [where for where in made if where not in named]
+
+
 def test_the_face() -> None:
     assert cp_mesh.__all__ == sorted(cp_mesh.__all__)
     assert all(getattr(cp_mesh, name) is not None for name in cp_mesh.__all__)  # most are loaded by it

@@ -80,15 +80,15 @@ def batch_mask(
 
 
 def _documents_of(cu_seq_lens: Tensor, padded: Tensor | None) -> Tensor | None:
-    ids = Mask.from_cu_seqlens(cu_seq_lens if padded is None else padded).documents
-    if padded is None or ids is None:
-        return ids
+    documents = Mask.from_cu_seqlens(cu_seq_lens if padded is None else padded).documents
+    if padded is None or documents is None:
+        return documents
     Mask.from_cu_seqlens(cu_seq_lens)  # checks them
-    lens, begins = cu_seq_lens.cpu().diff(), padded.cpu()
+    ids, lens, begins = documents.cpu(), cu_seq_lens.cpu().diff(), padded.cpu()
     if len(lens) + 1 != len(begins) or bool((lens > begins.diff()).any()):
         hint = "both have one entry more than there are documents"
         refuse("batch_mask: cu_seq_lens_padded", "room for the documents of cu_seq_lens", padded.tolist()[:8], hint)
-    return ids.where(torch.arange(len(ids)) - begins[ids] < lens[ids], EXCLUDED)
+    return ids.where(torch.arange(len(ids), device="cpu") - begins[ids] < lens[ids], EXCLUDED)
 
 
 _OF_SEVERAL_DIMS = {

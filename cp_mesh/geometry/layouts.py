@@ -257,7 +257,7 @@ def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
     shards = [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)]
     if any(isinstance(piece, Run) and piece.stride < 1 for shard in shards for piece in shard):
         raise ArgumentError(f"layout {layout.spec()}: expected runs of stride 1 or more; use an Index for other orders")
-    positions = torch.cat([piece.positions() for shard in shards for piece in shard]) if any(shards) else torch.zeros(0)
+    positions = torch.cat([torch.zeros(0, device="cpu"), *(piece.positions() for shard in shards for piece in shard)])
     outside = (positions < 0) | (positions >= seq_len)
     if outside.any():
         raise ArgumentError(f"layout {layout.spec()}: there is no position {int(positions[outside][0])} in {seq_len}")

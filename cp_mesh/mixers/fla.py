@@ -119,5 +119,5 @@ def _ends(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
 
     In int32, as those of its own `cp_context`: it tunes kernels for each dtype.
     """
-    ends = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([0, *lens], device="cpu").cumsum(0, dtype=torch.int32)
     return ends, ends.to(device)

@@ -290,10 +290,12 @@ def _find(
     *contents: Content | None,
 ) -> Pieces:  # fmt: skip
     layout, (documents, key_padding) = parse_layout(spec, None if tensor is None else tensor.tensor), contents
-    ids = torch.zeros(1, seq_len, dtype=torch.int64) if documents is None else torch.atleast_2d(documents.tensor).long()
+    ids = torch.zeros(1, seq_len, dtype=torch.int64, device="cpu")
+    if documents is not None:
+        ids = torch.atleast_2d(documents.tensor).long()
     if key_padding is not None:
         ids = torch.where(torch.atleast_2d(key_padding.tensor), ids, EXCLUDED)
-    ids = ids.masked_fill(torch.arange(seq_len) >= length, EXCLUDED)
+    ids = ids.masked_fill(torch.arange(seq_len, device="cpu") >= length, EXCLUDED)
     of_row = [Documents.of(row) for row in ids.numpy()]
     if any(row.come_back for row in of_row):
         hint = "give each part an id of its own; padding may be before or after a document, not within it"

@@ -203,7 +203,7 @@ def _head_losses(
     """Losses [N]; and for each row, [N, 1], the largest logit of all ranks and the sum of exp(logit - largest)."""
     # at least the kind in training/loss.py
     kind = size, ignore_index, hidden.requires_grad, weight.requires_grad, label_smoothing > 0, z_loss > 0
-    alike = {"labels": labels, "label_smoothing and z_loss": torch.tensor([label_smoothing, z_loss])}
+    alike = {"labels": labels, "label_smoothing and z_loss": torch.tensor([label_smoothing, z_loss], device="cpu")}
     options: dict[str, Any] = {"graded": graded, "alike": alike}
     check_rows("cross_entropy", hidden, num_rows, group_name, sharded, *kind, **options)
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index

@@ -85,12 +85,12 @@ def warm_up(
 
 def _masks(mask: Mask, seq_len: int) -> Iterator[Mask]:
     """Masks with one document, two of different lengths, many of equal length, and log-normal lengths as in data."""
-    tokens = torch.arange(seq_len)
+    tokens = torch.arange(seq_len, device="cpu")
     spread = torch.Generator().manual_seed(0)
     few = max(2, seq_len // 64)  # tokens per document
-    ends = torch.empty(seq_len).log_normal_(math.log(few), 1.5, generator=spread).ceil().cumsum(0)
+    ends = torch.empty(seq_len, device="cpu").log_normal_(math.log(few), 1.5, generator=spread).ceil().cumsum(0)
     for ids in (
-        torch.zeros(seq_len, dtype=torch.int64),
+        torch.zeros(seq_len, dtype=torch.int64, device="cpu"),
         (tokens >= seq_len // 3).long(),
         tokens // few,
         torch.searchsorted(ends.long(), tokens, right=True),

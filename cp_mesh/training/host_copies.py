@@ -51,7 +51,7 @@ def pinned(size: int, stream: Any) -> Tensor:
     come from there: little is lost, and registering would pin whole pages.
     """
     if size < 2**20:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
     x = torch.empty(size, dtype=torch.uint8, device="cpu")
     pointer = x.data_ptr()
     error = int(torch.cuda.cudart().cudaHostRegister(pointer, size, 0))

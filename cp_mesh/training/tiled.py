@@ -142,7 +142,7 @@ class _Tiles(torch.autograd.Function):
                 found = iter(_gradients(pairs, inputs))
                 for drow in (x for x in drows if x is not None):
                     dpart = next(found)
-                    call.part(drow, tile).copy_(torch.zeros(()) if dpart is None else dpart)
+                    call.part(drow, tile).copy_(torch.zeros((), device="cpu") if dpart is None else dpart)
                 for i, grad in enumerate(found):
                     if grad is not None:
                         known, dtype = sums[i], accumulation_dtype(grad.dtype)

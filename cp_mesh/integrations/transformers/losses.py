@@ -57,8 +57,8 @@ class Losses:
             files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)  # FSDP2 changes the class
             found = (getattr(file, "load_balancing_loss_func", None) for file in files)
             function = next(filter(None, found), lambda *_: torch.nan)
-            logits = tuple(torch.linspace(-1, 2, 24).view(6, 4).roll(i, 1).sin() for i in range(2))
-            kept = torch.tensor([[1, 1, 0], [1, 1, 1]])
+            logits = tuple(torch.linspace(-1, 2, 24, device="cpu").view(6, 4).roll(i, 1).sin() for i in range(2))
+            kept = torch.tensor([[1, 1, 0], [1, 1, 1]], device="cpu")
             try:
                 theirs = float(function(logits, 4, 2, kept))
             except Exception:  # a function with other arguments
@@ -76,7 +76,7 @@ class Losses:
         The first call checks that the model's loss has no other terms. The result of the check is reduced in the same
         all-reduce as the loss, so that all ranks raise or none.
         """
-        wrong = torch.zeros(())
+        wrong = torch.zeros((), device="cpu")
         if compared := batch.loss is not None and not self.compared:
             known = batch.loss + module.router_aux_loss_coef * output["aux_loss"]
             wrong = ~torch.isclose(output["loss"], known, rtol=1e-4, equal_nan=True)

@@ -195,7 +195,7 @@ class _Rewriting:
             if copied.target is aten.scalar_tensor.default and type(number := copied.args[0]) is float:
                 copied.target, copied.args = aten.full_like.default, (self._nodes[self._first], number)
                 # on the inputs' device; in float32, as scores are, if that is the same number
-                as_score = self._scores and (number != number or torch.tensor(number).item() == number)
+                as_score = self._scores and (number != number or torch.tensor(number, device="cpu").item() == number)
                 copied.kwargs = {} if as_score else {"dtype": copied.kwargs.get("dtype", torch.float32)}
             self._nodes[node] = self._without_literals(copied, node) if node in self._in_indices else copied
         graph = GraphModule(torch.nn.Module(), self._graph)

@@ -149,8 +149,8 @@ class Tile:
         # tracing goes by identity.
         device, mode = self.of_score[0].device, FakeTensorMode()
         with mode:
-            scalars = (torch.empty((), dtype=x) for x in (dtype, *[torch.int32] * 4, dtype))
-            captured = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in self.of_score)
+            scalars = (torch.empty((), dtype=x, device="cpu") for x in (dtype, *[torch.int32] * 4, dtype))
+            captured = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu") for x in self.of_score)
             inputs = *scalars, *captured
         graph = traced(joint, inputs)
         for node in graph.graph.nodes:

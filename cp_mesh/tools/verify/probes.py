@@ -60,8 +60,8 @@ def tokens_to_change(step: Step, mask: Mask) -> dict[str, int]:
 
 def who_moves(masks: Sequence[Mask], token: int, batch: int, length: int) -> Tensor:
     """bool [B, S]: the positions that a token influences through all layers."""
-    everyone = torch.arange(length)
-    reached = torch.zeros(batch, length, dtype=torch.bool)
+    everyone = torch.arange(length, device="cpu")
+    reached = torch.zeros(batch, length, dtype=torch.bool, device="cpu")
     reached[:, token] = True
     for mask in masks:
         now = reached.clone()

@@ -77,7 +77,7 @@ def run_reference(step: Step, twin: nn.Module, loss: Loss | None = None) -> Refe
     ``loss``: None is the mean over valid tokens.
     """
     ranks, labels = step.ranks, step.batch.get(step.labels)
-    valid = torch.ones(()) if labels is None else (labels != IGNORED).sum()
+    valid = torch.ones((), device="cpu") if labels is None else (labels != IGNORED).sum()
     valid = valid.double().to(step.device)
     weight = valid / ranks.reduce(valid.clone(), axes=ranks.dp).clamp(min=1)
     twin.zero_grad()
@@ -117,5 +117,5 @@ def jitter(model: nn.Module) -> None:
         if not parameter.is_floating_point():
             continue
         eps = JITTER if parameter.dtype == torch.float64 else torch.finfo(parameter.dtype).eps
-        signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+        signs = torch.randint(2, parameter.shape, generator=generator, device="cpu").to(parameter.device) * 2 - 1
         parameter.mul_((1 + eps * signs.double()).to(parameter.dtype))

@@ -129,7 +129,9 @@ def products(x: Tensor, dim: int) -> Tensor:
     """Products [length of dim, P] of the rows of a tensor with the random vectors."""
     rows = x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]
     generator = torch.Generator().manual_seed(rows.shape[1])
-    vectors = torch.randn(rows.shape[1], NUM_VECTORS, generator=generator, dtype=torch.float64).to(x.device)
+    vectors = torch.randn(rows.shape[1], NUM_VECTORS, generator=generator, dtype=torch.float64, device="cpu").to(
+        x.device
+    )
     return torch.cat([part.double() @ vectors for part in rows.split(max(1, PART // max(1, rows.shape[1])))])
 
 

@@ -150,7 +150,7 @@ def verify(
     def draw(heads: int) -> Tensor:
         # Standard normal: with heavier tails a few rows decide a block's RMS, and the ratio of two RMS is mostly noise.
         shape = (batch, heads, seq_len, head_dim)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
     q, k, v, dout = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads), draw(num_heads)
     rows = layout.positions(seq_len, size, rank).to(device)

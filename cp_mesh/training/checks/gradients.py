@@ -224,7 +224,7 @@ Norms = list[dict[str, dict[str, float]]]
 
 def _apart(field: str, names: list[str], answers: Norms, by: float) -> list[str]:
     """Return the parameters whose norms differ between ranks."""
-    table = torch.tensor([[x[field][name] for name in names] for x in answers], dtype=torch.float64)
+    table = torch.tensor([[x[field][name] for name in names] for x in answers], dtype=torch.float64, device="cpu")
     low, high = table.amin(0), table.amax(0)
     return [name for name, differs in zip(names, ((high - low) > by * high).tolist(), strict=True) if differs]
 
