@@ -452,7 +452,7 @@ def cached() -> dict[str, Any]:
 
 KEPT = {
     "group_state._KEPT": "a group; of calls, at most MOST_KINDS, of groups within it by divisors of its size",
-    **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "gradients", "training.loss")},
+    **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "gradients")},
     "block_mask._checked": "a block mask",
     "functions._known": "a function, which its calls hold, and a bounded list the last ones",
     "programs._programs": "the last ones, at most KEPT",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from inside import path_of, room
 from ranks import mesh
-from test_guard import Model, compare_with_one_rank, next_tokens, raised, tokens_of, warned
+from test_guard import MaskedModel, Model, compare_with_one_rank, next_tokens, raised, tokens_of, warned
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_mesh
-from cp_mesh import ContextParallel, ShardedModel, ShardedSequence
+from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence
 
 agreement, first_calls = room("agreement"), room("first_calls")
 trained = room("sequence.losses")
@@ -449,3 +450,52 @@ def test_labels_of_another_rank(pool: Any) -> None:
 def test_labels_that_may_well_be_right(pool: Any, how: str) -> None:
     """Of tuning on answers, of masked or distilled tokens, of padding that counts."""
     assert pool(3).run(labelled, how) == [[]] * 3
+
+
+# Mistakes of later steps.
+
+
+def mistaken_later(rank: int, what: str, counts: bool, root: bool) -> int:
+    """The step in which a mistake of step 5 is found; a thread as a loader's may shard ahead."""
+    axis = cp()
+    sequence, model = ShardedSequence(axis), MaskedModel()
+    plan: dict[str, Any] = {"": ShardedModel(sequence, positions=None)} if root else {}
+    style = ContextParallel(sequence, mask=lambda q, k, v, mask: mask)
+    cp_mesh.parallelize(model, axis, plan | {"core": style})
+    for step in range(20):
+        late = step >= 5
+        seed = step + 100 * (rank if late and what == "batch" else 0)
+        tokens, ids = tokens_of(20, seed), torch.arange(20) // 7 + (step % 2)
+        if late and what == "documents":
+            ids[10:] += rank
+        labels = tokens if late and what == "labels" else next_tokens(tokens)
+        if what == "ahead" and rank == 0:
+            thread = threading.Thread(target=sequence.shard, args=({"tokens": tokens_of(20, step)},))
+            thread.start()
+            thread.join()
+        whole = {"labels": labels} if root else {"tokens": tokens, "labels": labels}
+        own = {"tokens": tokens} | sequence.shard(whole)
+        try:
+            count = cp_mesh.valid_tokens(own["labels"], axis) if counts else None
+            logits = model(own["tokens"], Mask(causal=True, documents=ids))
+            cp_mesh.cross_entropy(logits, own["labels"], axis, count=count)
+        except (ValueError, RuntimeError) as error:
+            assert SAYS[what] in str(error), error
+            return step
+    return -1
+
+
+SAYS = {
+    "batch": "expected the same tokens and documents on all ranks of a cp group",
+    "labels": "the tokens themselves",
+}
+SAYS |= {"documents": SAYS["batch"]}
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+@pytest.mark.parametrize("counts", [False, True], ids=["mean", "count"])
+@pytest.mark.parametrize("what", [*SAYS, "ahead"])
+@pytest.mark.quick("mean")
+def test_mistakes_of_later_steps(pool: Any, what: str, counts: bool, root: bool) -> None:
+    found = pool(2).run(mistaken_later, what, counts, root)
+    assert found[0] == found[1] and found[0] in {"ahead": [-1], "labels": range(5, 9)}.get(what, range(5, 7)), found

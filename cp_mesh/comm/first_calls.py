@@ -45,15 +45,16 @@ class _Calls:
 
     ``later`` and ``digest`` are of calls of unknown kinds, after `MOST_KINDS`.
 
-    ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not. ``broken``: the error by which
-    this rank left a pass; other ranks may still wait for its rows.
+    ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not; ``batches``: of known kinds.
+    ``broken``: the error by which this rank left a pass; other ranks may still wait for its rows.
     """
 
     kinds: set[Hashable] = field(default_factory=set)
-    here: set[Hashable] = field(default_factory=set)
+    here: Counter[Hashable] = field(default_factory=Counter)
     later: int = 0
     digest: int = 0
     forwards: int = 0
+    batches: int = 0
     calls: Counter[Hashable] = field(default_factory=Counter)
     broken: str = ""
 
@@ -96,7 +97,7 @@ def agree_on_shapes(
     tensors: Mapping[str, Tensor | None],
     contents: Callable[[Tensor | None], str] = fingerprint,
 ) -> bool:
-    """Compare shapes and dtypes of a batch in every call, and in the first call of a kind ``contents`` of each tensor.
+    """Compare shapes and dtypes of a batch in every call; in first calls of a kind, and each 2^n-th, ``contents``.
 
     A comparison takes a few requests to the store. Without it, unequal numbers of rows would end the process in gloo.
     In check mode every call compares contents by a collective, which also carries the refusals of other ranks.
@@ -117,7 +118,10 @@ def agree_on_shapes(
     elif backward_number() != -1:
         return False  # a recomputation of a checkpoint; its forward was compared
     elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
-        agree(group, what | {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
+        own = state_of(group, _Calls)
+        own.batches += 1
+        told = contents if own.batches.bit_count() == 1 else shape_of
+        agree(group, what | {name: told(x) for name, x in tensors.items()}, "cp", timeout_of(group))
     return is_new
 
 
@@ -141,18 +145,20 @@ def look_again(group: dist.ProcessGroup) -> int:
     """
     for calls in states_of_all(_Calls):
         calls.here.clear()
-    state_of(group, _Calls).kinds.clear()
-    state_of(group, _Calls).later = state_of(group, _Calls).digest = 0
+    own = state_of(group, _Calls)
+    own.kinds.clear()
+    own.later = own.digest = own.batches = 0
     return count_plan(group)
 
 
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """Return True in this rank's first call of a kind over the group; no other rank takes part."""
+    """Return True in this rank's 1st, 2nd, 4th, 8th, ... call of a kind over the group; no other rank takes part."""
     here = _calls(group).here
-    if kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing():
+    full = kind not in here and len(here) >= MOST_KINDS
+    if full or turned_off(group) or group.size() == 1 or capturing():
         return False
-    here.add(kind)
-    return True
+    here[kind] += 1
+    return here[kind].bit_count() == 1
 
 
 def has_no_call(group: dist.ProcessGroup, name: str) -> bool:
@@ -164,7 +170,7 @@ def has_no_call(group: dist.ProcessGroup, name: str) -> bool:
     if turned_off(group) or group.size() == 1 or capturing():
         return False
     known = any(isinstance(kind, tuple) and kind[0] == name for kind in here)
-    here.add((name,))
+    here[name,] += 1
     return not known
 
 

@@ -98,6 +98,11 @@ class Content:
         """Whether the key was made for an owned tensor that no longer exists."""
         return self._notes is not None and self._notes() is None
 
+    @property
+    def number(self) -> int:
+        """The digest as an integer, equal in all processes."""
+        return int.from_bytes(self._key[-1])
+
     def __hash__(self) -> int:
         return hash(self._key)
 

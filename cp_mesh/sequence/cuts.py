@@ -1,12 +1,13 @@
 """Records of what `ShardedSequence` sharded last over a group: the rows that this rank holds, and their tokens.
 
 Labels and tokens are plain tensors that do not contain their rows. The first step compares them with these records
-(`training/checks/labels.py`, and the first call of attention).
+(`training/checks/labels.py`, and the first call of attention). Every sum of valid tokens compares digests of batches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,15 +15,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_mesh._torch import FakeTensor
-from cp_mesh.comm.agreement import turned_off
+from cp_mesh._torch import FakeTensor, world
+from cp_mesh.comm.agreement import capturing, turned_off
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.group_state import state_of, states_of_all
+from cp_mesh.comm.group_state import groups_with, state_of, states_of_all
 from cp_mesh.errors import refuse
+from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import TENSORS, Mask
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 """Names of leaves with tokens, whose labels are usually the next tokens."""
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""A number without pattern, which mixes digests."""
 
 
 class Tokens(NamedTuple):
@@ -46,6 +51,18 @@ class Tokens(NamedTuple):
         return F.pad(self.whole, (0, self.seq_len + shift - self.whole.shape[1]), value=fill)[:, positions + shift]
 
 
+class _Batches(threading.local):
+    """Digests since the last sum of valid tokens: of tokens that were sharded, by device, and of styles' masks.
+
+    Each thread has its own, since a loader's thread may be ahead on some ranks.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[torch.device, Tensor] = {}
+        self.masks: tuple[Content, ...] = ()
+        self.of_masks = 0
+
+
 @dataclass
 class Cuts:
     """Records of one group.
@@ -54,10 +71,13 @@ class Cuts:
         last: distinct layouts and padded lengths of the last tensors.
         tokens: the tokens of a first batch, until a trained loss has been compared with them.
         evaluated: an untrained loss has been compared with them; the next tokens take their place.
-        done: a trained loss has been compared, and no model had a first step since; no other batch is kept.
+        done: a trained loss has been compared, and no model had a first step since; only the 2nd, 4th, 8th, ... batch
+            is kept.
         used: a first call of attention came since these tokens were sharded.
         count: batches of tokens since the last such call.
+        total: batches of tokens.
         gathered: length of the whole that `ShardedSequence.gather` made since tokens were sharded last; 0 if none.
+        batches: digests of all batches.
     """
 
     last: tuple[tuple[Layout, int], ...] = ()
@@ -66,7 +86,9 @@ class Cuts:
     done: bool = False
     used: bool = False
     count: int = 0
+    total: int = 0
     gathered: int = 0
+    batches: _Batches = field(default_factory=_Batches)
 
 
 def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:
@@ -76,13 +98,49 @@ def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist
         own.last = (*own.last[-7:], (layout, seq_len))
     if isinstance(whole, FakeTensor) or name not in TOKENS or whole.ndim != 2 or whole.is_floating_point():
         return
-    own.gathered, own.count = 0, own.count + 1
+    if not (whole.is_meta or capturing() or turned_off(group)):
+        _note_batch(whole.reshape(-1), own.batches.sums)
+    own.gathered, own.count, own.total = 0, own.count + 1, own.total + 1
+    own.done &= own.total.bit_count() != 1
     # a loader may be a batch ahead, so the first batch is kept until a call uses it
     goes = own.tokens is None or own.evaluated or (own.used and own.tokens.whole.shape != whole.shape)
     if goes and not own.done and not turned_off(group):
         ranks = tuple(dist.get_process_group_ranks(group))
         own.tokens = Tokens(whole, layout, seq_len, ranks, group.rank())
         own.used = own.evaluated = False
+
+
+def _note_batch(x: Tensor, sums: dict[torch.device, Tensor]) -> None:
+    """Add the sum of the tokens, each times a number that is made from its place, to the digest, on the device."""
+    place = torch.arange(1, len(x) + 1, device=x.device) * _ODD
+    place = (place ^ (place >> 29)) * _ODD
+    new = ((place ^ (place >> 32)) * x).sum()
+    sums[x.device] = sums.get(x.device, torch.zeros_like(new)) * _ODD + new
+
+
+def note_mask(mask: Mask, group: dist.ProcessGroup) -> None:
+    """Add the tensors of a style's mask to the digest, if the last mask had others."""
+    own = state_of(group, Cuts).batches
+    given = [x for name in TENSORS if (x := getattr(mask, name)) is not None and x.device.type == "cpu"]
+    if given and (masks := tuple(Content.of(x) for x in given)) != own.masks and not turned_off(group):
+        own.masks = masks
+        own.of_masks = sum((own.of_masks, *(x.number for x in masks))) * _ODD % (1 << 64)
+
+
+def apart(ranks: set[int], device: torch.device) -> Tensor:
+    """Return an int64 scalar whose sum over these ranks is 0 if batches since the last call were equal in each group.
+
+    A rank adds the digest of each group of such ranks, times its number in the group; the first subtracts all of these.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for group, cuts in groups_with(Cuts):
+        if group in world().pg_map and ranks.issuperset(dist.get_process_group_ranks(group)):
+            own, factor = cuts.batches, group.rank() or -group.size() * (group.size() - 1) // 2
+            total = total + ((factor * own.of_masks + (1 << 63)) % (1 << 64) - (1 << 63))
+            for x in own.sums.values():
+                total = total + factor * x.to(device, non_blocking=x.device.type == "cpu")
+            own.sums, own.of_masks = {}, 0
+    return total
 
 
 def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:

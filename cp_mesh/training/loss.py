@@ -5,6 +5,7 @@ the sum of losses over the ranks is the loss of a single device, and the sum of 
 (dp x cp) is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` sets FSDP2 to them.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,18 +14,31 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import funcol
+from cp_mesh._torch import FakeTensor, funcol
 from cp_mesh.comm.agreement import announce_error, capturing, leave_word, read_word
 from cp_mesh.comm.first_calls import has_no_call, is_first_here
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.waiting import wait_for
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
-from cp_mesh.sequence.cuts import is_whole, waits_for_labels
-from cp_mesh.sequence.losses import WAITING, note_loss
+from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse
+from cp_mesh.sequence.cuts import apart, is_whole, waits_for_labels
+from cp_mesh.sequence.losses import note_loss
 from cp_mesh.training.checks.labels import check_labels
 from cp_mesh.training.token_losses import LazyLogits, prepare_losses
 
-_FLAG = 1 << 44
-"""A rank with wrong labels adds this to its number of valid tokens, so the one all-reduce informs all ranks."""
+
+@dataclass
+class _Said:
+    """What a rank knows beside the valid tokens of a sum over a group.
+
+    Attributes:
+        found: an error of this rank's labels, for the next sum.
+        numbers: of the last sum, on the host: ranks with wrong labels, and the digests of `cuts.apart`.
+        ready: when a GPU has copied them.
+    """
+
+    found: Exception | None = None
+    numbers: Tensor | None = None
+    ready: torch.cuda.Event | None = None
 
 
 def cross_entropy(
@@ -118,22 +132,16 @@ def _cross_entropy(
     kind = "cross_entropy", len(logits.shape), vocab, ignore_index, trained
     eager = not torch.compiler.is_compiling()
     first = eager and any([is_first_here(group, kind) for group in groups])  # a list: every group notes it
-    if eager and not first and WAITING and count is None and trained and not capturing():
-        # another model waits for its first step; its labels are checked without an additional collective
-        first = waits_for_labels({*ranks_of(mesh)})
-    found: Exception | None = None
-    if first:
+    if first or (eager and trained and not capturing() and waits_for_labels({*ranks_of(mesh)})):
+        found: Exception | None = None
         try:
             found = check_labels(labels, vocab, ignore_index, {*ranks_of(mesh)}, count is not None, trained)
-        except Exception as error:  # raised after the all-reduce, in which the other ranks wait
+        except Exception as error:  # raised with the other ranks, which wait in the all-reduce
             found = error
-    if found is not None:
-        valid = valid + _FLAG
-        leave_word(str(found) if isinstance(found, ArgumentError) else f"{type(found).__name__}: {found}")
+        if found is not None:
+            state_of(groups[0], _Said).found = found
     if count is None or first:
-        valid = _sum_over(groups, valid, "cross_entropy")
-    if first and (wrong := int(valid) // _FLAG) > 0:
-        raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
+        valid = _sum_over(mesh, valid, "cross_entropy", first)
     share = losses().sum()
     divisor = valid if count is None else count
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
@@ -147,8 +155,8 @@ def _tell_of(error: Exception, given: Tensor, mesh: DeviceMesh | dist.ProcessGro
     groups = groups_of(mesh)
     is_first = all([has_no_call(group, "cross_entropy") for group in groups])
     if is_first and not isinstance(given, DTensor) and not given.is_meta:  # all ranks have DTensors, or none
-        leave_word(str(error))
-        _sum_over(groups, torch.full((), _FLAG, device=given.device), "cross_entropy")
+        state_of(groups[0], _Said).found = error
+        _sum_over(mesh, torch.zeros((), dtype=torch.int64, device=given.device), "cross_entropy", True)
 
 
 def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
@@ -175,14 +183,50 @@ def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore
     """
     if isinstance(labels, DTensor):
         refuse("labels", "a local tensor", "a DTensor", "pass the labels of this rank's rows")
-    return _sum_over(groups_of(mesh), (labels != ignore_index).sum(), "valid_tokens")
+    return _sum_over(mesh, (labels != ignore_index).sum(), "valid_tokens")
 
 
-def _sum_over(groups: list[dist.ProcessGroup], valid: Tensor, function: str) -> Tensor:
+def _sum_over(mesh: DeviceMesh | dist.ProcessGroup, valid: Tensor, function: str, now: bool = False) -> Tensor:
+    """Sum valid tokens over all ranks; the same all-reduces find wrong labels of some rank, and batches that differ.
+
+    The host reads what they found when it does not wait for the device: ``now``, on the CPU, or in the next sum.
+    """
+    groups = groups_of(mesh)
+    eager = not (torch.compiler.is_compiling() or isinstance(valid, FakeTensor) or valid.is_meta or capturing())
+    if eager:
+        said = state_of(groups[0], _Said)
+        _judge(said)
+        if said.found is not None:
+            leave_word(f"{type(said.found).__name__}: {said.found}".removeprefix("ArgumentError: "))
+        wrong = torch.full_like(valid, said.found is not None)
+        valid = torch.stack([valid, wrong, apart({*ranks_of(mesh)}, valid.device)])
     for group in groups:
         summed = funcol.all_reduce(valid, "sum", group.group_name)
         valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
+    if eager:
+        valid, said.numbers = valid[0], valid[1:].to("cpu", non_blocking=True)
+        if valid.is_cuda:
+            said.ready = torch.cuda.current_stream(valid.device).record_event()
+        if now or not valid.is_cuda:
+            _judge(said)
     return valid
+
+
+def _judge(said: _Said) -> None:
+    """Raise on every rank what the last sum found."""
+    if said.numbers is None:
+        return
+    if said.ready is not None:
+        said.ready.synchronize()
+    (wrong, differ), found = said.numbers.tolist(), said.found
+    said.numbers = said.ready = None
+    if wrong:
+        said.found = None
+        raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
+    if differ:
+        what, got = "the same tokens and documents on all ranks of a cp group", "others on some since the last loss"
+        hint = "seed data by dp rank, not by rank; check_mode() names the ranks that differ, in every call"
+        refuse("batch", what, got, hint, RankMismatchError)
 
 
 def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:

@@ -19,6 +19,7 @@ from cp_mesh.comm.groups import names_of_axes
 from cp_mesh.errors import REFUSALS, ArgumentError, describe, refuse, written
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.cuts import note_mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
 
@@ -81,7 +82,10 @@ def check_root(sequence: ShardedSequence, layout: Layout) -> None:
 
 def check_documents(style: Any, mask: Mask) -> None:
     """Refuse a mask with documents beside one of another style without them, in one forward of a root."""
-    root = None if torch.compiler.is_compiling() else ROOT.get()
+    if torch.compiler.is_compiling():
+        return
+    note_mask(mask, style.sequence.mesh.get_group())
+    root = ROOT.get()
     if root is None or root.sequence.mesh != style.sequence.mesh:
         return
     name, packed = type(style).__name__, mask.documents is not None

@@ -197,7 +197,7 @@ plant("a batch is not balanced", "sharded_sequence:ShardedSequence.for_batch", "
     lambda for_batch: with_arguments(for_batch, mask=lambda mask: None)
 )
 plant("one rank's tokens count alone", "loss:_sum_over", "losses in parts")(
-    lambda sum_over: lambda groups, valid, function: valid
+    lambda sum_over: lambda mesh, valid, *given: valid
 )
 plant(
     "the gradient of a sum over ranks is that of one rank", "sharded_sequence:_AllReduce.backward", "losses of routers"
