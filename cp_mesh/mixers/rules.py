@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -255,6 +256,9 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
             states = gather_rows(states.transpose(0, 1), lens, pieces.cp_rank, name, what).transpose(0, 1)
     if (D := given.get("D")) is not None and (x := given["x"]) is not None:
         out = (out + (D if D.ndim == 2 else D[:, None]) * x).to(x.dtype)
+    if not pieces.kept.all():
+        kept = pieces.on(v.device, "kept", lambda: np.repeat(pieces.kept[pieces.own], pieces.lens))
+        out = out.masked_fill(~kept.view(*out.shape[:2], 1, 1), 0.0)
     return wrap.rows(out), wrap.states(states)
 
 

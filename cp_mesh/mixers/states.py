@@ -52,9 +52,6 @@ def by_states(
         compute = _superpose if inputs.beta is None else _prepend
         out, states_after, summaries = compute(run, inputs, begin, lens, between, scale)
     out = after(out, summaries, *(() if len(out) else inputs))
-    if not pieces.kept.all():
-        kept = pieces.on(device, "kept", lambda: np.repeat(pieces.kept[pieces.own], pieces.lens))
-        out = out.masked_fill(~kept[:, None, None], 0.0)
     if not final:
         return out, None
     closes = pieces.kept & (pieces.end == pieces.last)
