@@ -669,17 +669,17 @@ USERS: dict[str, Bug] = {
         r"gradients: .*each rank has a partial gradient: nothing sums them over cp", not_reduced
     ),
     "5 labels by chunk": Bug(
-        r"backward: head, output, position \d+; .* label", labels_by(lambda x, r: x.chunk(2, 1)[r])
+        r"loss of the logits: .* labels at their positions", labels_by(lambda x, r: x.chunk(2, 1)[r])
     ),
     "5 labels shifted after sharding": Bug(
-        r"backward: head, output, position 5; .* label|labels: expected the next tokens",
+        r"loss of the logits: .* labels at their positions|labels: expected the next tokens",
         shifted_after,
     ),
     "5 labels in another layout": Bug(
-        r"backward: head, output, position \d+; .* label", labels_by(lambda x, r: x[:, Striped().positions(S, 2, r)])
+        r"loss of the logits: .* labels at their positions", labels_by(lambda x, r: x[:, Striped().positions(S, 2, r)])
     ),
     "5 labels that the model shifts and averages": Bug(
-        r"backward: head, output, position 5; .* label", labels_of_the_model
+        r"loss of the logits: .* labels at their positions", labels_of_the_model
     ),
     "6 batches that differ between cp ranks": Bug(r"batch: tokens; differs between ranks of cp", differing),
     "6 whole inputs without a root": Bug(
@@ -690,7 +690,7 @@ USERS: dict[str, Bug] = {
         r"runs: RankMismatchError; .*expected the same tokens on every cp rank|shard\(tokens\): expected a tensor",
         sharded_twice,
     ),
-    "6 the last logits of a shard": Bug(r"backward: head, output, position 1[71]; .* label", last_logits),
+    "6 the last logits of a shard": Bug(r"loss of the logits: .* labels at their positions", last_logits),
     "6 lengths that differ between cp ranks": Bug(r"batch: tokens, labels; differs", of_other_lengths),
     "7 a mask that no style reads": Bug(
         r"forward: layers\.0\.core, output, position \d+; .* by another mask, window or scores", unread_mask
@@ -704,9 +704,7 @@ USERS: dict[str, Bug] = {
 PEERS: dict[str, Bug] = {
     "1 TRL 6843, packed documents attend across": Bug(r"forward: layers\.0\.core, output", unread_mask),
     "2 axolotl 3608, a batch of many documents": Bug(r"forward: layers\.0\.core, output", documents_of_the_first_row),
-    "3 diffusers 14265, stale keys in the backward": Bug(
-        r"backward: layers\.1\.wv, output, position", with_core(StaleKV)
-    ),
+    "3 diffusers 14265, stale keys in the backward": Bug(r"gradients: layers\.1\.wv\.weight", with_core(StaleKV)),
     "4 Automodel, each rank attends to its own rows": Bug(
         r"forward: norm, argument x, position 6; .*; no module is in the plan", nothing_planned_of_compiled
     ),
@@ -723,16 +721,16 @@ PEERS: dict[str, Bug] = {
     "8 TransformerEngine 1930, last tokens ignored": Bug(
         r"forward: layers\.1\.core, output, position (17|23)", with_core(LastIgnored)
     ),
-    "9 TransformerEngine 1557, wrong gradients": Bug(r"backward: layers\.1\.wv, output, position", with_core(HalfOfV)),
+    "9 TransformerEngine 1557, wrong gradients": Bug(r"gradients: layers\.1\.wv\.weight", with_core(HalfOfV)),
     "10 DeepSpeed 7384, a length that ranks do not divide": Bug(
         r"rows: position 20; 0 of 2 ranks have its logits", cut_off
     ),
     "11 ms-swift 10061, the degree ignored": Bug(r"2 times too large, the number of ranks of cp", replicated),
     "12 Megatron 7513, the loss normalised by rank": Bug(
-        r"backward: head, output, position \d+; .*weight of the label", mean_of_own_rows_over_ranks
+        r"loss of the logits: .* labels at their positions", mean_of_own_rows_over_ranks
     ),
     "13 Megatron 7452, the norm before the sum": Bug(r"gradient norm: ", wrong_norm),
-    "14 Automodel 2384, NaN gradients": Bug(r"backward: layers\.1\.wv, output, position", with_core(NaNOfV)),
+    "14 Automodel 2384, NaN gradients": Bug(r"gradients: layers\.1\.wv\.weight", with_core(NaNOfV)),
     "15 slime 1366, gradients not synchronised": Bug(
         r"each rank has a partial gradient: nothing sums them over cp", not_reduced
     ),

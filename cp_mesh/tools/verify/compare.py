@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cp_mesh._torch import unwrapped
@@ -19,7 +18,7 @@ from cp_mesh.errors import written
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.tools.verify.report import Finding
 from cp_mesh.tools.verify.step import Batch, Ranks, Step, inner, whole_gradient
-from cp_mesh.tools.verify.traces import Pair, Place, Rows, gaps, pair
+from cp_mesh.tools.verify.traces import Place, Rows, gaps, pair
 from cp_mesh.training.context_parallel import ContextParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import style_of
@@ -63,14 +62,7 @@ class _Gap(NamedTuple):
     first: int
 
 
-def compare_rows(
-    step: Step,
-    check: str,
-    three: Sequence[Mapping[Place, Rows]],
-    base: float,
-    fit: bool = False,
-    logits_agree: bool = True,
-) -> Finding:
+def compare_rows(step: Step, check: str, three: Sequence[Mapping[Place, Rows]], base: float) -> Finding:
     """Compare the rows of the step with the reference; the limit comes from the reference with other rounding.
 
     Args:
@@ -78,29 +70,24 @@ def compare_rows(
         check: name of the check.
         three: rows of the step, of the reference, and of the reference with other rounding.
         base: error that is always allowed.
-        fit: compare up to a factor, since a trainer may scale its loss.
-        logits_agree: whether the logits of the step are right.
     """
     got, want, other = three
     seq_len = step.seq_len
     pairs = {place: x for place, rows in want.items() if (x := pair(got.get(place), rows, seq_len))}
-    if fit:
-        pairs = _with_sums(step, pairs)
     allowed = {}
     for place in pairs:
         again = pair(other.get(place), want[place], seq_len)
         allowed[place] = base + (FACTOR * float(gaps(again, seq_len).max()) if again else 0.0)
-    scales = _fit(step, pairs, allowed) if fit else {}
     found: dict[Place, _Gap] = {}
     for place, rows in pairs.items():
-        errors = gaps(rows, seq_len, scales.get(place, 1.0))
+        errors = gaps(rows, seq_len)
         bad = (errors > allowed[place]).nonzero().flatten()
         found[place] = _Gap(float(errors.max()), allowed[place], int(bad[0]) if len(bad) else seq_len)
     answers = step.ranks.gather(found)
     all_of = {place: [answer[place] for answer in answers if place in answer] for place in want}
     places = [place for place in want if all_of[place]]
     if not places:
-        return Finding(check, fit, note="nothing to compare: all modules are compiled, or no shapes match")
+        return Finding(check, False, note="nothing to compare: all modules are compiled, or no shapes match")
     wrong = [place for place in places if any(gap.first < seq_len for gap in all_of[place])]
     if not wrong:
         gap = max((gap for place in places for gap in all_of[place]), key=lambda gap: gap.worst / gap.allowed)
@@ -108,62 +95,11 @@ def compare_rows(
     first = wrong[0]
     gap = max((gap for gap in all_of[first] if gap.first < seq_len), key=lambda gap: gap.worst)
     where, note = f"{first}, position {min(gap.first for gap in all_of[first])}", ""
-    if check == "backward" and not logits_agree:
-        note = "its gradient differs, and so do the logits"
-    elif check == "backward" and first == places[0]:
-        note = "its gradient differs, right after the loss: the loss uses another label, or another weight of the label"
-    elif check == "backward":
-        note = "its gradient differs, though gradients nearer to the loss agree"
-    elif check == "forward":
+    if check == "forward":
         beside = [x for x in places if x[::2] == first[::2] and x not in wrong and x.what.startswith("argument")]
         ndim = len(want[first].shape)
         note = _of_forward(step, first, [x.what for x in beside if len(want[x].shape) == ndim > 2])
     return Finding(check, False, gap.worst, gap.allowed, where, note)
-
-
-def _with_sums(step: Step, pairs: Mapping[Place, Pair]) -> dict[Place, Pair]:
-    """Sum gradients of tensors that are whole on every cp rank over these ranks, if each rank has a partial gradient.
-
-    Tensors before a `ShardInput` have partial gradients. After `ShardedSequence.gather` all ranks have the same one.
-    """
-    ranks, cp_size, summed = step.ranks, step.ranks.cp_size, dict(pairs)
-    for place in ranks.gather(list(pairs))[0] if cp_size > 1 else ():
-        found = pairs.get(place)
-        is_whole = found is not None and len(found.positions) == step.seq_len
-        if not all(ranks.gather(is_whole)):
-            continue
-        assert found is not None
-        total = ranks.reduce(found.got.clone(), dist.ReduceOp.SUM, ranks.of_cp)
-        apart = float((total - cp_size * found.got).norm()) > ALIKE * float(total.norm())
-        if any(ranks.gather(apart)):
-            summed[place] = found._replace(got=total)
-    return summed
-
-
-def _fit(step: Step, pairs: Mapping[Place, Pair], allowed: Mapping[Place, float]) -> dict[Place, float]:
-    """Scale of the gradients of each output: the factor on which most rows of the output nearest to the loss agree.
-
-    Other outputs have this scale, or it times or over the number of cp ranks, as around `ShardedSequence.unshard`.
-    """
-    scales: dict[Place, float] = {}
-    cp_size = float(step.ranks.cp_size)
-    for place in step.ranks.gather(list(pairs))[0]:
-        found = pairs.get(place)
-        options = [scale * factor for scale in list(scales.values())[:1] for factor in (1.0, cp_size, 1 / cp_size)]
-        if not scales:
-            of_rows = [1.0]
-            if found is not None and found.want.any():
-                dots, squares = (found.got * found.want).sum(1), found.want.square().sum(1)
-                of_rows += [float(dots.sum() / squares.sum()), float((dots / squares)[squares > 0].median())]
-            options = [scale for scales_of_rank in step.ranks.gather(of_rows) for scale in scales_of_rank]
-        agree = [0 if found is None else _agreeing(found, step.seq_len, scale, allowed[place]) for scale in options]
-        counts = [sum(answers) for answers in zip(*step.ranks.gather(agree), strict=True)]
-        scales[place] = options[counts.index(max(counts))]
-    return scales
-
-
-def _agreeing(found: Pair, seq_len: int, scale: float, allowed: float) -> int:
-    return int((gaps(found, seq_len, scale) <= allowed)[found.positions].sum()) if scale else 0
 
 
 def compare_losses(step: Step, got: float, want: float, other: float, base: float) -> Finding:

@@ -192,7 +192,7 @@ def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
     total, count = step.ranks.reduce(both, axes=axes).tolist()
     want, got = total / max(count, 1), step.total_loss(run.loss)
     error, allowed = abs(got - want) / max(abs(want), 1e-30), LOSS.get(dtype, LOSS_COARSE)
-    note = f"{got:.6g}; the mean over the valid tokens of these logits is {want:.6g}"
+    note = f"{got:.6g}; the mean over these logits and the labels at their positions is {want:.6g}"
     yield factor_finding(step, "loss of the logits", error, allowed, note, (got, want))
 
 

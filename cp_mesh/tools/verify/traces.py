@@ -1,4 +1,4 @@
-"""Record the inputs, outputs and output gradients of every module in one forward and backward, row by row.
+"""Record the inputs and outputs of every module in one forward, row by row.
 
 A row is the part of a tensor at one position. A trace keeps only products of rows with a few random vectors, which are
 the same on all ranks. Equal rows have equal products, and distances of products equal those of rows within a factor of
@@ -60,25 +60,23 @@ class Trace:
 
     Attributes:
         forward: arguments and outputs of modules, in order of execution.
-        backward: gradients of outputs, in order of arrival.
     """
 
     def __init__(self, seq_len: int, positions: Callable[[], Tensor]) -> None:
         self.seq_len, self.positions = seq_len, positions
         self.forward: dict[Place, Rows] = {}
-        self.backward: dict[Place, Rows] = {}
         self._calls: dict[str, int] = {}
 
     @contextmanager
-    def of(self, model: nn.Module, gradients: bool = True) -> Iterator[None]:
-        """Record forwards of ``model`` inside this context, and their backward whenever it runs.
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Record forwards of ``model`` inside this context.
 
         Compiled modules, and modules inside them, are skipped.
         """
         handles = []
         for name, module in traced_modules(model):
             handles.append(module.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(functools.partial(self._after, name, gradients)))
+            handles.append(module.register_forward_hook(functools.partial(self._after, name)))
         try:
             yield
         finally:
@@ -93,24 +91,17 @@ class Trace:
                 if (rows := self._rows(x)) is not None:
                     self.forward[place] = rows
 
-    def _after(self, name: str, gradients: bool, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         call = self._calls[name]
         for i, x in enumerate(tree_leaves(output)):
             place = Place(name, "output" + f" {i}" * (i > 0), call)
-            if (rows := self._rows(x)) is None:
-                continue
-            self.forward[place] = rows
-            if gradients and x.requires_grad and not isinstance(x, DTensor):
-                x.register_hook(functools.partial(self._note_gradient, place, rows.positions))
+            if (rows := self._rows(x)) is not None:
+                self.forward[place] = rows
 
-    def _note_gradient(self, place: Place, positions: Tensor, grad: Tensor) -> None:
-        if (rows := self._rows(grad, positions)) is not None:
-            self.backward[place] = rows
-
-    def _rows(self, x: Any, positions: Tensor | None = None) -> Rows | None:
+    def _rows(self, x: Any) -> Rows | None:
         if not isinstance(x, Tensor) or x.ndim == 0 or x.is_sparse:
             return None
-        return rows_of(x, self.seq_len, self.positions() if positions is None else positions)
+        return rows_of(x, self.seq_len, self.positions())
 
 
 @torch.no_grad()
@@ -188,13 +179,13 @@ def pair(got: Rows | None, want: Rows, seq_len: int) -> Pair | None:
     return None
 
 
-def gaps(found: Pair, seq_len: int, scale: float = 1.0) -> Tensor:
-    """Distances of this rank's rows from ``scale`` times the rows of the reference.
+def gaps(found: Pair, seq_len: int) -> Tensor:
+    """Distances of this rank's rows from the rows of the reference.
 
     Returns:
         float64 [S], relative to the RMS of the reference's rows; 0 at positions that this rank does not have.
     """
-    off = found.got - scale * found.want
+    off = found.got - found.want
     off = off.masked_fill(found.got.isnan() & found.want.isnan(), 0)
-    errors = off.norm(dim=1).nan_to_num(float("inf"), float("inf")) / (found.size * max(abs(scale), 1e-300))
+    errors = off.norm(dim=1).nan_to_num(float("inf"), float("inf")) / found.size
     return errors.new_zeros(seq_len).index_put((found.positions,), errors)
