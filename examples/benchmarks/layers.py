@@ -3,10 +3,11 @@
 A step is a forward of all layers in sequence, and a backward through all of them, as in training; the host waits for
 the device only between two steps. Each layer has its own tensors; layers share the mask.
 
-- "cp_mesh": the default call; "computed": the same without tapes, so that passes are computed in every call;
-- "dense" layers have the causal mask, "packed" ones documents of 64 to 1000 tokens, different in each step, so that
-  each step plans once;
-- "FlashAttention-4": only its public function, one call per pass on this rank's rows, without communication.
+- "dense" layers have the causal mask, "packed" ones documents of lognormal lengths (median 400), new in each step, so
+  that each step plans once;
+- "ring", "ulysses", and "balanced", the ring over a layout made for the step's documents (`cp_mesh.balance`);
+- "FlashAttention-4": its public functions alone, one call per pass on this rank's rows, packed ones whole documents,
+  without communication: the floor.
 
     torchrun --nproc-per-node 2 examples/benchmarks/layers.py --rows 1024 4096 --csv layers.csv
 """
@@ -19,12 +20,12 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,32 +36,28 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from report import machine  # noqa: E402
 
 from cp_mesh import Mask, attention  # noqa: E402
-from cp_mesh.call import method  # noqa: E402
+from cp_mesh.geometry.balance import balance  # noqa: E402
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 WARM = 4  # steps that are not counted
 
 
-def documents(seed: int, seq_len: int) -> Mask:
-    draw, ids = random.Random(seed), [0]
-    while len(ids) < seq_len:
-        ids += [ids[-1] + 1] * draw.randint(64, 1000)
-    return Mask(documents=torch.tensor(ids[:seq_len]))
+def ends(seed: int, seq_len: int) -> list[int]:
+    """Where documents begin, and the end of the last."""
+    draw, found = random.Random(seed), [0]
+    while found[-1] < seq_len:
+        found.append(min(seq_len, found[-1] + max(1, int(draw.lognormvariate(6.0, 1.0)))))
+    return found
 
 
-@contextmanager
-def computed() -> Iterator[None]:
-    with mock.patch.object(method, "repeat", lambda tapes, what, compute, inputs: compute(*inputs)):
-        yield
-
-
-def step(layer: Layer, inputs: Sequence[Sequence[Tensor]], dout: Tensor) -> tuple[float, float, float]:
+def step(make: Callable[[], Layer], inputs: Sequence[Sequence[Tensor]], dout: Tensor) -> tuple[float, float, float]:
     """Seconds of the host in the forward and in the backward, and until the device is done."""
     wait = torch.cuda.synchronize if dout.is_cuda else lambda: None
     wait()
     dist.barrier()
     wait()
     begin = time.perf_counter()
+    layer = make()
     outs = [layer(*x) for x in inputs]
     between = time.perf_counter()
     for out, x in zip(reversed(outs), reversed(inputs), strict=True):
@@ -89,36 +86,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(device)
     about = machine(device, size, options.commit)
     for rows in options.rows:
-        shapes = [(1, heads, rows, options.head_dim) for heads in (options.heads[0], *[options.heads[1]] * 2)]
+        shapes = [(1, rows, heads, options.head_dim) for heads in (options.heads[0], *[options.heads[1]] * 2)]
+        make_tensor = partial(torch.randn, device=device, dtype=torch.bfloat16)
         inputs = [
-            [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-            for _ in range(options.layers)
+            [make_tensor(shape).transpose(1, 2).requires_grad_() for shape in shapes] for _ in range(options.layers)
         ]
-        dout = torch.randn(shapes[0], device=device, dtype=torch.bfloat16)
-        ways: dict[tuple[str, str], tuple[Any, Callable[[int], Layer]]] = {}
-        for mask in ("dense", "packed"):
-            for way, around in (("cp_mesh", nullcontext), ("computed", computed)):
+        dout = make_tensor(shapes[0]).transpose(1, 2)
+        ways: dict[tuple[str, str], Callable[[int], Layer]] = {}
+        for mask, way in (*product(("dense", "packed"), ("ring", "ulysses")), ("packed", "balanced")):
 
-                def make(i: int, mask: str = mask, rows: int = rows) -> Layer:
-                    of_step = Mask() if mask == "dense" else documents(i, rows * size)
-                    return lambda *qkv: attention(*qkv, mesh=dist.group.WORLD, mask=of_step, kernel=options.kernel)
+            def make(i: int, mask: str = mask, way: str = way, rows: int = rows) -> Layer:
+                of_step = Mask()
+                if mask == "packed":
+                    of_step = Mask.from_cu_seqlens(torch.tensor(ends(i, rows * size)))
+                given = {"layout": balance(of_step, rows * size, size)} if way == "balanced" else {"method": way}
+                call = partial(attention, mesh=dist.group.WORLD, mask=of_step, kernel=options.kernel, **given)
+                return lambda *qkv: call(*qkv)
 
-                ways[mask, way] = around, make
+            ways[mask, way] = make
         if options.kernel == "fa4":
-            from flash_attn.cute import flash_attn_func
+            from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
             def alone(i: int) -> Layer:
                 return lambda *qkv: flash_attn_func(*(x.transpose(1, 2) for x in qkv), causal=True)[0].transpose(1, 2)
 
-            ways["dense", "FlashAttention-4"] = nullcontext, alone
+            def whole(i: int, rows: int = rows) -> Layer:
+                found = torch.tensor(ends(size * i + rank, rows), dtype=torch.int32)
+                longest, at = int(found.diff().max()), found.to(device)
+                named = {"cu_seqlens_q": at, "cu_seqlens_k": at, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+                def layer(*qkv: Tensor) -> Tensor:
+                    out = flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in qkv), causal=True, **named)[0]
+                    return out.transpose(0, 1)[None]
+
+                return layer
+
+            ways |= {("dense", "FlashAttention-4"): alone, ("packed", "FlashAttention-4"): whole}
         times: dict[tuple[str, str], list[tuple[float, float, float]]] = {way: [] for way in ways}
         for i in range(WARM + options.steps):
-            for way, (around, make) in ways.items():
-                layer = make(i)
+            for way, make in ways.items():
                 gc.collect()
                 gc.disable()
-                with around():
-                    found = step(layer, inputs, dout)
+                found = step(partial(make, i), inputs, dout)
                 gc.enable()
                 if i >= WARM:
                     times[way].append(found)
