@@ -159,7 +159,7 @@ _HOMES = {
     "warm_up": "tools.warm_up",
 }
 """Public name -> module that defines it; loaded on first access."""
-_FOLDERS = ("flex", "hosts", "inference", "integrations", "mixers", "tools", "wrap")
+_FOLDERS = ("flex", "inference", "integrations", "mixers", "tools", "wrap")
 """Subpackages and modules that `import cp_mesh` does not load."""
 
 _aliases.register()

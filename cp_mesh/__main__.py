@@ -62,10 +62,7 @@ MOST_PLANNED = 1 << 27  # most tokens of explain, which takes 6 GB for them
 MOST_RANKS = 1 << 13  # most ranks of explain, whose tables have an entry for each pair of ranks
 
 _KERNEL, _METHOD = one_of("auto", *KERNELS, default="auto"), one_of("auto", *METHODS, default="auto")
-_DEGREES = {
-    "--ulysses-degree": option(number_of(), text="method hybrid: ranks that exchange heads by all-to-all"),
-    "--inner-ring-size": option(number_of(), text="method double_ring: ranks in the ring within a host"),
-}
+_DEGREE = {"--ulysses-degree": option(number_of(), text="method hybrid: ranks that exchange heads by all-to-all")}
 _TOKENS = number_of(most=MOST_PLANNED)
 
 
@@ -90,7 +87,7 @@ _EXPLAIN = {
     "--dtype": {"choices": DTYPES, "default": "bfloat16"},
     "--kernel": _KERNEL,
     "--method": _METHOD,
-    **_DEGREES,
+    **_DEGREE,
     "--transport": {"choices": TRANSPORTS, "default": "auto"},
     "--head-chunks": option(number_of(), text="chunks in which heads are computed; default: automatic"),
     "--gpus-per-host": option(number_of(), text="GPUs per host; default: 8, all ranks on CPUs"),
@@ -114,7 +111,7 @@ _STEP = {
     "--offload-optimizer": {"action": "store_true", "help": "CPUOffloadPolicy of FSDP2"},
     "--optimizer-dtype": {"choices": DTYPES, "default": "float32"},
     "--layout": {"choices": tuple(layout.spec() for layout in LAYOUTS), "default": "zigzag"},
-    **{name: _EXPLAIN[name] for name in ("--device", "--dtype", "--kernel", "--method", *_DEGREES, "--transport")},
+    **{name: _EXPLAIN[name] for name in ("--device", "--dtype", "--kernel", "--method", *_DEGREE, "--transport")},
     **{name: _EXPLAIN[name] for name in ("--head-chunks", "--gpus-per-host")},
 }
 
@@ -265,7 +262,7 @@ def verify_command(argv: Sequence[str]) -> None:
         "--dtype": one_of(*DTYPES, nargs="+", default=["bfloat16"] if cuda else ["float64"]),
         "--kernel": _KERNEL | {"nargs": "+", "default": ["auto"]},
         "--method": _METHOD | {"nargs": "+", "default": ["auto"]},
-        **_DEGREES,
+        **_DEGREE,
         "--seq-len": option(number_of(), text="sequence length; default: 256 per rank", nargs="+", default=[None]),
         "--csv": option(output_file, "FILE", "append the errors, a row for each configuration"),
     }
@@ -285,8 +282,7 @@ def verify_command(argv: Sequence[str]) -> None:
         tokens = seq_len or 256 * mesh.size()
         say(f"{dtype}, {tokens} tokens on {mesh.size()} ranks, kernel {kernel}, method {method}:")
         say(_row("layout", "mask", "kernel", *NAMES, "of limit", ""))
-        degree_of = METHODS[method].degree_option if method in METHODS else None
-        degree = {degree_of: getattr(args, degree_of)} if degree_of else {}
+        degree = {"ulysses_degree": args.ulysses_degree} if method == "hybrid" else {}
         parts = mesh.size() if method == "ulysses" else degree.get("ulysses_degree") or 1
         for layout, causal in itertools.product(LAYOUTS, (True, False)):
             where, tried = (layout.spec(), "causal" if causal else "full"), tried + 1

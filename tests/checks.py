@@ -340,12 +340,9 @@ class Case:
         return self.sizes or ((B if self.seq_dim else 1), D, (E if self.kernel == "reference" else D))
 
     def degree(self, cp_size: int) -> int | None:
-        """Of inner groups, if there are several of several ranks; of the double ring as the call says."""
-        if self.method not in ("hybrid", "double_ring"):
+        """Of inner groups, if there are several of several ranks."""
+        if self.method != "hybrid":
             return None
-        if self.method == "double_ring":
-            degree = self.options.get("inner_ring_size", 1)
-            return degree if 1 < degree < cp_size else None
         degree = self.options.get("ulysses_degree") or largest_degree(cp_size, self.heads)
         return degree if 1 < degree < cp_size else None
 

@@ -153,8 +153,6 @@ class Trial:
             degree = largest_degree(cp, (H, K))
         if not serves(case.method, cp, (H, K), case.head_chunks, degree):
             return "heads that ranks or chunks do not divide"
-        if case.method == "double_ring" and cp % options.get("inner_ring_size", 1):
-            return "hosts that do not divide the ranks"
         if self.placed is not None and not in_chunks(case, cp):
             return "DTensors of other shards than torch.chunk's"
         return None
@@ -185,7 +183,7 @@ class Trial:
 PARTS = ("batch", "heads")
 SPOILT: tuple[tuple[str, Any], ...] = (
     ("scale", -1.0), ("softcap", 0.0), ("method", "rings"), ("kernel", "flash"), ("transport", "nvlink"),
-    ("head_chunks", 0), ("ulysses_degree", 0), ("inner_ring_size", -2), ("seq_dim", 3), ("deterministic", 1),
+    ("head_chunks", 0), ("ulysses_degree", 0), ("seq_dim", 3), ("deterministic", 1),
     ("dropout_p", 1.0), ("mask", None), ("layout", "zigzag"), ("seq_len", 1.5),
 )  # fmt: skip
 """Arguments that are wrong by themselves."""
@@ -269,8 +267,7 @@ def draw_trial(r: Random, size: int) -> Trial:
         case = replace(case, options=case.options | {name: value})
     if placed is None:
         told = "axes" if two_axes else r.choice(("axis", "axis", "group"))
-        of_hosts = method == "double_ring" and "inner_ring_size" not in degrees  # whose groups are not known here
-        recorded = case.way == "eager" and told == "axis" and not of_hosts and r.random() < 0.3
+        recorded = case.way == "eager" and told == "axis" and r.random() < 0.3
         trial = Trial(case, shape, names, recorded=recorded, told=told)
         by_functions = trial.reason is None and takes_functions(case) and r.random() < 0.25
         return replace(trial, case=replace(case, way="functions"), recorded=False) if by_functions else trial
@@ -287,10 +284,10 @@ def meshes(size: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
 
 def draw_degrees(r: Random, method: str, cp: int, heads: int, two_axes: bool, strict: bool) -> dict[str, int]:
     """Sizes of inner groups; of a mesh of two axes it tells them."""
-    if two_axes or method not in ("hybrid", "double_ring") or r.random() < 0.3:
+    if two_axes or method != "hybrid" or r.random() < 0.3:
         return {}
-    fits = [n for n in range(1, cp + 1) if cp % n == 0 and (method == "double_ring" or heads % n == 0)]
-    return {"ulysses_degree" if method == "hybrid" else "inner_ring_size": r.choice(fits if strict else range(1, 5))}
+    fits = [n for n in range(1, cp + 1) if cp % n == 0 and heads % n == 0]
+    return {"ulysses_degree": r.choice(fits if strict else range(1, 5))}
 
 
 def draw_way(r: Random, is_local: bool, is_double: bool) -> str:

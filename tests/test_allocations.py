@@ -53,7 +53,7 @@ LAYOUTS: dict[str, Layout] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "s
 
 
 class Case(NamedTuple):
-    """A call of ``local`` rows a rank; ``hosts`` are those of the double ring."""
+    """A call of ``local`` rows a rank."""
 
     method: str
     layout: str = "zigzag"
@@ -156,7 +156,7 @@ def off_by(rank: int, cases: Sequence[Case], folder: str, transport: str) -> lis
         layout, seq_len = LAYOUTS[case.layout], case.local * size
         inputs = [torch.zeros(1, n, case.local, 16, dtype=torch.bfloat16) for n in (*case.heads, case.heads[1])]
         inputs.append(torch.zeros_like(inputs[0]))
-        degrees = {"hybrid": {"ulysses_degree": case.degree}, "double_ring": {"inner_ring_size": case.degree}}
+        degrees = {"hybrid": {"ulysses_degree": case.degree}}
         options = AttentionSpec(
             layout.spec(), Mask(causal=case.causal).spec(), 1.0, kernel="stand_in", method=case.method,
             head_chunks=case.head_chunks, keeps=True, **degrees.get(case.method, {}),
@@ -199,9 +199,6 @@ RINGS = [
     Case("hybrid", heads=(8, 1), degree=2),
     Case("hybrid", "contiguous", (8, 2), degree=2, causal=False),
     Case("hybrid", "striped", (8, 8), degree=2, head_chunks=2),
-    Case("double_ring", degree=2),
-    Case("double_ring", "contiguous", (8, 8), degree=2, causal=False),
-    Case("double_ring", "striped", degree=2, head_chunks=2),
 ]
 
 
@@ -214,9 +211,9 @@ def test_formulas_are_what_is_allocated(pool: Any, transport: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("transport", ("functional", "symmetric_memory"))
-def test_formulas_of_many_hosts(pool: Any, transport: str) -> None:
+def test_formulas_of_many_ranks(pool: Any, transport: str) -> None:
     """Of more pieces than a sum holds at once."""
-    cases = [Case(method, layout, degree=2) for method in ("hybrid", "double_ring") for layout in LAYOUTS]
+    cases = [Case("hybrid", layout, degree=2) for layout in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:
         report(pool(8).run(off_by, cases, folder, transport, timeout=120.0))
 

@@ -31,7 +31,7 @@ SCORES |= {"score_mod": "alibi", "mask_mod": "plain"}
 def case_of(words: str, method: str, kernel: str) -> Case:
     """The cell as a case of the parity gate."""
     feature = FEATURES[words]
-    options = dict(feature.options) | ({"inner_ring_size": 2} if method == "double_ring" else {})
+    options = dict(feature.options)
     return Case(
         feature.layout or "zigzag",
         dict(feature.mask),

@@ -105,8 +105,8 @@ REFUSED = {
         "ulysses_degree=2 works, or method='ring'",
     ),
     "a degree of another method": (
-        ["explain", "--seq-len", "64", "--cp", "4", "--method", "ring", "--inner-ring-size", "2"],
-        "inner_ring_size: expected None, except with method='double_ring', got 2; method='double_ring' takes it",
+        ["explain", "--seq-len", "64", "--cp", "4", "--method", "ring", "--ulysses-degree", "2"],
+        "ulysses_degree: expected None, except with method='hybrid', got 2; method='hybrid' takes it",
     ),
     "chunks": (
         ["explain", "--seq-len", "64", "--cp", "4", "--heads", "4", "--method", "ulysses", "--head-chunks", "3"],
@@ -165,7 +165,7 @@ AT_ONCE = {  # options and variables of a launch, whatever the command would do
     "verify x.py:y": "factory x.py:y: expected a module that can be imported, got no file ",
     "RANK=0 --csv nowhere/x": "argument --csv: expected a file in an existing folder, got no folder nowhere",
     "RANK=0 --seq-len 64 2M": "argument --seq-len: expected at most 1048576, got 2M",
-    "RANK=0 --inner-ring-size 0": "argument --inner-ring-size: expected at least 1, got 0",
+    "RANK=0 --ulysses-degree 0": "argument --ulysses-degree: expected at least 1, got 0",
     f"RANK=x {EXPLAIN}": "RANK in the environment: expected 0 to 1048575, as torchrun sets it, got 'x'; unset RANK",
     "RANK=-1 verify a:b": "RANK in the environment: expected 0 to 1048575, as torchrun sets it, got '-1'; unset RANK",
     "RANK=0 verify a:b": "WORLD_SIZE in the environment: expected 1 to 1048576, as torchrun sets it, got ''",
@@ -267,7 +267,7 @@ def test_attention_on_two_ranks() -> None:
 def test_a_row_has_every_figure_and_what_is_wrong() -> None:
     errors = {name: 10.0**-i for i, name in enumerate(NAMES, 5)}
     ratios = {name: 0.25 for name in NAMES}
-    (line,) = command._lines_of(("contiguous", "causal"), Report("fa2_package", errors, ratios, {}))
+    (line,) = command._lines_of(("contiguous", "causal"), Report("cpu_flash", errors, ratios, {}))
     assert line.split()[3:8] == ["1.0e-05", "1.0e-06", "1.0e-07", "1.0e-08", "1.0e-09"]
     assert line.endswith("    25 %  exact") and len(line) <= 100
     bad = Report("cudnn", errors, ratios | {"dq": float("nan")}, {"out": 0.5, "dk": 3.2})

@@ -190,20 +190,6 @@ def test_hybrid_computes_heads_of_the_rows_of_neighbours() -> None:
     assert by_itself.found.degree == 8 and "method hybrid of 8" in str(by_itself)
 
 
-def test_the_double_ring_crosses_once() -> None:
-    """Full, on 2 hosts of 2: of the other host's two shards one comes over the network, and one from a neighbour."""
-    found = explain(4 * 4096, 4, mask=Mask(causal=False), gpus_per_host=2, **ON_GPU | {"method": "double_ring"})
-    ring = explain(4 * 4096, 4, mask=Mask(causal=False), gpus_per_host=2, **ON_GPU).found
-    assert [(x.near, x.far) for x in ring.ranks] == [(4096, 2 * 4096)] * 4
-    assert [(x.near, x.far) for x in found.found.ranks] == [(2 * 4096, 4096)] * 4
-    assert found.found.degree == 2 and "method double_ring of 2, functional over 2 hosts" in str(found)
-    assert found.found.steps == ((1,), (2,), (3,))
-    row = 2 * 128 * 8  # elements; keys twice in bf16, their gradients in bf16, and in fp32 where they cross
-    assert found.found.moved == 3 * 4096 * row * 2 * 2 + 2 * 4096 * row * 2 + 4096 * row * 4
-    other = explain(4 * 4096, 4, inner_ring_size=4, gpus_per_host=2, **ON_GPU | {"method": "double_ring"})
-    assert other.found.degree == 4 and other.found.moved == explain(4 * 4096, 4, gpus_per_host=2, **ON_GPU).found.moved
-
-
 def test_alternatives() -> None:
     """Other layouts and methods, balanced where there are documents; Ulysses where heads divide."""
 
@@ -214,8 +200,7 @@ def test_alternatives() -> None:
     assert names(explain(96, 3)) == plain == names(explain(96, 3, **ON_GPU))  # 32 heads on 3 ranks
     assert names(explain(96, 4, **ON_GPU)) == [*plain, "zigzag ulysses", "zigzag hybrid"]
     hosts = explain(96, 4, gpus_per_host=2, **ON_GPU)
-    assert names(hosts) == [*plain, "zigzag ulysses", "zigzag hybrid", "zigzag double_ring"]
-    assert "zigzag hybrid of 2" in str(hosts) and "zigzag double_ring of 2" in str(hosts)
+    assert names(hosts) == [*plain, "zigzag ulysses", "zigzag hybrid"] and "zigzag hybrid of 2" in str(hosts)
     hybrid = explain(96, 4, gpus_per_host=2, **ON_GPU | {"method": "hybrid", "ulysses_degree": 2})
     assert names(hybrid)[:2] == ["zigzag ring", "zigzag all_gather"] and "zigzag hybrid" not in names(hybrid)
     packed = explain(96, 3, mask=Mask(documents=DOCUMENTS))
@@ -270,7 +255,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kernel": {"kernel": "cudnn"},
     "method": {"method": "all_gather"},
     "ulysses_degree": {"method": "hybrid", "ulysses_degree": 2},
-    "inner_ring_size": {"method": "double_ring", "inner_ring_size": 2},
     "transport": {"transport": "functional"},
     "gpus_per_host": {"gpus_per_host": 2},
     "captured_shards": {"captured_shards": 16384, "kernel": "reference"},
@@ -296,9 +280,6 @@ def test_every_option_counts(name: str) -> None:
         ({"method": "tree"}, ArgumentError, "method='ring' works"),
         ({"method": "hybrid"}, ArgumentError, "method='hybrid': expected num_heads"),
         ({"ulysses_degree": 2}, ArgumentError, "expected None, except with method='hybrid', got 2"),
-        ({"method": "hybrid", "inner_ring_size": 2}, ArgumentError, "except with method='double_ring', got 2"),
-        ({"method": "double_ring", "inner_ring_size": 0}, ArgumentError, "inner_ring_size: expected at least 1, got 0"),
-        ({"method": "double_ring", "inner_ring_size": 3}, ArgumentError, "a divisor of the 4 cp ranks, got 3"),
         (
             {"num_heads": 6, "method": "hybrid", "ulysses_degree": 4},
             ArgumentError,
@@ -345,12 +326,11 @@ def test_no_ranks_and_no_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("cp_size", (1, 2, 8, 36, 64, 200))
-@pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid", "double_ring"))
-@pytest.mark.quick("hybrid-36", "double_ring-200")
+@pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid"))
+@pytest.mark.quick("hybrid-36", "ring-200")
 def test_text_fits(cp_size: int, method: str) -> None:
-    given = {"method": method} | ({"inner_ring_size": 6} if (method, cp_size) == ("double_ring", 36) else {})
     for options in (ON_GPU, ON_GPU | {"mask": Mask(window=(1023, 0)), "kernel": "auto"}, {"num_heads": 8}):
-        text = str(explain(cp_size * 1024, cp_size, layout=Contiguous(), **options | given))
+        text = str(explain(cp_size * 1024, cp_size, layout=Contiguous(), **options | {"method": method}))
         assert max(map(len, text.splitlines())) <= 100, text
         assert len(text.splitlines()) <= 36, text
 
@@ -391,7 +371,7 @@ def test_thousands_of_ranks_take_seconds() -> None:
     begin = time.process_time()
     found = explain(1 << 25, 4096, **ON_GPU | {"method": "auto"})
     assert time.process_time() - begin < 60
-    assert {x.method for x in found.others} == {"all_gather", "ring", "hybrid", "double_ring"}  # 32 heads
+    assert {x.method for x in found.others} == {"all_gather", "ring", "hybrid"}  # 32 heads
 
 
 @pytest.mark.full
@@ -407,12 +387,10 @@ def test_many_ranks_take_seconds() -> None:
 
 
 def sources(rank: int, step: int, method: str) -> list[int]:
-    """Of 4 ranks, those whose keys a rank visits in a step: in groups of 2, or on hosts of 2."""
+    """Of 4 ranks, those whose keys a rank visits in a step: in groups of 2 by the hybrid."""
     if method == "hybrid":
         first = (rank // 2 - step) % 2 * 2
         return [first, first + 1]
-    if method == "double_ring":
-        return [(rank // 2 - step // 2) % 2 * 2 + (rank - step) % 2]
     return [(rank - step) % 4]
 
 
@@ -426,10 +404,10 @@ def sources(rank: int, step: int, method: str) -> list[int]:
     ),
 )
 @pytest.mark.parametrize("layout", (ZigZag(), Striped(), Permuted(torch.randperm(96)), Contiguous()))
-@pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid", "double_ring"))
-@pytest.mark.quick("ring-layout0", "double_ring-layout1")
+@pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid"))
+@pytest.mark.quick("ring-layout0", "hybrid-layout1")
 def test_picture_has_the_stage_of_each_pair(layout: Any, mask: Mask, method: str) -> None:
-    options = {"hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2}}.get(method, {})
+    options = {"hybrid": {"ulysses_degree": 2}}.get(method, {})
     found = explain(96, 4, layout=layout, mask=mask, method=method, num_heads=2, **options).found
     position = np.arange(96)
     owner = owners(layout, 96, 4, position)
@@ -503,10 +481,6 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "--ulysses-degree": (
         ["--heads", "4/2", "--method", "hybrid", "--ulysses-degree", "4"],
         {"num_heads": 4, "num_kv_heads": 2, "method": "hybrid", "ulysses_degree": 4},
-    ),
-    "--inner-ring-size": (
-        ["--method", "double_ring", "--inner-ring-size", "2"],
-        {"method": "double_ring", "inner_ring_size": 2},
     ),
     "--transport": (["--transport", "functional"], {"transport": "functional"}),
     "--head-chunks": (["--heads", "4/2", "--head-chunks", "2"], {"num_heads": 4, "num_kv_heads": 2, "head_chunks": 2}),

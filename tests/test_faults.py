@@ -84,7 +84,6 @@ def of_ranks(failure: RankFailure, size: int) -> dict[int, str]:
         pytest.param("raising", "backward", "ring", marks=full),
         pytest.param("killed", "loss", "ulysses", marks=full),
         pytest.param("killed", "backward", "hybrid", marks=full),
-        pytest.param("killed", "forward", "double_ring", marks=full),
     ],
 )
 def test_a_rank_is_lost(lost: Any, how: str, moment: str, method: str) -> None:
@@ -133,7 +132,7 @@ def test_a_late_rank_changes_nothing(pool: Any) -> None:
 
 # NaN.
 
-METHODS = {"ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2}, "double_ring": {}}
+METHODS = {"ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2}}
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8])
 MASKS = {"causal": Mask(), "documents": Mask(documents=DOCUMENTS)}
 NAN_AT = 10

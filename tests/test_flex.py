@@ -42,7 +42,6 @@ METHODS = {
     "all_gather": {},
     "ulysses": {},
     "hybrid": {"ulysses_degree": 2},
-    "double_ring": {"inner_ring_size": 2},
     "heads in chunks": {"method": "ring", "head_chunks": 1},
 }
 FACTORS: dict[str, Sequence[Any]] = {
@@ -70,7 +69,7 @@ class Case:
 
 def goes_together(row: Row) -> bool:
     """Of three ranks there is no group of two."""
-    return not (row.get("cp_size") == 3 and row.get("method") in ("hybrid", "double_ring"))
+    return not (row.get("cp_size") == 3 and row.get("method") == "hybrid")
 
 
 def options_of(method: str, num_kv_heads: int) -> dict[str, Any]:

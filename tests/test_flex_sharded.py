@@ -137,7 +137,7 @@ def rotating() -> dict[int, list[Case]]:
     layouts, masks = ("zigzag", "striped", "contiguous", "shuffled", "a replicated stream"), [*SHARDED_IN_MASKS]
     for i, score in enumerate(SHARDED):
         for cp_size, of_size in cases.items():
-            methods = [m for m in METHODS if cp_size != 3 or m not in ("hybrid", "double_ring")]
+            methods = [m for m in METHODS if cp_size != 3 or m != "hybrid"]
             at = i + cp_size
             methods = (
                 methods[:2] if layouts[at % 5] in REPLICATED else methods

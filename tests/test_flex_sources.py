@@ -71,7 +71,7 @@ MASKS: dict[str, Callable[[int], MaskMod]] = {
     "nothing": lambda S: lambda b, h, i, j: (i < 0) & (j < 0),
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2},
+    "ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2},
 }  # fmt: skip
 
 
@@ -135,9 +135,7 @@ CASES: dict[int, list[Case]] = {
     3: [Case(mask, layout, ("ring", "all_gather")[i % 2]) for i, (mask, layout) in enumerate(
         product(MASKS, ("contiguous", "zigzag"))
     )],
-    4: [Case(mask, layout, method) for (mask, layout), method in product(
-        (("long documents", "contiguous"), ("later ones", "zigzag")), ("hybrid", "double_ring")
-    )],
+    4: [Case("long documents", "contiguous", "hybrid"), Case("later ones", "zigzag", "hybrid")],
 }  # fmt: skip
 CASES[2] += [Case("causal", "contiguous", S=24, sharded=True)]
 CASES[3] += [
@@ -226,11 +224,11 @@ def test_what_travels_by_hand(pool: Any, in_core: bool) -> None:
 
 
 def test_what_travels_between_groups(pool: Any) -> None:
-    """Of two documents on four ranks nothing goes from half to half, by a hybrid and by a double ring of two."""
-    for method, is_known in product(("hybrid", "double_ring"), (False, True)):
-        for rank, notes in enumerate(pool(4).run(flex_passes, Documents(12), method, ALL, is_known)):
+    """Of two documents on four ranks nothing goes from half to half, by a hybrid of two."""
+    for is_known in (False, True):
+        for rank, notes in enumerate(pool(4).run(flex_passes, Documents(12), "hybrid", ALL, is_known)):
             across = [sent for sent in notes.sent if sorted(sent.ranks) == [rank % 2, rank % 2 + 2]]
-            assert (not across) == is_known, (method, is_known, rank)
+            assert (not across) == is_known, (is_known, rank)
             assert notes.sent
     swaps = [pool(2).run(flex_passes, Documents(12), "ulysses", ALL, is_known) for is_known in (False, True)]
     assert hops_and_rows(swaps[0]) == hops_and_rows(swaps[1]) != [[], []]

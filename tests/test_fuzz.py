@@ -165,7 +165,7 @@ def test_the_command(monkeypatch, capsys):
     assert fuzz.main() == 0 and "4 cases in " in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["fuzz.py", "--case", line(replace(PLAIN, shape=(1,)))])
     assert fuzz.main() == 0 and capsys.readouterr().out.startswith("exact")
-    wrong = replace(PLAIN, shape=(1,), case=replace(PLAIN.case, method="double_ring", options={"inner_ring_size": 1}))
+    wrong = replace(PLAIN, shape=(1,), case=replace(PLAIN.case, method="hybrid", options={"ulysses_degree": 1}))
     monkeypatch.setattr(Trial, "reason", None)
     wrong = replace(wrong, case=replace(wrong.case, kernel="cudnn"))
     monkeypatch.setattr("sys.argv", ["fuzz.py", "--case", line(wrong)])

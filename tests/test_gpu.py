@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -519,7 +518,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda":
         join_on_gpus(args.one_gpu)
-        os.environ["LOCAL_WORLD_SIZE"] = str(2 - dist.get_world_size() % 2)  # hosts of the double ring
     else:
         dist.init_process_group("gloo")
     pairs = [pair for pair in KERNELS[args.device] if args.kernel in (None, pair[0])]

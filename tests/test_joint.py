@@ -56,7 +56,6 @@ class Copies:
     scores: str = "plain"
     method: str = "ring"
     kernel: str = "reference"
-    inner_ring_size: int | None = None
 
 
 def length(layout: Layout) -> int:
@@ -81,7 +80,7 @@ def parity(rank: int, calls: list[Copies]) -> list[str]:
         tensors = {name: x.clone().requires_grad_() for name, x in given.items() if name in named}
         rows = {name: x[:, :, held[rank]] if name == "bias" and x.shape[2] > 1 else x for name, x in tensors.items()}
         options: dict[str, Any] = {"layout": call.layout, "mask": mask, "method": call.method, "kernel": call.kernel}
-        options |= {"mesh": axis, "seq_len": S, "inner_ring_size": call.inner_ring_size} | given | rows
+        options |= {"mesh": axis, "seq_len": S} | given | rows
         out = attention(*local, **options)
         with torch.no_grad():
             _, lse = attention(*local, **options, return_lse=True)
@@ -112,8 +111,6 @@ def calls(size: int, full: bool) -> list[Copies]:
     found += [Copies(first, "full", scores) for scores in ("sinks", "every score", "dropout, sinks and alibi")]
     found += [Copies(first, mask, kernel="cpu_flash") for mask in ("full", "causal", "length")]
     found += [Copies(x, mask, method="all_gather") for x in LAYOUTS.values() for mask in ("full", "prefix and window")]
-    sizes = (1, 2) if size == 4 else (1,)
-    found += [Copies(first, "full", method="double_ring", inner_ring_size=n) for n in sizes]
     return found
 
 

@@ -180,8 +180,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a misspelt method": (
         lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], method="all-gahter"),
-        "method: expected one of auto, ring, all_gather, ulysses, hybrid, double_ring, got 'all-gahter'; "
-        "method='all_gather' works",
+        "method: expected one of auto, ring, all_gather, ulysses, hybrid, got 'all-gahter'; method='all_gather' works",
     ),
     "a layout as a method": (
         lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], method="zigzag"),

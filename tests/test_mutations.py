@@ -34,7 +34,6 @@ import test_choosing
 import test_clipping
 import test_copies
 import test_decoding
-import test_double_ring
 import test_faults
 import test_first_steps
 import test_flash_attn
@@ -307,10 +306,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "all-gather": lambda pool: few(pool, GATHERED),
     "overlap of all-gather": test_traffic.test_all_gather_hides_its_fetch_and_its_delivery,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
-    "double ring": on(6, test_double_ring.on_hosts, 2, test_double_ring.FEW, True, timeout=60.0),
-    "sums of the double ring": of(test_seeds.test_gradients_are_summed_in_fp32, torch.bfloat16, "double_ring"),
-    "network of the double ring": of(test_double_ring.test_the_network_moves_what_hosts_need_not_what_ranks_do, 4, 2),
-    "overlap of the double ring": test_double_ring.test_both_links_are_busy_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
     "kernels launched directly": alone(
         (test_flash_attn_4.test_kinds_have_kernels_of_their_own, ()),

@@ -76,8 +76,8 @@ def test_options_together(pool, strength, cp_size):
 
 OTHERS = tuple(name for name in METHODS if name != "ring")
 OF_METHODS = FACTORS | {"heads": (*HEADS, (4, 2), (12, 3))}
-OF_GROUPS = ("hybrid", "double_ring")
-SIZES = {name: FACTORS["cp_size"] for name in OTHERS} | {"hybrid": (4, 6), "double_ring": (4,)}
+OF_GROUPS = ("hybrid",)
+SIZES = {name: FACTORS["cp_size"] for name in OTHERS} | {"hybrid": (4, 6)}
 """Numbers of ranks: on fewer these are the ring or Ulysses, here mostly 2 x 2, 2 x 3 or 3 x 2."""
 OTHERS_ON_RANKS = [(method, size) for method, sizes in SIZES.items() for size in sizes]
 
@@ -113,7 +113,7 @@ def test_options_of_other_methods(pool, method, strength, cp_size):
 
 
 METHODS_OF_FOUR: dict[str, dict[str, Any]] = {
-    "ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2}
+    "ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2}
 }  # fmt: skip
 """Options of all methods on 4 ranks, by which inner groups are of two."""
 ONE_TOKEN_EACH = ZigZagDocuments(range(21))

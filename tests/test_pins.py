@@ -262,9 +262,9 @@ def test_plans(pin: Any, full: bool, layout: str) -> None:
 
 # Numbers.
 
-METHODS_ON = {"ring": (2, 3, 4), "all_gather": (3, 4), "ulysses": (2, 3, 4), "hybrid": (4,), "double_ring": (4,)}
-"""On fewer ranks the last two are others."""
-DEGREES = {"hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2}}
+METHODS_ON = {"ring": (2, 3, 4), "all_gather": (3, 4), "ulysses": (2, 3, 4), "hybrid": (4,)}
+"""On fewer ranks the hybrid is Ulysses."""
+DEGREES = {"hybrid": {"ulysses_degree": 2}}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "method": METHOD_NAMES,
     "cp_size": (2, 3, 4),

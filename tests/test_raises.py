@@ -988,7 +988,6 @@ MEANINGFUL = {  # what may pass: by option, names of values
     "dropout_p": {"0", *FRACTION},  # with a seed
     "dropout_seed": {"None", "0", *ONE},
     "ulysses_degree": {"None"},
-    "inner_ring_size": {"None"},
     "head_chunks": {"None", *ONE},
     "deterministic": {"None", "True"},
     "seq_dim": {"None"},
@@ -1037,8 +1036,7 @@ def other_numbers(rank: int) -> None:
     """Results of numbers of Python, NumPy and tensors are the same."""
     make_meshes()
     arguments = local()
-    hybrid, double = {"method": "hybrid", "ulysses_degree": 2}, {"method": "double_ring", "inner_ring_size": 2}
-    for method in ({"head_chunks": 2}, hybrid, double):
+    for method in ({"head_chunks": 2}, {"method": "hybrid", "ulysses_degree": 2}):
         plain: dict[str, Any] = {"seq_dim": 2, "seq_len": S, "scale": 0.5, "softcap": 3.0} | method
         want = attention(**arguments, **plain, mask=Mask(window=(7, 0), prefix=3, length=20))
         for kind in (np.asarray, torch.tensor):

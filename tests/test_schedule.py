@@ -121,14 +121,6 @@ def test_what_all_ranks_must_know_alike(layout, name):
             assert schedule.covers == kinds
 
 
-def test_source_and_receiver_are_inverse():
-    around, of_hosts = inner("schedule", "Around")(), inner("relay_plan", "HostAfterHost")
-    for rank, step, order in product(range(4), range(4), (around, of_hosts(2), of_hosts(4))):
-        assert order.peer(order.peer(rank, 1, step, 4), -1, step, 4) == rank
-        assert around.peer(rank, -1, step, 4) == of_hosts(4).peer(rank, -1, step, 4)
-    assert around.peer(1, -1, 0, 4) == 1 and around.peer(3, -1, 1, 4) == 2 and of_hosts(2).peer(3, -1, 3, 4) == 0
-
-
 @pytest.mark.parametrize("cp_size", (2, 3, 4, 8))
 def test_causal_work_is_balanced(cp_size):
     S, whole = 48 * cp_size, 48 * cp_size * (48 * cp_size + 1) // 2

@@ -36,7 +36,6 @@ FLOORS: dict[str, int] = {
     "wrap": 3,
     "call": 4,
     "flex": 5,
-    "hosts": 5,
     "inference": 5,
     "mixers": 5,
     "tensor_parallel": 5,

@@ -99,7 +99,7 @@ def core_by(rank: int, method: str) -> tuple[list[Tensor], int]:
 
 @pytest.mark.parametrize(
     ("method", "count"),
-    [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 4), ("hybrid", 7), ("double_ring", 9)],
+    [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 4), ("hybrid", 7)],
 )
 def test_the_method_of_a_core(pool: Any, method: str, count: int) -> None:
     """It is used: each has its number of collectives."""

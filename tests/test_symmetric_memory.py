@@ -227,7 +227,6 @@ def test_every_layout_and_mask(pool, full, cp_size):
     cases += [("zigzag", "causal", 29, {"heads": (8, 4), "head_chunks": chunks}) for chunks in (1, 2, 4)]
     for method in METHODS:
         heads: dict[str, Any] = {"heads": (12, 6 // cp_size)} if method == "ulysses" else {}
-        heads |= {"inner_ring_size": cp_size} if method == "double_ring" else {}  # several hosts have none in common
         cases += [(layout, "documents", S, {"method": method} | heads) for layout in LAYOUTS for S in (31, 2, 47)]
     random.Random(cp_size).shuffle(cases)
     cases = cases if full else cases[::5]
@@ -278,8 +277,7 @@ def test_the_memory_of_a_group_is_what_the_formula_says(pool, cp_size, dtype):
 def released(rank: int, folder: str) -> tuple[int, int, int, list[str]]:
     """Bytes of all groups after calls of all methods, of other groups when this one's are given back, and of this one
     in later calls; and where their results are wrong."""
-    axis, options = mesh((4,), ("cp",)), [{"method": name} for name in METHODS if name != "double_ring"]
-    options.append({"method": "double_ring", "inner_ring_size": 2, "transport": "auto"})
+    axis, options = mesh((4,), ("cp",)), [{"method": name} for name in METHODS]
     options.append({"method": "hybrid", "ulysses_degree": 2})
     inputs = [x[:, :, ZigZag().positions(24, 4, rank)] for x in make_qkv(2, 8, 4, 24, 5, 4)]
     with double(axis.get_group(), folder):
@@ -604,16 +602,14 @@ def check_methods() -> list[str]:
     axis, problems = gpu_axis(), []
     size, rank = axis.size(), axis.get_local_rank()
     half = max(1, size // 2)
-    degrees = {"hybrid": {"ulysses_degree": half}, "double_ring": {"inner_ring_size": half}}
+    degrees = {"hybrid": {"ulysses_degree": half}}
     for method, name in product(METHODS, ("contiguous", "zigzag", "striped")):
-        # of several hosts, of which this machine stands for two, each alone has symmetric memory
-        over = "auto" if method == "double_ring" else TRANSPORTS[1]
         for heads, mask, seq_len in (((8, 8), "causal", 256 * size - 3), ((8, 2), "documents", 256 * size)):
             layout = LAYOUTS[name](seq_len)
             inputs = local_inputs(layout.shard_len(seq_len, size, rank), heads, seed=seq_len)
             options = {"layout": layout, "mask": make_mask(mask, 1, seq_len), "seq_len": seq_len, "method": method}
             options |= degrees.get(method, {})
-            wanted, got = (attend(inputs, axis, each, **options) for each in (TRANSPORTS[0], over))
+            wanted, got = (attend(inputs, axis, each, **options) for each in TRANSPORTS)
             problems += different(f"{method}, {name}, {heads}, {mask}", wanted, got)
     return problems
 

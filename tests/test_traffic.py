@@ -41,7 +41,7 @@ def passes(
 ) -> list[tuple[list[Sent], list[Sent]]]:
     """What this rank sent in the forward and in the backward of each case; ``degree`` as the method takes it."""
     axis, results = mesh((cp_size := torch.distributed.get_world_size(),), ("cp",)), []
-    degrees = {"hybrid": {"ulysses_degree": degree}, "double_ring": {"inner_ring_size": degree}}
+    degrees = {"hybrid": {"ulysses_degree": degree}}
     for name, mask, S in cases:
         layout = LAYOUTS[name](S)
         q, k, v, dout = local_inputs(layout, S, cp_size, rank, dtype)

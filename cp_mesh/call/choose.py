@@ -30,7 +30,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from cp_mesh.call.spec import AttentionSpec, Operand
-from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 
 DEFAULT = "ring"
@@ -97,16 +96,3 @@ def ranks_by_host(group: dist.ProcessGroup) -> list[int]:
         return []
     ranks = dist.get_process_group_ranks(group)
     return [len([*of_host]) for _, of_host in groupby(rank // int(told) for rank in ranks)]
-
-
-def ranks_of_a_host(group: dist.ProcessGroup) -> int:
-    """The number of a group's ranks per host, which must be equal on all hosts, for the double ring."""
-    sizes, told = ranks_by_host(group), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not sizes:
-        got = f"LOCAL_WORLD_SIZE={told!r}" if told else "neither"
-        hint = "pass inner_ring_size, the cp ranks of a host, or method='ring'"
-        refuse("method='double_ring'", "LOCAL_WORLD_SIZE, as torchrun sets it, or inner_ring_size", got, hint)
-    if len(set(sizes)) > 1:
-        expected, hint = "as many cp ranks on every host", "method='ring' works"
-        refuse("method='double_ring'", expected, ", ".join(map(str, sizes)), hint, UnsupportedError)
-    return sizes[0]

@@ -27,7 +27,6 @@ from cp_mesh.call.formats import FORMATS, Format
 from cp_mesh.call.op import call_attention
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.spec import (
-    DEGREES,
     Call,
     Tensors,
     autocast,
@@ -68,7 +67,6 @@ def attention(
     kernel: str = "auto",
     transport: str = "auto",
     ulysses_degree: int | None = None,
-    inner_ring_size: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -92,8 +90,8 @@ def attention(
         value: like ``key``; its head dim may differ where the kernel allows.
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup. Or a 2-D mesh of two axes that together are the cp axis
             and whose names begin with "cp", ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
-            second axis, and the double ring takes it as the ranks of a host. Required for local tensors. DTensors need
-            it to name the cp axis (or axes) of their mesh if ``seq_dim`` is not given and no axis is named "cp".
+            second axis. Required for local tensors. DTensors need it to name the cp axis (or axes) of their mesh if
+            ``seq_dim`` is not given and no axis is named "cp".
         seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Pass it for
             the other formats, because neither shapes nor placements distinguish heads from rows.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
@@ -117,17 +115,14 @@ def attention(
             computed. "all_gather": in one stage, fetched while the local blocks are computed; fewest kernel calls.
             "ulysses": an all-to-all gives each rank some heads of the whole sequence; cp_size must divide the query
             heads. "hybrid": Ulysses within groups of ``ulysses_degree`` neighbouring cp ranks, a ring between groups.
-            "double_ring": a ring in which rows that several ranks of a host need are sent to that host once. "auto"
-            picks "ring", "all_gather" or "ulysses" by a rule from measurements (`call/choose.py`); `explain` reports
-            which and why. It is "ring" on fewer than 8 ranks, on CPUs or several hosts, and with score terms.
+            "auto" picks "ring", "all_gather" or "ulysses" by a rule from measurements (`call/choose.py`); `explain`
+            reports which and why. It is "ring" on fewer than 8 ranks, on CPUs or several hosts, and with score terms.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that supports the call; all ranks must have the same packages installed.
         transport: "auto", "functional" (collectives) or "symmetric_memory" (needs GPUs of one NVLink host; "auto" takes
-            it there). The double ring uses it within each host; its copies between hosts are functional.
+            it there).
         ulysses_degree: ranks per group of the hybrid, a divisor of cp_size and of the query heads. None: the size of
             the second axis of a 2-D mesh; else gcd(cp_size, kv heads), or if that is 1, gcd(cp_size, query heads).
-        inner_ring_size: cp ranks per host in the double ring; ranks of a host must be consecutive. None: the size of
-            the second axis of a 2-D mesh; else derived from LOCAL_WORLD_SIZE, which torchrun sets.
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other. Communication
             buffers then hold one part, and speed drops a little. None: the fewest parts in which a rank fetches at most
             512 MiB of K and V (`tools/explain/predict/memory.py` has the formula); one part for Ulysses.
@@ -155,15 +150,13 @@ def attention(
         torch.Size([1, 8, 512, 64])
 
     Source: ring attention, Liu et al. 2023, arXiv:2310.01889; all-gather, Llama 3, arXiv:2407.21783;
-    Ulysses, Jacobs et al. 2023, arXiv:2309.14509; the hybrid, Fang and Zhao 2024, arXiv:2405.07719;
-    the double ring, Gu et al. 2024, arXiv:2406.18485.
+    Ulysses, Jacobs et al. 2023, arXiv:2309.14509; the hybrid, Fang and Zhao 2024, arXiv:2405.07719.
     """
     return attend(
         query, key, value, mesh=mesh, seq_dim=seq_dim, seq_len=seq_len, layout=layout, mask=mask, scale=scale,
         softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias,
         dropout_p=dropout_p, dropout_seed=dropout_seed, method=method, kernel=kernel, transport=transport,
-        ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
-        deterministic=deterministic, return_lse=return_lse,
+        ulysses_degree=ulysses_degree, head_chunks=head_chunks, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -210,15 +203,13 @@ def announce_to_cp(error: Exception, query: Any, mesh: Any, seq_dim: Any) -> Non
 
 
 def with_degree(mesh: DeviceMesh | dist.ProcessGroup, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords, with the inner group size filled in from the second axis of a 2-D mesh."""
-    found = dict(given)
-    for name, method in DEGREES:
-        if given.get("method") == method and isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-            inner, x = mesh.size(1), as_int(given.get(name))
-            if x is not None and (type(x) is not int or x != inner):
-                refuse(name, f"{inner}, as the mesh's second axis has", shown(x), "leave it out")
-            found[name] = inner
-    return found
+    """Keywords, with the hybrid's degree filled in from the second axis of a 2-D mesh."""
+    if given.get("method") != "hybrid" or not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
+        return dict(given)
+    inner, x = mesh.size(1), as_int(given.get("ulysses_degree"))
+    if x is not None and (type(x) is not int or x != inner):
+        refuse("ulysses_degree", f"{inner}, as the mesh's second axis has", shown(x), "leave it out")
+    return {**given, "ulysses_degree": inner}
 
 
 def _make_call(

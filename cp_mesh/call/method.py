@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cp_mesh._torch import raw_stream
 from cp_mesh.call.spec import AttentionSpec, Operand
-from cp_mesh.comm.contract import Transport
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band, Mask
@@ -37,8 +36,8 @@ class Method:
 
     Attributes:
         name: as in ``cp_mesh.attention(method=)``.
-        choose_degree: (options, q, k, cp_size) -> the degree: how many ranks exchange heads for rows, or share a host;
-            1 for methods without groups. Refuses a degree that it cannot serve.
+        choose_degree: (options, q, k, cp_size) -> the degree: how many ranks exchange heads for rows; 1 for
+            methods without groups. Refuses a degree that it cannot serve.
         make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=, sources=) -> this rank's
             schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings. Refuses
@@ -51,8 +50,6 @@ class Method:
         kept_shapes: (q, k, v, seq_len, cp_size, degree) -> shapes of the tensors that the forward saves for the
             backward in place of q, k, v, out and lse, if the spec ``keeps``. None or no shapes: it saves none.
         swaps: whether ``degree`` ranks exchange heads for rows; these count as one rank in the schedule.
-        degree_option: the name of the option that sets the degree, if there is one.
-        open_transport: (plan, group) -> the transport of one pass over some heads; None: the usual one over the group.
     """
 
     name: str
@@ -63,13 +60,6 @@ class Method:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
     kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
     swaps: bool = False
-    degree_option: str = ""
-    open_transport: Callable[[Plan, dist.ProcessGroup], Transport] | None = None
-
-    def with_degree(self, options: AttentionSpec, degree: int) -> AttentionSpec:
-        """The options with this degree, if the method has an option for it."""
-        asked: dict[str, Any] = {self.degree_option: degree} if self.degree_option else {}
-        return options._replace(**asked)
 
     def inner_size(self, degree: int) -> int:
         """How many ranks count as one rank in a schedule."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.choose import choose, ranks_by_host, ranks_of_a_host
+from cp_mesh.call.choose import choose, ranks_by_host
 from cp_mesh.call.method import Plan, covers_of, stream_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, check_scores, check_tensors, make_scores
@@ -88,8 +88,6 @@ def make_plan(
     features = None if scores is None else scores.features
     if options.method == "auto" and plans.num_hosts is None:
         plans.num_hosts = len(ranks_by_host(group))
-    if options.method == "double_ring" and not options.inner_ring_size:
-        options = options._replace(inner_ring_size=ranks_of_a_host(group))
     hosts = plans.num_hosts if options.method == "auto" else None
     plan: Plan = resolve(contents, *shapes, features, seq_len, group.size(), group.rank(), hosts, options)
     if scores is not None:

@@ -274,8 +274,6 @@ def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextMana
     """The transport of one pass over one chunk of heads, closed on exit; None if no rows are fetched."""
     if not plan.schedule.route.stages:
         return nullcontext()  # a transport takes host time
-    if plan.method.open_transport is not None:
-        return closing(plan.method.open_transport(plan, group))
     if (chosen := plan.prepared.get("transport")) is None:  # the plan's first pass, after ranks compared the call
         chosen = plan.prepared["transport"] = choose_transport(plan.options.transport, group, plan.device)
     return closing(make_transport(chosen, group, plan.schedule, plan.device, copy_together))

@@ -33,12 +33,10 @@ SCORE_OPTIONS = ("softcap", *TERMS, "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
 GRADED = tuple(TERMS)
 """Tensors of the scores that can have a gradient, in the order in which the backward op returns the gradients."""
-_COUNTS = ("ulysses_degree", "inner_ring_size", "head_chunks")
+_COUNTS = ("ulysses_degree", "head_chunks")
 FACTORS = ("scale", "softcap", "dropout_p")
 EXECUTION = ("kernel", "method", "transport", *_COUNTS, "deterministic")
 """Keywords that choose how to compute; they change results only by rounding."""
-DEGREES = (("ulysses_degree", "hybrid"), ("inner_ring_size", "double_ring"))
-"""Keywords that only one method takes, and this method."""
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _PLAIN = {str, bool, int, float, type(None)}
 
@@ -72,7 +70,6 @@ class AttentionSpec(NamedTuple):
     kernel: str = "auto"
     transport: str = "auto"
     ulysses_degree: int = 0
-    inner_ring_size: int = 0
     head_chunks: int = 0
     deterministic: bool = False
     differentiable_lse: bool = False
@@ -156,10 +153,9 @@ def _settle(
 ) -> AttentionSpec:
     check_keywords({"return_lse": return_lse, "deterministic": deterministic, **others})
     spec, chosen, compiling = layout.spec(), others.get("method", "auto"), torch.compiler.is_compiling()
-    for name, method in DEGREES:
-        if (x := others.get(name)) is not None and chosen != method:
-            got, hint = f"{x} with method={chosen!r}", f"method={method!r} takes it, or leave it out"
-            refuse(name, f"None, but with method={method!r}", got, hint)
+    if (x := others.get("ulysses_degree")) is not None and chosen != "hybrid":
+        got, hint = f"{x} with method={chosen!r}", "method='hybrid' takes it, or leave it out"
+        refuse("ulysses_degree", "None, but with method='hybrid'", got, hint)
     if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: add your class to cp_mesh.geometry.layouts.LAYOUTS"
         refuse("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint)

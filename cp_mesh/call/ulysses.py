@@ -421,4 +421,4 @@ def _slices(pieces: Sequence[Piece], shard_lens: Sequence[int]) -> list[list[sli
 
 
 ULYSSES = Method("ulysses", choose_degree, schedule_of_groups, settle, forward, backward, kept_shapes, swaps=True)
-HYBRID = replace(ULYSSES, name="hybrid", choose_degree=choose_inner_degree, degree_option="ulysses_degree")
+HYBRID = replace(ULYSSES, name="hybrid", choose_degree=choose_inner_degree)

@@ -60,7 +60,6 @@ def flex_attention(
     kernel: str = "auto",
     transport: str = "auto",
     ulysses_degree: int | None = None,
-    inner_ring_size: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -97,8 +96,7 @@ def flex_attention(
         mesh, seq_dim, seq_len, layout: as in `cp_mesh.attention`.
         mask: hides further pairs. Keys that it hides from all queries of a rank are not sent there, so express as much
             of the mask here as you can, such as Mask(causal=True).
-        method, kernel, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
-            `cp_mesh.attention`.
+        method, kernel, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`.
 
     Returns:
         out, or with ``return_lse`` (out, lse), as `cp_mesh.attention` returns them.

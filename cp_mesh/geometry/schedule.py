@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -154,18 +153,6 @@ def num_rows(ranges: Iterable[Rows]) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-class Around:
-    """The order in which ranks visit each other: in step i rank r uses the keys of rank ``(r - i) mod cp_size``."""
-
-    def active(self, needed: Array) -> tuple[int, ...]:
-        """Return the steps in which some rank fetches rows of another rank."""
-        return active_steps(needed)
-
-    def peer(self, rank: Any, sign: int, step: Any, cp_size: int) -> Any:
-        """Return the rank that is ``step`` ranks ahead (sign 1) or behind (sign -1), for integers or arrays."""
-        return (rank + sign * step) % cp_size
-
-
 def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Group steps in stages of 1, 2, 4, 4, ... steps."""
     groups, begin, size = [], 0, 1
@@ -188,7 +175,6 @@ def make_schedule(
     cp_rank: int,
     segments: bool = False,
     groups: Grouping = in_rising_stages,
-    order: Around = Around(),  # noqa: B008 - it has no state
     sources: Seen | None = None,
 ) -> Schedule:
     """Return the schedule of one rank.
@@ -201,7 +187,6 @@ def make_schedule(
         cp_rank: the rank.
         segments: make tiles of documents (`Segments`) where documents are runs of positions, instead of PARTIAL tiles.
         groups: groups the active steps in stages; the same on every rank.
-        order: the order in which ranks visit each other.
         sources: bool [receiver, source], the sources that may be visited; None: all.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments, sources)
@@ -212,14 +197,14 @@ def make_schedule(
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
     asked = found.of_source(cp_rank)
     fetched, served = by_rank(fetch, cp_size), by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
-    steps_of = groups(order.active(needed))
+    steps_of = groups(active_steps(needed))
     stage_of = np.full(cp_size, -1)  # stage of each source; this rank's own rows are in no stage
     for number, group in enumerate(steps_of):
-        stage_of[order.peer(cp_rank, -1, np.array(group), cp_size)] = number
+        stage_of[(cp_rank - np.array(group)) % cp_size] = number
     placed = [_placed(table[table[:, SOURCE] != cp_rank], fetch, stage_of) for table in blocks]
     stages = []
     for number, group in enumerate(steps_of):
-        sources, receivers = (np.sort(order.peer(cp_rank, sign, np.array(group), cp_size)).tolist() for sign in (-1, 1))
+        sources, receivers = (np.sort((cp_rank + sign * np.array(group)) % cp_size).tolist() for sign in (-1, 1))
         stages.append(
             Stage(
                 group,

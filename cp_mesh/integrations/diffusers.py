@@ -161,8 +161,7 @@ def parallelize(
         model: a FluxTransformer2DModel or WanTransformer3DModel, changed in place.
         mesh: the cp axis, as in `cp_mesh.ShardedSequence`.
         watch: compare gradients over the ranks before the first optimizer step.
-        **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
-            `cp_mesh.attention`.
+        **options: kernel, method, transport, ulysses_degree, head_chunks, deterministic, as in `cp_mesh.attention`.
 
     Returns:
         The model.

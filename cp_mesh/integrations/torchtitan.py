@@ -40,8 +40,7 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
 
     Args:
         spec: the `Trainer.Config` of a model. It is not changed.
-        **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
-            `cp_mesh.attention`.
+        **options: kernel, method, transport, ulysses_degree, head_chunks, deterministic, as in `cp_mesh.attention`.
 
     Returns:
         A copy of the spec with another ``parallelize_fn``, and entries in ``override.imports``.

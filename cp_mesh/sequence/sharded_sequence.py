@@ -53,7 +53,7 @@ class ShardedSequence:
             padded, or with ``pad=False`` sharded unequally. None: any multiple, read from the tensors.
         pad: pad the sequence at its end to a multiple, so that shards are equal.
         ulysses_degree: the default for ``ContextParallel(sequence, method="hybrid")``. None: for a 2-D mesh the size of
-            its second axis, which the double ring uses too.
+            its second axis.
 
     Raises:
         ArgumentError: if the mesh is none of these.

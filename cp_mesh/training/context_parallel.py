@@ -25,7 +25,7 @@ from cp_mesh.call.dtensor import check_placements, check_score_placements, first
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
 from cp_mesh.call.methods import choose_method
-from cp_mesh.call.spec import DEGREES, EXECUTION, SCORE_OPTIONS, check_choice, check_dense, settle
+from cp_mesh.call.spec import EXECUTION, SCORE_OPTIONS, check_choice, check_dense, settle
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.model_groups import ranks_of_tp
@@ -109,8 +109,8 @@ class ContextParallel(ParallelStyle):
             ``layout=lambda q, k, v, packed: packed.layout``. It must depend on its arguments alone. Pass the layout
             inside an object, because FSDP2 moves tensors to the device. None: the layout of the sequence. Data, labels
             and `ShardedModel` need the same layout (`ShardedSequence.balanced`).
-        kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
-            `cp_mesh.attention`. None for a degree or ring size: the sequence's ulysses_degree, or its inner mesh axis.
+        kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`. None
+            for the degree: the sequence's ulysses_degree, or its inner mesh axis.
 
     Raises:
         ArgumentError, UnsupportedError: at application, if the mesh is wrong, the style is applied twice, or the module
@@ -128,7 +128,6 @@ class ContextParallel(ParallelStyle):
         method: str = "auto",
         transport: str = "auto",
         ulysses_degree: int | None = None,
-        inner_ring_size: int | None = None,
         head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
@@ -137,9 +136,8 @@ class ContextParallel(ParallelStyle):
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
         self.options = {name: x for name, x in locals().items() if name in EXECUTION}
-        for name, of_method in DEGREES:
-            if method == of_method and self.options[name] is None:
-                self.options[name] = sequence.ulysses_degree
+        if method == "hybrid" and ulysses_degree is None:
+            self.options["ulysses_degree"] = sequence.ulysses_degree
         self._looked_at: set[ref[nn.Module]] = set()
         settle(**self.options)
         choose_method(method)

@@ -43,7 +43,7 @@ LIMIT, SHARE = 3e-4, 0.9
 MOST_UNITS, LEAST_UNITS = 4, 2
 """Multiples of the layout's unit in a piece. In a longer one, fewer rows are at shard edges, where mistakes appear."""
 _ALONE: dict[str, str | None] = dict.fromkeys(("kernel", "method", "transport"), "auto")
-_ALONE |= dict.fromkeys(("ulysses_degree", "inner_ring_size", "head_chunks"))
+_ALONE |= dict.fromkeys(("ulysses_degree", "head_chunks"))
 _CROSS = "equal sequence lengths (self-attention)"  # words of the error for keys that are not the sharded sequence
 _LOSSES = ("labels", "shift_labels", "num_items_in_batch")  # arguments that the logits do not need, in Transformers
 _PLAIN = bool | int | float | str | torch.dtype | torch.device | Layout | ShardedSequence | None

@@ -94,7 +94,6 @@ def answer(feature: Feature, method: Method, kernel: Kernel) -> str:
         Operand(torch.Size((1, heads, TOKENS // RANKS, dim)), dtype, torch.device(device))
         for heads, dim in zip((feature.heads[0], *feature.heads[1:] * 2), (16, 16, 2 * feature.v_head_dim), strict=True)
     )
-    options = options._replace(inner_ring_size=2 if method.name == "double_ring" else 0)
     try:
         degree = method.choose_degree(options, q, k, RANKS)
         make = partial(method.make_schedule, layout, mask, TOKENS, RANKS, 0, degree=degree)

@@ -332,8 +332,8 @@ def balanced(mask: Mask, mesh: DeviceMesh, seq_len: int) -> Layout:
 class CPMesh(Contestant):
     """cp_mesh's own function, eager, on [1, L, heads, D] tensors.
 
-    "hybrid2" and "double_ring2" have inner groups of 2 ranks; the latter takes each for a host, so its transport is
-    "auto". Of "auto" the status says what it takes, and the gate judges what it takes at the gate's length.
+    "hybrid2" has inner groups of 2 ranks. Of "auto" the status says what it takes, and the gate judges what it takes at
+    the gate's length.
     """
 
     is_ours = True
@@ -352,7 +352,7 @@ class CPMesh(Contestant):
         self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS.get(layout), mesh, transport
         self._method, self._degree = method, degree
         self._options: dict[str, Any] = {"method": method, "kernel": kernel, "transport": transport}
-        self._options |= {METHODS[method].degree_option: degree} if degree else {}
+        self._options |= {"ulysses_degree": degree} if degree else {}
         self._options |= {"head_chunks": head_chunks} if head_chunks else {}
         self.capturable = transport == "symmetric_memory" or mesh.size() == 1
 
@@ -384,8 +384,7 @@ class CPMesh(Contestant):
     def taken(self, case: Case) -> str:
         """The method that runs."""
         plan = self.plan(case)
-        option = plan.method.degree_option
-        return named(plan.method.name, getattr(plan.options, option) if option else 0)
+        return named(plan.method.name, plan.options.ulysses_degree if plan.method.name == "hybrid" else 0)
 
     def figures(self, case: Case) -> dict[str, str]:
         return {"status": f"ok: takes {self.taken(case)}"} if self._method == "auto" else {}
@@ -663,7 +662,7 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[
     methods: list[tuple[str, int, int | None]] = [("ring", 0, count) for count in sorted(head_chunks, reverse=True)]
     methods += [(method, 0, None) for method in (*METHODS, "auto")]
     inner = [degree for degree in range(2, mesh.size()) if mesh.size() % degree == 0]
-    methods += [(method, degree, None) for method in METHODS if METHODS[method].degree_option for degree in inner]
+    methods += [("hybrid", degree, None) for degree in inner]
     field += [
         CPMesh(mesh, method, layout, kernel, transport, degree, count)
         for method, degree, count in methods
@@ -671,7 +670,7 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[
         for kernel in own_kernels
         if kernel in KERNELS
         for transport in TRANSPORTS
-        if (transport == "auto") == (method == "double_ring" and degree > 0)
+        if transport != "auto"
     ]
     for rotation in ("allgather", "alltoall"):
         field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]
@@ -691,7 +690,7 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
     fast = [kernel for kernel in present if kernel != "fa2" or len(present) == 1]
     patterns = [f"{kind}/{kernel}" for kind in ("floor", "single_gpu") for kernel in fast]
     for kernel in kernels:
-        # of two ranks, or one host, the hybrid and the double ring are Ulysses and the ring
+        # of two ranks the hybrid is Ulysses
         patterns += [f"cp_mesh/{name}/zigzag/{kernel}/{transport}" for name in ("ring", "all_gather", "ulysses")]
         patterns += [f"cp_mesh/ulysses/contiguous/{kernel}/{transport}"]
         patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]

@@ -38,7 +38,6 @@ METHODS = {
     "all_gather": "all-gather",
     "ulysses": "Ulysses",
     "hybrid": "hybrid",
-    "double_ring": "double ring",
 }
 KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
 WHOLE = ModelSizes.read("llama-3-8b")

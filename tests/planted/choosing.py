@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from planted.seams import in_area, with_arguments, with_result
@@ -19,11 +17,9 @@ plant("rows are those that a rank holds", "choose:choose", "the rule")(
 plant("hosts that nobody tells are one", "choose:ranks_by_host", "hosts")(
     lambda count: with_result(count, lambda hosts: hosts or [1])
 )
-
-
-@plant("rows that crossed are held nowhere", "memory:_held_keys", "allocations")
-def _(keys: Any) -> Any:
-    return with_result(keys, lambda found: [each._replace(buffer=0, stages=[0] * len(each.stages)) for each in found])
+plant("rows that were fetched are held nowhere", "memory:_held_keys", "allocations")(
+    lambda keys: with_result(keys, lambda found: [0] * len(found))
+)
 
 
 plant("groups within a group keep their memory", "symmetric_memory:release", "release")(

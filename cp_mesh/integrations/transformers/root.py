@@ -90,8 +90,7 @@ def parallelize(
         dropout_seed: seed of attention's dropout, equal on all ranks. The dropped weights depend on the seed, the
             layer, the forward, the pair of positions, and the index of the cp group within ``data``.
         watch: as in `ShardedModel`.
-        **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
-            `cp_mesh.attention`.
+        **options: kernel, method, transport, ulysses_degree, head_chunks, deterministic, as in `cp_mesh.attention`.
 
     Returns:
         The model.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cp_mesh.call.choose import DEFAULT, Choice
+from cp_mesh.call.choose import Choice
 from cp_mesh.call.methods import METHODS, choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, AttentionSpec, Operand, check_choice
 from cp_mesh.comm.exchange import TRANSPORTS
@@ -93,7 +93,6 @@ def explain(
     kernel: str = "auto",
     method: str = "auto",
     ulysses_degree: int | None = None,
-    inner_ring_size: int | None = None,
     transport: str = "auto",
     gpus_per_host: int | None = None,
     captured_shards: int | None = None,
@@ -116,7 +115,7 @@ def explain(
         kernel: as in `cp_mesh.attention`. A kernel given by name need not be installed; "auto" takes an installed one.
         head_chunks, method, transport: as in `cp_mesh.attention`. Transport "auto" is symmetric memory for "cuda" on
             one host.
-        ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; ``inner_ring_size=None`` is ``gpus_per_host``.
+        ulysses_degree: as in `cp_mesh.attention`.
         gpus_per_host: ranks per host, in order of rank; None: 8 for "cuda", else all ranks.
         captured_shards: elements, over all ranks, of the cp-sharded DTensors that a score_mod reads
             (`cp_mesh.flex_attention`). Counted in ``dtype``, with gradients. Needs ``num_heads``.
@@ -158,7 +157,6 @@ def explain(
         "num_kv_heads": (num_kv_heads, "None means as many as query heads"),
         "head_chunks": (head_chunks, "None is automatic"),
         "ulysses_degree": (ulysses_degree, "None is automatic"),
-        "inner_ring_size": (inner_ring_size, "None is automatic"),
         "gpus_per_host": (gpus_per_host, "gpus_per_host=8 fits an H200 host"),
         "captured_shards": (captured_shards, "None means no captured shards"),
         "columns": (columns, "columns=64 is the default"),
@@ -180,10 +178,9 @@ def explain(
     transport = _transport(transport, device, cp_size, gpus_per_host)
     within = within if cp_size > gpus_per_host else transport
     choose_method(method)
-    for name, size in (("ulysses_degree", ulysses_degree), ("inner_ring_size", inner_ring_size)):
-        if size is not None and METHODS.get(method, METHODS[DEFAULT]).degree_option != name:
-            of = next(other.name for other in METHODS.values() if other.degree_option == name)
-            refuse(f"explain: {name}", f"None, except with method={of!r}", size, f"method={of!r} takes it")
+    if ulysses_degree is not None and method != "hybrid":
+        expected, hint = "None, except with method='hybrid'", "method='hybrid' takes it"
+        refuse("explain: ulysses_degree", expected, ulysses_degree, hint)
     if captured_shards and num_heads is None:
         refuse("explain: captured_shards", "num_heads, to count bytes", None, "num_heads=32 works")
     num_kv_heads = num_kv_heads or num_heads or 1
@@ -197,8 +194,7 @@ def explain(
     features = {{"dropout_p": "dropout"}.get(name, name) for name in scores} - {"sinks", "dropout_seed"}
     features |= {"score_mod"} if captured_shards else set()
     options = AttentionSpec(
-        layout.spec(), mask.spec(), 1.0, ulysses_degree=ulysses_degree or 0, inner_ring_size=inner_ring_size or 0,
-        head_chunks=head_chunks or 0,
+        layout.spec(), mask.spec(), 1.0, ulysses_degree=ulysses_degree or 0, head_chunks=head_chunks or 0,
     )  # fmt: skip
     setting = Setting(
         seq_len, cp_size, mask, options, frozenset(features), of_heads(num_heads or num_kv_heads),
@@ -236,14 +232,13 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             layouts.append(even)
         if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
             layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
-    rings = [name for name, method in METHODS.items() if not (method.swaps or method.degree_option)]
+    rings = [name for name, method in METHODS.items() if not method.swaps]
     variants = [(layout, name, 0) for layout in layouts for name in rings]
     if setting.knows_heads:
         variants.append((found.layout, "ulysses", 0))
-        for name in METHODS:
-            tried = degrees(name, cp_size, setting.gpus_per_host)
-            variants += [(found.layout, name, degree) for degree in (tried if cp_size <= ALL_RANKS else tried[-1:])]
-    best: dict[str, Variant] = {}
+        tried = degrees(cp_size, setting.gpus_per_host)
+        variants += [(found.layout, "hybrid", degree) for degree in (tried if cp_size <= ALL_RANKS else tried[-1:])]
+    best: Variant | None = None
     for layout, name, degree in variants:
         if (layout, name, degree or found.degree) == (found.layout, found.method, found.degree):
             continue
@@ -252,6 +247,7 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             other = setting.look_at(layout, name, degree)
             if not degree:
                 yield other
-            elif name not in best or other.moved < best[name].moved:
-                best[name] = other
-    yield from best.values()
+            elif best is None or other.moved < best.moved:
+                best = other
+    if best is not None:
+        yield best

@@ -11,7 +11,6 @@ import torch
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.hosts.relay_plan import step_of
 from cp_mesh.tools.explain.variants import Variant, owners, sampled
 
 MASKED = -1
@@ -78,7 +77,7 @@ def stages_of_pairs(variant: Variant, mask: Mask, owner: Array, position: Array)
     stage_of_step = np.zeros(size, dtype=np.int64)
     for number, steps in enumerate(variant.steps):
         stage_of_step[list(steps)] = number + 1
-    stage = stage_of_step[step_of(owner[:, None], owner, size, variant.host_size)]
+    stage = stage_of_step[(owner[:, None] - owner) % size]
     tokens = torch.from_numpy(position)
     stage[~mask.allowed(tokens, tokens)[0].numpy()] = MASKED
     return stage

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Sequence
 
 from cp_mesh.call.choose import Choice
-from cp_mesh.call.methods import METHODS
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners, sampled
@@ -159,7 +158,7 @@ def _name(x: Variant) -> str:
 
 
 def _method(x: Variant) -> str:
-    return f"{x.method} of {x.degree}" if METHODS[x.method].degree_option else x.method
+    return f"{x.method} of {x.degree}" if x.method == "hybrid" else x.method
 
 
 def as_bytes(num: float) -> str:

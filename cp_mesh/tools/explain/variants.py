@@ -24,13 +24,12 @@ from cp_mesh.geometry.balance import keys_seen
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.schedule import Fetch, Schedule, enclosing, num_rows
-from cp_mesh.hosts.relay_plan import RelayedRoute
+from cp_mesh.geometry.schedule import Schedule, enclosing, num_rows
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, host_size_of, kv_heads_of_rank, visits_of
+from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank
 from cp_mesh.tools.explain.predict.methods import Setup, memory, sizes_of
 
 ALL_RANKS = 36  # up to this number, figures of every rank are computed
@@ -46,7 +45,7 @@ class RankFigures(NamedTuple):
         calls: kernel calls in a forward.
         received: key rows received in each stage.
         sources: ranks that send these rows, for each stage.
-        near, far: rows received over links of the host, and over the network (by the double ring: crossing hosts).
+        near, far: rows received over links of the host, and over the network.
         memory: extra memory beyond inputs and results; None without ``num_heads``.
     """
 
@@ -67,7 +66,7 @@ class Variant:
 
     Attributes:
         layout, method, kernel: the configuration, and its kernel.
-        degree: ranks that exchange heads for rows, or (double ring) ranks of a host; 1 for other methods.
+        degree: ranks that exchange heads for rows; 1 for other methods.
         work: query-key pairs of each rank over their mean, for all ranks.
         ranks: figures of the computed ranks.
         row_bytes: bytes of a fetched row of keys and values.
@@ -75,7 +74,6 @@ class Variant:
         chunks: number of head chunks.
         passed_over: kernels that "auto" prefers but rejected, and what each lacks.
         steps: the ring steps of each stage.
-        host_size: see `host_size_of`.
     """
 
     layout: Layout
@@ -89,7 +87,6 @@ class Variant:
     chunks: int
     passed_over: dict[str, str]
     steps: tuple[tuple[int, ...], ...]
-    host_size: int
 
     @property
     def inner(self) -> int:
@@ -177,9 +174,7 @@ class Setting:
         """Compute the figures of a layout and method; ``degree`` 0: as requested, or as `cp_mesh.attention` chooses."""
         chosen = METHODS[method]
         options, request = self._call(layout)
-        options = (chosen.with_degree(options, degree) if degree else options)._replace(method=method)
-        if method == "double_ring" and not options.inner_ring_size:
-            options = options._replace(inner_ring_size=min(self.gpus_per_host, self.cp_size))
+        options = options._replace(method=method, ulysses_degree=degree or options.ulysses_degree)
         if method == "hybrid" and not self.knows_heads:
             refuse("explain: method='hybrid'", "num_heads, which ranks exchange", None, "num_heads=32, num_kv_heads=8")
         no_heads = method == "ulysses" and not self.knows_heads  # assume that heads divide by cp_size
@@ -208,13 +203,10 @@ class Setting:
         row_bytes = 2 * batch * kv_heads * dim * sizes.itemsize
         moved: float = first.route.num_rows / len(first.route.needed)
         if self.knows_heads:
-            far = 0.0
-            if isinstance(first.route, RelayedRoute):
-                moved, far = (float(np.mean([getattr(x, by) for x in figures])) for by in ("near", "far"))
-            moved = self._bytes_moved(sizes, moved, far, inner, kernel) + self.captured_moved
+            moved = self._bytes_moved(sizes, moved, inner, kernel) + self.captured_moved
         steps = tuple(stage.steps for stage in first.route.stages)
         of_layout = layout, method, kernel, degree, work, figures
-        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, host_size_of(first))
+        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps)
 
     def _call(self, layout: Layout) -> tuple[AttentionSpec, Callable[[Schedule], Request]]:
         """The spec of the call, and a function from a schedule to what it requires of a kernel."""
@@ -247,8 +239,8 @@ class Setting:
         one_tile = as_one_tile(kernel, schedule, self.features)
         visits = [schedule.local_tiles, *(stage.tiles for stage in stages)]
         calls = setup.head_chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
-        moves = received(schedule, setup.method.inner_size(setup.degree))
-        by_host = [(source // self.gpus_per_host, num_rows(ranges)) for move in moves for source, ranges in move]
+        inner, fetches = setup.method.inner_size(setup.degree), (stage.fetch for stage in stages)
+        by_host = [(x * inner // self.gpus_per_host, num_rows(ranges)) for fetch in fetches for x, ranges in fetch]
         near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
         held = None
         if self.knows_heads:
@@ -259,37 +251,20 @@ class Setting:
             near, sum(rows for _, rows in by_host) - near, held,
         )  # fmt: skip
 
-    def _bytes_moved(self, sizes: Sizes, near: float, far: float, inner: int, kernel: Kernel) -> float:
+    def _bytes_moved(self, sizes: Sizes, rows: float, inner: int, kernel: Kernel) -> float:
         """Bytes that a GPU receives in both passes.
 
-        Fetched and crossing key rows count twice, plus their gradients. Exchanges of heads move q, k, v, out, dout, dq,
+        Fetched key rows count twice, plus their gradients. Exchanges of heads move q, k, v, out, dout, dq,
         dk and dv. If kv heads go to several ranks, q, k, v and out (or delta) are not kept and travel twice.
         """
         width, kv_heads = sizes.batch * sizes.head_dim, kv_heads_of_rank(sizes, inner)
-        gradients = near * sizes.gradient_itemsize + far * max(4, sizes.gradient_itemsize)
-        fetched = 2 * width * kv_heads * ((near + far) * 2 * sizes.itemsize + gradients)
+        fetched = 2 * width * kv_heads * rows * (2 * sizes.itemsize + sizes.gradient_itemsize)
         of_kv = 2 * inner * kv_heads
-        rows = self.seq_len / self.cp_size * (inner - 1) / inner
+        own = self.seq_len / self.cp_size * (inner - 1) / inner
         again = of_kv > 2 * sizes.num_kv_heads
         of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
         home = sizes.home_itemsize or sizes.gradient_itemsize
-        return fetched + rows * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
-
-
-def received(schedule: Schedule, degree: int = 1) -> list[Fetch]:
-    """All rows that a rank receives, by cp rank; ``degree``: cp ranks per rank of the schedule."""
-    host_size = host_size_of(schedule)
-    host, place = divmod(schedule.cp_rank, host_size)
-    moves = []
-    for visit in visits_of(schedule):
-        if visit.crossing is not None:
-            moves.append(_by_cp_rank(visit.crossing.fetch, place, host_size))
-        moves += [_by_cp_rank(stage.fetch, host * host_size, degree) for stage in visit.route.stages]
-    return moves
-
-
-def _by_cp_rank(parts: Fetch, first: int, step: int) -> Fetch:
-    return tuple((first + step * number, ranges) for number, ranges in parts)
+        return fetched + own * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
 
 
 def named_kernel(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.call.function import attention, with_degree
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.ring_loop import begin_backward
-from cp_mesh.call.spec import DEGREES, FACTORS, SCORE_OPTIONS, Tensors, as_numbers, make_scores, seed_tensor, settle
+from cp_mesh.call.spec import FACTORS, SCORE_OPTIONS, Tensors, as_numbers, make_scores, seed_tensor, settle
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.errors import UnsupportedError, refuse
@@ -94,7 +94,6 @@ def verify(
     method: str = "auto",
     transport: str = "auto",
     ulysses_degree: int | None = None,
-    inner_ring_size: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     seed: int = 0,
@@ -113,7 +112,7 @@ def verify(
 
     Args:
         mesh: as in `cp_mesh.attention`.
-        layout, mask, kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+        layout, mask, kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in
             `cp_mesh.attention`; pass the settings of your training. A mask with tensors needs ``seq_len``, their
             length.
         scores: score options by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes, relative_bias, bias,
@@ -156,8 +155,8 @@ def verify(
     rows = layout.positions(seq_len, size, rank).to(device)
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
-    settings |= {"method": method, "head_chunks": head_chunks, "deterministic": deterministic}
-    settings |= {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
+    settings |= {"method": method, "ulysses_degree": ulysses_degree}
+    settings |= {"head_chunks": head_chunks, "deterministic": deterministic}
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
@@ -179,7 +178,7 @@ def verify(
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
     scale = given.get("scale") or head_dim**-0.5
-    asked = with_degree(axes, {name: settings[name] for name in ("method", "kernel", *(name for name, _ in DEGREES))})
+    asked = with_degree(axes, {name: settings[name] for name in ("method", "kernel", "ulysses_degree")})
     numbers = {"scale": scale, **{name: given[name] for name in FACTORS if name in given}}
     options = settle(layout, mask, deterministic=deterministic, **asked, **numbers)
     tensors = Tensors.of(mask, layout, **held)

@@ -27,14 +27,7 @@ Functional collectives use no symmetric memory. They hold the keys of stage s an
 the rows that the next stage serves, gradients of stages s - 1 and s in transit, and the arrived gradients. In the
 forward the local tiles come first, beside the rows of the first stage and the packed copies for it.
 
-All-gather has one stage. The double ring holds, for each visited host, the memory of a ring within a host, whose local
-rows are the rows that crossed; and
-
-    keys                                               the rows that crossed; rows of the next host in transit, and
-                                                       packed copies of the rows that this rank sends meanwhile
-    backward                                           gradients of this rank's buffer, from its host, until they are
-                                                       summed in fp32; the sums in transit, and those that returned
-    symmetric memory                                   that of the ring within the host
+All-gather has one stage.
 
 Ulysses holds rows of the whole sequence S for a part of a rank's heads: here H means H/(n·cp) query heads, K the kv
 heads that they read, R = B·(H·D + K·(D + Dv)) elements of q, k and v, and O = B·H·(Dv elements + 4) of out and lse:
@@ -73,7 +66,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
-from cp_mesh.hosts.relay_plan import RelayedRoute, Visit
 from cp_mesh.kernels.combine import MAX_PIECES
 
 
@@ -131,7 +123,7 @@ def extra_memory(
         schedule: the rank's schedule (`cp_mesh.call.methods.Method.make_schedule`).
         sizes: of its tensors.
         head_chunks: number of chunks in which heads are computed.
-        transport: "symmetric_memory" or "functional"; for several hosts the transport within a host.
+        transport: "symmetric_memory" or "functional".
         one_tile: whether the kernel gets the tiles of a step as one tile (`cp_mesh.call.method.as_one_tile`).
         rounds: whether the kernel returns gradients in the inputs' dtype.
         made_last: whether results are allocated after the last tile if there is one head chunk. False if there is only
@@ -139,40 +131,28 @@ def extra_memory(
         result_itemsize: bytes per element of dk and dv; 0: as for the inputs.
     """
     rows, route = _Rows.of(sizes, head_chunks, rounds, result_itemsize or sizes.itemsize), schedule.route
-    own_rows, on_wires, visits = schedule.shard_lens[schedule.cp_rank], _on_wires(transport), visits_of(schedule)
+    own_rows, on_wires = schedule.shard_lens[schedule.cp_rank], _on_wires(transport)
     made_last &= head_chunks == 1
     parts = [stage.tiles for stage in route.stages]
     tiles = [enclosing(x) if one_tile else x for x in (*parts, schedule.local_tiles)]
-    call = _Call(own_rows, visits, _held_keys(visits, on_wires), tiles, rows, on_wires, made_last)
-    backward = _backward_over_hosts(call) if isinstance(route, RelayedRoute) else _backward(call)
-    symmetric, moved = 0, [visit.route for visit in visits if visit.route.stages]
-    if on_wires and moved:  # the group of this host serves all visits: the largest counts
-        of_group = max(schedule.shard_lens) * rows.key, max(x.most_served for x in moved) * rows.gradient
-        symmetric = max(of_group) if host_size_of(schedule) == 2 else sum(of_group)
-    return ExtraMemory(_forward(call), backward, symmetric)
+    call = _Call(own_rows, route.stages, _held_keys(route.stages, on_wires), tiles, rows, on_wires, made_last)
+    symmetric = 0
+    if on_wires and route.stages:
+        of_group = max(schedule.shard_lens) * rows.key, route.most_served * rows.gradient
+        symmetric = max(of_group) if schedule.cp_size == 2 else sum(of_group)
+    return ExtraMemory(_forward(call), _backward(call), symmetric)
 
 
 class _Call(NamedTuple):
-    """Data of both passes of a rank: its rows, the hosts it visits, the keys held there, the tiles of each stage."""
+    """Data of both passes of a rank: its rows and stages, the keys held, the tiles of each stage and the local ones."""
 
     own_rows: int
-    visits: Sequence[Visit]
-    keys: Sequence[_HeldKeys]
+    stages: Sequence[Stage]
+    keys: Sequence[int]
     tiles: Sequence[Sequence[Tile]]
     rows: _Rows
     on_wires: bool
     made_last: bool
-
-
-def host_size_of(schedule: Schedule) -> int:
-    """Number of ranks that are visited before those of the next host; all ranks unless the method is a double ring."""
-    return schedule.route.host_size if isinstance(schedule.route, RelayedRoute) else schedule.cp_size
-
-
-def visits_of(schedule: Schedule) -> Sequence[Visit]:
-    """Visits to hosts, in order; one visit with all stages unless the method is a double ring."""
-    route, rows = schedule.route, schedule.shard_lens[schedule.cp_rank]
-    return route.visits if isinstance(route, RelayedRoute) else (Visit(None, route, None, (), rows),)
 
 
 class _Rows(NamedTuple):
@@ -256,28 +236,18 @@ class _Pieces:
 
 def _forward(call: _Call) -> int:
     own_rows, _, keys, tiles, rows, _, made_last = call
-    of_stage = iter(tiles)
-    out, results = _Pieces(own_rows * rows.out_sum), own_rows * rows.out if made_last else 0
-    most, buffer, local = 0, 0, tiles[-1]
-    for held in keys:
-        most = max(most, (buffer + held.begin) * rows.key + out.held - results)
-        buffer = held.buffer
-        if local:
-            most = max(most, held.begin * rows.key + out.add([_rows(tile) * rows.out for tile in local]) - results)
-            local = ()
-        for num in held.stages:
-            pieces = out.add([_rows(tile) * rows.out for tile in next(of_stage)])
-            most = max(most, num * rows.key + pieces - results)
-    return max(most, buffer * rows.key + out.held)
+    out, results, most = _Pieces(own_rows * rows.out_sum), own_rows * rows.out if made_last else 0, 0
+    for num, of_stage in zip(keys, [tiles[-1], *tiles[:-1]], strict=True):
+        pieces = out.add([_rows(tile) * rows.out for tile in of_stage])
+        most = max(most, num * rows.key + pieces - results)
+    return max(most, out.held)
 
 
 def _backward(call: _Call) -> int:
-    own_rows, visits, keys, tiles, rows, on_wires, made_last = call
+    own_rows, stages, keys, tiles, rows, on_wires, made_last = call
     most, dq, arrived = 0, _Pieces(own_rows * rows.dq_sum), _Pieces(own_rows * rows.sum)
-    (visit,), (held_keys,) = visits, keys
-    stages = visit.route.stages
     fetched = [stage.num_fetched for stage in stages]
-    for i, (num, of_stage) in enumerate(zip([*held_keys.stages, 0], tiles, strict=True)):
+    for i, (num, of_stage) in enumerate(zip([*keys[1:], 0], tiles, strict=True)):
         sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1]) * rows.gradient
         held = num * rows.key + sent + arrived.held
         most = max(most, held + _tiles_of_backward(of_stage, rows, dq, is_local=i == len(stages)))
@@ -289,75 +259,13 @@ def _backward(call: _Call) -> int:
     return most
 
 
-def _backward_over_hosts(call: _Call) -> int:
-    own_rows, visits, held_keys, tiles, rows, on_wires, made_last = call
-    of_stage = iter(tiles)
-    dq, arrived = _Pieces(own_rows * rows.dq_sum), _Pieces(own_rows * rows.sum)
-    results = own_rows * (rows.dq + rows.key) if made_last else 0
-    most, buffer, crossing, returning = 0, 0, 0, list[int]()  # the last two: gradients in transit, and their arrivals
-    for visit, keys in zip(visits, held_keys, strict=True):
-        held = dq.held + arrived.held + crossing
-        most, buffer = max(most, (buffer + keys.begin) * rows.key + held - results), keys.buffer
-        stages = visit.route.stages
-        fetched, served = [stage.num_fetched for stage in stages], [_served(stage) for stage in stages]
-        own = visit.own.num_fetched * rows.gradient if visit.own is not None else 0
-        for i, num in enumerate(keys.stages, -1 if visit.own is not None else 0):
-            of_tiles = next(of_stage)
-            sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1]) * rows.gradient + own
-            sent += 0 if on_wires else sum(served[: max(0, i)]) * rows.gradient
-            of_kernel = _tiles_of_backward(of_tiles, rows, dq, is_local=False)
-            now = num * rows.key + sent + arrived.held + crossing + of_kernel
-            most = max(most, now - results)
-        # All gradients of this host have arrived; they are summed now.
-        here = own + (0 if on_wires else sum(served) * rows.gradient) + keys.end * rows.key + dq.held
-        if visit.crossing is None:
-            most = max(most, here + arrived.held + visit.num_rows * rows.sum - results)
-            arrived.add([visit.num_rows * rows.sum] if visit.shared else [])  # in one buffer
-            continue
-        arrived.add(returning)
-        crossing = (visit.crossing.num_fetched + _served(visit.crossing)) * rows.sum
-        returning = [num * rows.sum for num in _ranges(visit.crossing)]
-        most = max(most, here + arrived.held + crossing - results)
-    held = buffer * rows.key + arrived.held
-    most = max(most, held + crossing + _tiles_of_backward(tiles[-1], rows, dq, is_local=True) - results)
-    at_end = dq.held + sum(map(_keys, tiles[-1])) * rows.piece
-    return max(most, buffer * rows.key + arrived.add(returning) + at_end)
-
-
-class _HeldKeys(NamedTuple):
-    """Rows of keys that a rank holds beside its local rows while it visits a host.
-
-    Attributes:
-        begin: at the begin of the visit, without the buffer of the previous host.
-        buffer: rows of this host's buffer.
-        stages: in each stage, the buffer included.
-        end: after the last stage.
-    """
-
-    begin: int
-    buffer: int
-    stages: list[int]
-    end: int
-
-
-def _held_keys(visits: Sequence[Visit], on_wires: bool) -> list[_HeldKeys]:
-    found = []
-    crossings = [visit.crossing for visit in visits[1:] if visit.crossing is not None]
-    for number, visit in enumerate(visits):
-        buffer = crossings[number - 1].num_fetched if number else 0
-        ahead = sum(x.num_fetched + _served(x) for x in crossings[number : number + 1]) + buffer
-        fetched, served = [x.num_fetched for x in visit.route.stages], [_served(x) for x in visit.route.stages]
-        begin = sum(fetched) if on_wires else sum(fetched[:1]) + sum(served[:1])
-        stages = []
-        if visit.own is not None:
-            copied = visit.own.num_fetched if sum(len(ranges) for _, ranges in visit.own.fetch) > 1 else 0
-            stages.append(ahead + begin + copied)
-        for i in range(len(fetched)):
-            stages.append(
-                ahead + (sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2]))
-            )
-        found.append(_HeldKeys(ahead + begin, buffer, stages, ahead))
-    return found
+def _held_keys(stages: Sequence[Stage], on_wires: bool) -> list[int]:
+    """Rows of keys that a rank holds beside its local rows: during the forward's local tiles, then in each stage."""
+    fetched, served = [stage.num_fetched for stage in stages], [stage.num_served for stage in stages]
+    if on_wires:
+        return [sum(fetched), *(sum(fetched[i:]) for i in range(len(stages)))]
+    ahead = [sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2]) for i in range(len(stages))]
+    return [sum(fetched[:1]) + sum(served[:1]), *ahead]
 
 
 def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
@@ -367,10 +275,6 @@ def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
 
 def _on_wires(transport: str) -> bool:
     return transport == "symmetric_memory"
-
-
-def _served(stage: Stage) -> int:
-    return sum(_ranges(stage))
 
 
 def _ranges(stage: Stage) -> list[int]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from cp_mesh.call.method import Method, as_one_tile
 from cp_mesh.call.spec import Operand
 from cp_mesh.geometry.schedule import Schedule
-from cp_mesh.hosts.relay_plan import RelayedRoute
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, extra_memory, ulysses_memory
 
@@ -41,7 +40,7 @@ class Setup(NamedTuple):
 
     @property
     def inner_transport(self) -> str:
-        """Transport of an inner group, or between the ranks of a host."""
+        """Transport of an inner group."""
         return self.transport if self.gpus_per_host % self.degree else self.within
 
 
@@ -49,19 +48,15 @@ def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
     """Memory beyond inputs and results on the schedule's rank."""
     one_tile, kernel = as_one_tile(setup.kernel, schedule, setup.features), setup.kernel
     if not setup.exchanges:
-        transport = setup.inner_transport if isinstance(schedule.route, RelayedRoute) else setup.transport
-        return extra_memory(schedule, setup.sizes, setup.head_chunks, transport, one_tile, kernel.rounds)
+        return extra_memory(schedule, setup.sizes, setup.head_chunks, setup.transport, one_tile, kernel.rounds)
     of_call = setup.degree, setup.sizes, setup.head_chunks, setup.inner_transport
     return ulysses_memory(schedule, *of_call, one_tile, kernel.uses_delta, kernel.rounds, outer=setup.transport)
 
 
-def degrees(method: str, cp_size: int, gpus_per_host: int) -> list[int]:
-    """Degrees to compare: inner groups within a host for the hybrid; for the double ring the GPUs of full hosts."""
-    if method == "hybrid":
-        common = math.gcd(cp_size, gpus_per_host)
-        return [degree for degree in range(2, min(common + 1, cp_size)) if common % degree == 0]
-    several = 1 < gpus_per_host < cp_size and cp_size % gpus_per_host == 0
-    return [gpus_per_host] if method == "double_ring" and several else []
+def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
+    """Degrees of the hybrid to compare: inner groups within a host."""
+    common = math.gcd(cp_size, gpus_per_host)
+    return [degree for degree in range(2, min(common + 1, cp_size)) if common % degree == 0]
 
 
 def sizes_of(q: Operand, k: Operand, v: Operand, settings: Any) -> Sizes:
