@@ -169,9 +169,6 @@ cpu_flash = _Passes(
 )
 cudnn = _Passes(_aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_cudnn_attention_backward)
 flash = _Passes(_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward)
-efficient = _Passes(
-    _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_efficient_attention_backward
-)
 sdpa = torch._C._nn.scaled_dot_product_attention  # F.scaled_dot_product_attention, unless someone has patched that
 to_copy = _aten._to_copy.default  # dtype conversion, as traces record it
 multiply_each, norm_of_each = torch._foreach_mul_, torch._foreach_norm  # many tensors in one kernel

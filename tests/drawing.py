@@ -308,7 +308,7 @@ def takes_functions(case: Case) -> bool:
 
 def draw_kernel(r: Random, case: Case) -> str:
     if r.random() < 0.02:
-        return r.choice(("triton", "cudnn", "fa2", "cpu_flash", "efficient"))
+        return r.choice(("triton", "cudnn", "fa2", "cpu_flash"))
     return r.choice(("auto", "cpu_flash", "cpu_flash") if takes_flash(case) else ("auto", "reference"))
 
 

@@ -1,5 +1,5 @@
-"""Adapters of optional packages. On the CPU, stand-ins that follow the packages' calling conventions in plain PyTorch
-show that the adapters say what they mean; on a GPU the packages themselves are asked the same questions.
+"""The adapter of FlashAttention-4. On the CPU, a stand-in that follows the package's conventions in plain PyTorch
+shows that the adapter says what it means; on a GPU the package itself is asked the same questions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch._guards import active_fake_mode
 
 from cp_mesh import Mask, attention
 
-flash_attn = room("flash_attn")
 flash_attn_4 = room("flash_attn_4")
 
+PAIR = flash_attn_4._forward, flash_attn_4._backward
 SCALE = 0.3
 
 
@@ -199,7 +199,7 @@ def stand_in_backward(
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Callable) -> None:
     """Put a module of that name, and the packages around it, where import finds them."""
-    flash_attn.import_once.cache_clear()
+    flash_attn_4.import_once.cache_clear()
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:end]))
@@ -284,104 +284,10 @@ def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     install(monkeypatch, "flash_attn.cute.interface", **fa4_functions(calls))
 
 
-_FA3_FORWARD = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
-    "Tensor(out!)? out=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
-    "int window_size_right=-1, float softcap=0.0, int num_splits=0, int sm_margin=0) "
-    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
-)
-_FA3_BACKWARD = (
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
-    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, float? softmax_scale=None, bool is_causal=False, "
-    "int window_size_left=-1, int window_size_right=-1, float softcap=0.0, bool deterministic=False, int sm_margin=0) "
-)
-_FA3_RESULTS = {
-    "gradients and five more": "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "five": "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-}
-
-
-@pytest.fixture
-def fa3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> Iterator[None]:
-    if flash_attn._fa3_registered():
-        pytest.skip("the operators themselves are registered here")
-
-    def forward(q, k, v, k_new=None, v_new=None, q_v=None, out=None, softmax_scale=None, is_causal=False,
-                window_size_left=-1, window_size_right=-1, softcap=0.0, num_splits=0, sm_margin=0):  # fmt: skip
-        calls.append(("fwd", locals()))
-        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if is_causal else None)
-        out, lse = stand_in_forward(q, k, v, softmax_scale, softcap, keep)
-        return out, lse, q.new_empty(0), q.new_empty(0)
-
-    def backward(dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-                 window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):  # fmt: skip
-        calls.append(("bwd", locals()))
-        assert softmax_lse.is_contiguous()
-        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if is_causal else None)
-        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, keep, dq, dk, dv)
-        others = tuple(q.new_empty(0) for _ in range(5))
-        return others if results == "five" else (dq, dk, dv, *others)
-
-    libraries, results = [], request.param if hasattr(request, "param") else "five"
-
-    def register() -> None:
-        library = torch.library.Library("flash_attn_3", "FRAGMENT")
-        libraries.append(library)
-        library.define(_FA3_FORWARD)
-        library.define(_FA3_BACKWARD + _FA3_RESULTS[results])
-        library.impl("fwd", forward, "CPU")
-        library.impl("bwd", backward, "CPU")
-
-    class Finder:
-        """Registers the operators when flash_attn_interface is imported, as importing that module does."""
-
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-            return ModuleSpec(name, Finder) if name == "flash_attn_interface" else None
-
-        @staticmethod
-        def create_module(spec: ModuleSpec) -> None:
-            return None
-
-        @staticmethod
-        def exec_module(module: ModuleType) -> None:
-            register()
-
-    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
-    flash_attn.import_once.cache_clear()
-    assert flash_attn._fa3_lacks() is None  # as a plan asks
-    yield
-    sys.modules.pop("flash_attn_interface", None)
-    for library in libraries:
-        library._destroy()
-    flash_attn.import_once.cache_clear()
-
-
-@pytest.fixture
-def fa2(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
-    def forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-                return_softmax):  # fmt: skip
-        calls.append(("fwd", locals()))
-        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if causal else None)
-        return *stand_in_forward(q, k, v, softmax_scale, softcap, keep), None, None
-
-    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-                 window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
-        calls.append(("bwd", locals()))
-        assert softmax_lse.is_contiguous()
-        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if causal else None)
-        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, keep, dq, dk, dv)
-        return softmax_lse
-
-    name = "flash_attn.flash_attn_interface"
-    install(monkeypatch, name, _flash_attn_forward=forward, _flash_attn_backward=backward)
-
-
 @pytest.fixture(autouse=True)
 def _forget_what_is_installed() -> Iterator[None]:
     yield
-    flash_attn.import_once.cache_clear()
+    flash_attn_4.import_once.cache_clear()
 
 
 # --- on the CPU
@@ -450,59 +356,21 @@ def test_fa4_head_dims_that_differ(fa4, calls, heads, dims, widths) -> None:
     assert [(a["q"].shape[3], a["v"].shape[3]) for _, a in calls] == widths
 
 
-SQUARES = [
-    Tile(cover, num_q, num_k, *heads, 16, 16)
-    for heads in HEADS
-    for cover, num_q, num_k in ((FULL, 12, 12), (FULL, 5, 12), (FULL, 12, 5), (CAUSAL, 12, 12), (CAUSAL, 1, 1))
-]
-
-
-@pytest.mark.parametrize("tile", SQUARES, ids=str)
-@pytest.mark.parametrize("fa3", _FA3_RESULTS, indirect=True)
-def test_fa3(fa3, calls, tile) -> None:
-    check(*ask(flash_attn._fa3_forward, flash_attn._fa3_backward, tile, torch.float64))
-    (forward,), (backward,) = calls.of("fwd"), calls.of("bwd")
-    assert forward["num_splits"] == 1  # 0 leaves it to a heuristic
-    for arguments in (forward, backward):
-        assert arguments["window_size_left"] == arguments["window_size_right"] == -1
-        assert arguments["is_causal"] is (tile.cover == CAUSAL)
-
-
-@pytest.mark.parametrize("tile", SQUARES, ids=str)
-def test_fa2(fa2, calls, tile) -> None:
-    check(*ask(flash_attn._fa2_forward, flash_attn._fa2_backward, tile, torch.float64))
-    for _, arguments in calls:
-        assert arguments["window_size_left"] == arguments["window_size_right"] == -1
-        assert arguments["causal"] is (tile.cover == CAUSAL)
-        assert arguments["dropout_p"] == arguments["softcap"] == 0.0
-
-
-PAIRS = {
-    "fa4": (flash_attn_4._forward, flash_attn_4._backward),
-    "fa3": (flash_attn._fa3_forward, flash_attn._fa3_backward),
-    "fa2": (flash_attn._fa2_forward, flash_attn._fa2_backward),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("cover", [FULL, CAUSAL], ids=["full", "causal"])
-def test_softcap(name, cover, request, calls) -> None:
-    """It is passed in both passes, and to the stand-ins 0 is none, as to the packages."""
-    request.getfixturevalue(name)
+def test_softcap(fa4, cover, calls) -> None:
+    """It is passed in both passes, and to the stand-ins 0 is none, as to the package."""
     tile = Tile(cover, 12, 12, 4, 2, 16, 16)
-    got, want = ask(*PAIRS[name], tile, torch.float64, softcap=0.7)
+    got, want = ask(*PAIR, tile, torch.float64, softcap=0.7)
     check(got, want)
-    plain, _ = ask(*PAIRS[name], tile, torch.float64)
+    plain, _ = ask(*PAIR, tile, torch.float64)
     assert all(gap(plain[key], want[key]) > 1e-3 for key in want)
     assert [arguments["softcap"] or 0.0 for _, arguments in calls] == [0.7, 0.7, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_inputs_are_passed_as_views(name, request, calls) -> None:
+def test_inputs_are_passed_as_views(fa4, calls) -> None:
     """No kernel needs a copy of q, k, v, out or dout, however they lie in memory."""
-    request.getfixturevalue(name)
     tile, seen = Tile(CAUSAL, 12, 12, 4, 2, 16, 16), {}
-    forward, backward = PAIRS[name]
+    forward, backward = PAIR
 
     def spy(question: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
         seen.update(question._asdict())
@@ -515,12 +383,10 @@ def test_inputs_are_passed_as_views(name, request, calls) -> None:
             assert arguments[tensor].stride() == seen[tensor].transpose(1, 2).stride(), tensor
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_buffers_that_cannot_be_written(name, request) -> None:
+def test_buffers_that_cannot_be_written(fa4) -> None:
     """None given, rows off the 16-byte grid, a start off it: the kernel's own tensors come back, and are right."""
-    request.getfixturevalue(name)
     tile = Tile(CAUSAL, 6, 6, 2, 1, 16, 16)
-    forward, backward = PAIRS[name]
+    forward, backward = PAIR
 
     def shifted(view: Tensor) -> Tensor:
         return view.new_empty(view.numel() + 1)[1:].view(view.shape)
@@ -540,31 +406,18 @@ def test_buffers_that_cannot_be_written(name, request) -> None:
 
 
 REQUEST = Request("cuda", (9, 0), torch.bfloat16, frozenset({"full", "causal"}), 128, 128, False, False)
-LACKS = {
-    flash_attn_4.FA4: ("fa4", "package flash_attn.cute.interface (pip install cp_mesh[flash]; "),
-    flash_attn.FA3: ("fa3", "package flash_attn_interface (FlashAttention-3; "),
-    flash_attn.FA2_PACKAGE: ("fa2", "package flash_attn.flash_attn_interface (pip install flash-attn>=2.7; "),
-}
-each_kernel = pytest.mark.parametrize("kernel", LACKS, ids=lambda kernel: kernel.name)
 
 
-@each_kernel
-def test_absent_packages_are_named(kernel, monkeypatch) -> None:
-    if flash_attn._fa3_registered():
-        pytest.skip("the operators themselves are registered here")
-    for name in ("flash_attn", "flash_attn_interface"):
-        monkeypatch.setitem(sys.modules, name, None)
-    flash_attn.import_once.cache_clear()
-    (lacking,) = shortfalls(kernel.capability, REQUEST)
-    assert lacking.startswith(LACKS[kernel][1])
+def test_an_absent_package_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    flash_attn_4.import_once.cache_clear()
+    (lacking,) = shortfalls(flash_attn_4.FA4.capability, REQUEST)
+    assert lacking.startswith("package flash_attn.cute.interface (pip install cp_mesh[flash]; ")
 
 
-@each_kernel
-def test_packages_that_are_there_are_found(kernel, request) -> None:
-    request.getfixturevalue(LACKS[kernel][0])
-    assert shortfalls(kernel.capability, REQUEST) == []
-    others = shortfalls(kernel.capability, replace(REQUEST, deterministic=True))
-    assert others == ([] if kernel is flash_attn_4.FA4 else ["a deterministic backward"])
+def test_a_package_that_is_there_is_found(fa4) -> None:
+    for deterministic in (False, True):
+        assert shortfalls(flash_attn_4.FA4.capability, replace(REQUEST, deterministic=deterministic)) == []
 
 
 @pytest.mark.parametrize("cover", ["window", "segments"])
@@ -583,7 +436,7 @@ def deterministic_calls(rank: int, deterministic: bool, mask: Mask) -> list[tupl
         q, k, v = (torch.randn(1, 2, 8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
         axis = mesh((2,), ("cp",))
         attention(q, k, v, mesh=axis, mask=mask, kernel="fa4", deterministic=deterministic).sum().backward()
-    flash_attn.import_once.cache_clear()
+    flash_attn_4.import_once.cache_clear()
     return [
         tuple(given[x] for x in ("deterministic", "window_size_left", "window_size_right")) for given in calls.of("bwd")
     ]
@@ -601,16 +454,11 @@ def test_a_deterministic_call_has_the_reproducible_backward(pool, deterministic:
 
 
 def test_windows_and_machines() -> None:
-    def lacks(kernel, **changes) -> list[str]:
-        return shortfalls(replace(kernel.capability, lacking=lambda: None), replace(REQUEST, **changes))
+    def lacks(**changes) -> list[str]:
+        return shortfalls(replace(flash_attn_4.FA4.capability, lacking=lambda: None), replace(REQUEST, **changes))
 
-    windows = {"covers": frozenset({"window"})}
-    assert lacks(flash_attn_4.FA4, **windows) == []
-    assert lacks(flash_attn.FA3, **windows) and lacks(flash_attn.FA2_PACKAGE, **windows)
-    assert lacks(flash_attn_4.FA4, v_head_dim=64) == []
-    assert lacks(flash_attn.FA3, v_head_dim=64) and lacks(flash_attn.FA2_PACKAGE, v_head_dim=64)
-    for machine in ((8, 0), (10, 0)):
-        assert lacks(flash_attn.FA3, compute_capability=machine) and lacks(flash_attn_4.FA4, compute_capability=machine)
+    assert lacks(covers=frozenset({"window"})) == lacks(v_head_dim=64) == []
+    assert lacks(compute_capability=(8, 0)) and lacks(compute_capability=(10, 0))
 
 
 def broken(tmp_path: Path, text: str) -> None:
@@ -618,8 +466,7 @@ def broken(tmp_path: Path, text: str) -> None:
     for package in ("flash_attn", "flash_attn/cute"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
-    for module in ("flash_attn_interface", "flash_attn/flash_attn_interface", "flash_attn/cute/interface"):
-        (tmp_path / f"{module}.py").write_text(text)
+    (tmp_path / "flash_attn/cute/interface.py").write_text(text)
 
 
 def run_with(path: Path, program: str) -> None:
@@ -677,13 +524,13 @@ GPU_BANDS = {
 GPU_SHAPES = ((300, 300), (300, 190), (190, 301), (1, 129))
 
 
-def gpu_pair(kernel) -> tuple[Callable, Callable]:
+def gpu_pair() -> tuple[Callable, Callable]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     here = replace(REQUEST, compute_capability=torch.cuda.get_device_capability())
-    if missing := shortfalls(kernel.capability, here):
-        pytest.skip(f"{kernel.name} lacks {', '.join(missing)}")
-    return PAIRS[LACKS[kernel][0]]
+    if missing := shortfalls(flash_attn_4.FA4.capability, here):
+        pytest.skip(f"fa4 lacks {', '.join(missing)}")
+    return PAIR
 
 
 def close(got: dict[str, Tensor], want: dict[str, Tensor], what: object) -> None:
@@ -708,7 +555,7 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], what: object) -> None
 @pytest.mark.parametrize("at", GPU_BANDS.values(), ids=GPU_BANDS)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 def test_fa4_on_gpu_takes_every_band(at, heads) -> None:
-    pair = gpu_pair(flash_attn_4.FA4)
+    pair = gpu_pair()
     for num_q, num_k in GPU_SHAPES:
         tile = Tile(at.band(num_q, num_k), num_q, num_k, *heads, 128, 128)
         if tile.allowed(torch.device("cpu")).any():
@@ -719,7 +566,7 @@ def test_fa4_on_gpu_takes_every_band(at, heads) -> None:
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 def test_fa4_on_gpu_is_launched_directly(heads) -> None:
     """All kinds of a causal model, after their first call; a gradient that was spread over heads leaves no trace."""
-    gpu_pair(flash_attn_4.FA4)
+    gpu_pair()
     blocks = torch.tensor([[b, e, b, e] for b, e in ((0, 100), (100, 500), (510, 1024))])
     q, k, v, dout = (
         torch.randn(1, 1024, n, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -743,7 +590,7 @@ def test_fa4_on_gpu_is_launched_directly(heads) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256), (192, 128), (64, 128)], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 def test_fa4_on_gpu_takes_head_dims(dims, heads) -> None:
-    forward, backward = gpu_pair(flash_attn_4.FA4)
+    forward, backward = gpu_pair()
     for band in (CAUSAL, Distances(-40, 100).band(200, 200)):
         tile = Tile(band, 200, 200, *heads, *dims)
         got, want = ask(forward, backward, tile, torch.float16, "cuda", tile.dim**-0.5)
@@ -752,33 +599,17 @@ def test_fa4_on_gpu_takes_head_dims(dims, heads) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [flash_attn.FA3, flash_attn.FA2_PACKAGE], ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_squares_on_gpu(kernel, heads, dim) -> None:
-    pair = gpu_pair(kernel)
-    for num_q, num_k in GPU_SHAPES:
-        tile = Tile(FULL, num_q, num_k, *heads, dim, dim)
-        close(*ask(*pair, tile, torch.bfloat16, "cuda", tile.dim**-0.5), tile)
-    for length in (300, 64, 1):
-        tile = Tile(CAUSAL, length, length, *heads, dim, dim)
-        close(*ask(*pair, tile, torch.bfloat16, "cuda", tile.dim**-0.5), tile)
-
-
-@pytest.mark.gpu
-@each_kernel
-def test_softcap_on_gpu(kernel) -> None:
-    pair = gpu_pair(kernel)
+def test_softcap_on_gpu() -> None:
+    pair = gpu_pair()
     for cover, num_k in ((FULL, 190), (CAUSAL, 300)):
         tile = Tile(cover, 300, num_k, 8, 2, 128, 128)
         close(*ask(*pair, tile, torch.bfloat16, "cuda", 4 * tile.dim**-0.5, softcap=3.0), tile)
 
 
 @pytest.mark.gpu
-@each_kernel
-def test_a_call_can_be_captured(kernel) -> None:
+def test_a_call_can_be_captured() -> None:
     """No call waits for the device or copies to it from the host, once its variant is compiled."""
-    forward, backward = gpu_pair(kernel)
+    forward, backward = gpu_pair()
     tile = Tile(CAUSAL, 256, 256, 4, 2, 128, 128)
     question: dict[str, BackwardTile] = {}
 
@@ -797,4 +628,4 @@ def test_a_call_can_be_captured(kernel) -> None:
     graph.replay()
     torch.cuda.synchronize()
     captured = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "buffers used": got["buffers used"]}
-    close(captured, want, kernel.name)
+    close(captured, want, "fa4")

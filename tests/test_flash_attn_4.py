@@ -24,7 +24,6 @@ from torch._guards import active_fake_mode
 
 from cp_mesh import UnsupportedError
 
-flash_attn = room("flash_attn")
 flash_attn_4 = room("flash_attn_4")
 FA4, MOST_SEQUENCES = inner("flash_attn_4", "FA4", "MOST_SEQUENCES")
 
@@ -246,7 +245,7 @@ def installed(calls: Calls, **options: bool) -> Iterator[None]:
         flash_attn_4._compiled.clear()
         yield
     flash_attn_4._compiled.clear()
-    flash_attn.import_once.cache_clear()
+    flash_attn_4.import_once.cache_clear()
 
 
 @pytest.fixture

@@ -61,10 +61,9 @@ FP32_ROUNDING = 1e-6  # of the signal: what sums in fp32 may add, where the erro
 B = 2
 NAMES = ("out", "dq", "dk", "dv")
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
-FLASH = [name for name in ("fa4", "fa3") if TABLE[name].capability.lacking() is None]
+FLASH = [name for name in ("fa4",) if TABLE[name].capability.lacking() is None]
 KERNELS = {
-    "cuda": [(kernel, dtype) for kernel in ("cudnn", "fa2", *FLASH) for dtype in ("bfloat16", "float16")]
-    + [("efficient", "float32")],
+    "cuda": [(kernel, dtype) for kernel in ("cudnn", "fa2", *FLASH) for dtype in ("bfloat16", "float16")],
     "cpu": [("cpu_flash", "bfloat16"), ("cpu_flash", "float16"), ("cpu_flash", "float32")],
 }
 HEADS = [(8, 8), (8, 2)]

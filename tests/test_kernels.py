@@ -342,7 +342,8 @@ H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat
         (replace(H200, dtype=torch.float16), "cudnn"),
         (replace(H200, head_dim=256, v_head_dim=256), "fa2"),
         (replace(H200, compute_capability=(8, 0)), "fa2"),
-        (replace(H200, dtype=torch.float32), "efficient"),
+        (replace(H200, dtype=torch.float32), "triton"),
+        (replace(H200, dtype=torch.float32, compute_capability=(7, 5)), "reference"),
         (replace(H200, dtype=torch.float64), "reference"),
         (replace(H200, compute_capability=(7, 5)), "reference"),
         (replace(H200, covers=frozenset({"full", "pairs"})), "triton"),
@@ -356,15 +357,11 @@ H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat
     ],
 )
 def test_auto_is_a_static_table(request_, name):
-    """Without the optional packages, whether or not they are installed here."""
+    """Without FlashAttention-4, whether or not it is installed here."""
     if name == "triton" and KERNELS[name].capability.lacking():
         name = "reference"
-    optional = {other: KERNELS[other] for other in ("fa4", "fa3", "fa2_package")}
-    absent = {
-        other: replace(kernel, capability=replace(kernel.capability, lacking=lambda: "absent"))
-        for other, kernel in optional.items()
-    }
-    with mock.patch.dict(KERNELS, absent):
+    absent = replace(KERNELS["fa4"].capability, lacking=lambda: "absent")
+    with mock.patch.dict(KERNELS, fa4=replace(KERNELS["fa4"], capability=absent)):
         assert choose_kernel("auto", request_) is KERNELS[name]
         assert choose_kernel(name, request_) is KERNELS[name]
 

@@ -23,7 +23,6 @@ import planted
 import pytest
 import test_agreement
 import test_allocations
-import test_aten_kernels
 import test_balancing
 import test_batches
 import test_blocks
@@ -71,7 +70,7 @@ import test_verify_model
 import test_watching
 import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
-from inside import CAUSAL, path_of
+from inside import path_of
 from interpreted import require_interpreter
 from planted import MUTATIONS, Mutation, SeamLost
 from planted.pools import Bug, infected_pools
@@ -228,7 +227,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         *((test_blocks.test_blocks_of_runs_are_exact, (mask, 3)) for mask in ("causal", "two-sided window", "prefix")),
     ),
     "facts": on(1, every_fact),
-    "heads of efficient attention": alone((test_aten_kernels.test_a_tile, ("GQA", CAUSAL))),
     "balance": alone(
         (test_balancing.test_packed_documents, (65536, 4, 1)),
         (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("excluded tokens",)),

@@ -632,7 +632,7 @@ CASES: dict[str, Case] = {
         lambda: attend(transport="symmetric_memory")
     ),
     "unknown transport": refused(ARGUMENT, "transport", "auto, functional", "'mpi'")(lambda: attend(transport="mpi")),
-    "unknown kernel": refused(ARGUMENT, "kernel", "auto, fa4, fa3, cudnn", "'flash'", "kernel='auto' picks")(
+    "unknown kernel": refused(ARGUMENT, "kernel", "auto, fa4, cudnn, fa2", "'flash'", "kernel='auto' picks")(
         lambda: attend(kernel="flash")
     ),
     "a kernel of another device": refused(UNSUPPORTED, "kernel='cudnn'", "device cpu", "can serve this call")(

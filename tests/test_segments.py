@@ -27,7 +27,7 @@ import cp_mesh
 from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
 
 plan = room("call.plan")
-flash_attn = room("flash_attn")
+flash_attn_4 = room("flash_attn_4")
 contract = room("method")
 choose_schedule = inner("call.plan", "choose_schedule")
 
@@ -190,7 +190,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     calls = Calls()
     install(monkeypatch, "flash_attn.cute.interface", **fa4_functions(calls))
     yield calls
-    flash_attn.import_once.cache_clear()
+    flash_attn_4.import_once.cache_clear()
 
 
 def whole(mask: Mask, q, k, v, dout, options: dict[str, Any]) -> list[Tensor]:
@@ -254,7 +254,7 @@ def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
         forget_plans()
         problems = parity_on_ranks(rank, (cp_size,), ("cp",), cases)
         forget_plans()
-    flash_attn.import_once.cache_clear()
+    flash_attn_4.import_once.cache_clear()
     return problems if calls else [*problems, "the kernel was never called"]
 
 
@@ -334,11 +334,11 @@ def test_segments_for_who_takes_them(calls):
 
 
 def test_pairs_for_who_takes_those():
-    pairs = replace(KERNELS["fa3"].capability, covers=("full", "causal", "pairs"), lacking=lambda: None)
+    pairs = replace(KERNELS["fa2"].capability, covers=("full", "causal", "pairs"))
     absent = replace(KERNELS["fa4"].capability, lacking=lambda: "absent")
-    fa3, fa4 = replace(KERNELS["fa3"], capability=pairs), replace(KERNELS["fa4"], capability=absent)
-    with mock.patch.dict(KERNELS, fa3=fa3, fa4=fa4):
-        assert chosen() == chosen("fa3") == ("fa3", False)
+    fa2, fa4 = replace(KERNELS["fa2"], capability=pairs), replace(KERNELS["fa4"], capability=absent)
+    with mock.patch.dict(KERNELS, fa2=fa2, fa4=fa4):
+        assert chosen() == chosen("fa2") == ("fa2", False)
     with pytest.raises(cp_mesh.UnsupportedError, match="'pairs' tiles"):
         chosen("cudnn")
 

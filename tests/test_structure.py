@@ -201,7 +201,7 @@ def test_warnings_go_through_one_function() -> None:
 
 COLD_IMPORT = """
 import json, sys
-for name in ("triton", "flash_attn", "flash_attn_interface", "flash_attn_3"):
+for name in ("triton", "flash_attn"):
     sys.modules[name] = None  # an import of it raises
 import torch.distributed.tensor
 import torch.distributed.tensor.experimental, torch.distributed.tensor.parallel

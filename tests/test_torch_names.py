@@ -560,8 +560,6 @@ def check_attention_on_the_cpu() -> None:
 @row(f"{ATEN}_scaled_dot_product_flash_attention_backward", f"kernel='fa2'; {NOT_RUN}")
 @row(f"{ATEN}_scaled_dot_product_cudnn_attention", f"kernel='cudnn'; {NOT_RUN}")
 @row(f"{ATEN}_scaled_dot_product_cudnn_attention_backward", f"kernel='cudnn'; {NOT_RUN}")
-@row(f"{ATEN}_scaled_dot_product_efficient_attention", f"kernel='efficient'; {NOT_RUN}")
-@row(f"{ATEN}_scaled_dot_product_efficient_attention_backward", f"kernel='efficient'; {NOT_RUN}")
 def check_attention_on_gpus() -> None:
     of_backward = ["grad_out", *QKV]
     assert arguments(ours.flash.forward) == [*QKV, "dropout_p", "is_causal", "return_debug_mask", "scale"]
@@ -575,13 +573,6 @@ def check_attention_on_gpus() -> None:
     assert arguments(ours.cudnn.backward) == [
         *(*of_backward, "out", "logsumexp", "philox_seed", "philox_offset", "attn_bias", "cum_seq_q", "cum_seq_k"),
         *("max_q", "max_k", "dropout_p", "is_causal", "scale"),
-    ]
-    assert arguments(ours.efficient.forward) == [
-        *(*QKV, "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal", "scale")
-    ]
-    assert arguments(ours.efficient.backward) == [
-        *("grad_out_", *QKV, "attn_bias", "out", "logsumexp", "philox_seed", "philox_offset", "dropout_p"),
-        *("grad_input_mask", "is_causal", "scale"),
     ]
 
 
@@ -696,7 +687,6 @@ NAMED_TUPLE = {"_asdict", "_fields", "_replace"}
 OTHERS = {
     "integrations/diffusers.py": {"_attention_backend", "_constraints", "_cp_plan", "_parallel_config"},
     "integrations/trainer.py": {"_shared_state", "_tp_size", "_track_num_input_tokens"},
-    "kernels/flash_attn.py": {"_flash_attn_backward", "_flash_attn_forward"},
     "kernels/flash_attn_4.py": {"_tile_size_bwd_sm90"},
 }
 """Private names of other packages."""

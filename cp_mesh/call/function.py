@@ -117,7 +117,7 @@ def attention(
             heads. "hybrid": Ulysses within groups of ``ulysses_degree`` neighbouring cp ranks, a ring between groups.
             "auto" picks "ring", "all_gather" or "ulysses" by a rule from measurements (`call/choose.py`); `explain`
             reports which and why. It is "ring" on fewer than 8 ranks, on CPUs or several hosts, and with score terms.
-        kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
+        kernel: "auto", "fa4", "cudnn", "fa2", "triton", "cpu_flash" or "reference".
             "auto" takes the first that supports the call; all ranks must have the same packages installed.
         transport: "auto", "functional" (collectives) or "symmetric_memory" (needs GPUs of one NVLink host; "auto" takes
             it there).

@@ -1,10 +1,9 @@
-"""Kernels that ship with PyTorch: CPU flash, cuDNN, FlashAttention-2 and memory-efficient, through aten.
+"""Kernels that ship with PyTorch: CPU flash, cuDNN and FlashAttention-2, through aten.
 
 They get only full tiles and square causal tiles, since causal alignment differs between them, and the *global* out and
-lse in the backward. Conventions converted here: cuDNN's lse has a trailing dim of size 1; efficient pads lse to a
-multiple of 32 rows and has no grouped-query attention; FlashAttention-2 and CPU flash follow `contract`. In square
-tiles no row is fully masked, so the kernels' different lse values for such rows (+inf, 0.0) never appear.
-No kernel here accepts a gradient of lse. They round partial gradients to the input dtype; sums are fp32.
+lse in the backward. cuDNN's lse has a trailing dim of size 1; the others follow `contract`. In square tiles no row is
+fully masked, so the kernels' different lse values for such rows (+inf, 0.0) never appear. No kernel here accepts a
+gradient of lse. They round partial gradients to the input dtype; sums are fp32.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from einops import reduce
 from torch import Tensor
 
-from cp_mesh._torch import cpu_flash, cudnn, efficient, flash
+from cp_mesh._torch import cpu_flash, cudnn, flash
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import CAUSAL, Band
 from cp_mesh.kernels.contract import Capability, Pairs
@@ -83,32 +81,6 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     )  # fmt: skip
 
 
-def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat kv heads as SDPA does, for kernels without grouped-query attention."""
-    groups = num_heads // x.shape[1]
-    return x.repeat_interleave(groups, dim=1) if groups > 1 else x
-
-
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-    out, lse, *_ = efficient.forward(q, k, v, None, True, 0.0, cover == CAUSAL, scale=scores.scale)
-    return out, lse[:, :, : q.shape[2]]
-
-
-def _efficient_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
-    num_heads, num_kv_heads, padding = t.q.shape[1], t.k.shape[1], -t.lse.shape[2] % 32
-    # padding rows get lse = +inf, so their weights are exp(-inf) = 0
-    lse = torch.nn.functional.pad(t.lse, (0, padding), value=float("inf"))
-    _, seed, offset = _philox(t.q.device)
-    dq, dk, dv, _ = efficient.backward(
-        t.dout, t.q, _expand_heads(t.k, num_heads), _expand_heads(t.v, num_heads), None, t.out, lse, seed, offset,
-        0.0, [True, True, True, False], t.cover == CAUSAL, scale=t.scores.scale,
-    )  # fmt: skip
-    # summed in fp32, like all partial gradients
-    dk, dv = (reduce(x.float(), "b (k g) s d -> b k s d", "sum", k=num_kv_heads) for x in (dk, dv))
-    return dq, dk, dv
-
-
 CPU_FLASH = merging_kernel(
     "cpu_flash",
     Capability(devices=("cpu",), dtypes=(torch.float64, torch.float32, *_HALF)),
@@ -146,19 +118,5 @@ FA2 = merging_kernel(
     _fa2_forward,
     _fa2_backward,
     large=True,
-    squares=True,
-)
-EFFICIENT = merging_kernel(
-    "efficient",
-    Capability(
-        devices=("cuda",),
-        # float32 only: with a ring's global lse, the bfloat16 backward returned infinite dq (H200, torch 2.11)
-        dtypes=(torch.float32,),
-        compute_capability=(5, 0),
-        head_dim_multiple=8,
-        deterministic=False,
-    ),
-    _efficient_forward,
-    _efficient_backward,
     squares=True,
 )

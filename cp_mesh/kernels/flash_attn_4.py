@@ -1,6 +1,9 @@
 """FlashAttention-4 (package flash-attn-4): which variants it compiles, and calls that skip its Python.
 
-Tensors are as in `flash_attn`. Its softcap computes tanh with a relative error of 2⁻¹¹.
+The package is imported when the first CUDA call that it could serve is planned. It takes [B, S, H, D] views with unit
+last stride and rows aligned to 16 bytes, and writes gradients into such views. Its lse follows `contract`; given the
+global out and lse it returns a tile's share of the gradients, rounded to the inputs' dtype. Its softcap computes tanh
+with a relative error of 2⁻¹¹.
 
 **Variants.** It compiles a kernel at the first call of each kind. A kind is the dtype, the head dims, the heads per kv
 head, the softcap, which sides of the band are bounded, whether sequences are packed, and whether a sequence may be
@@ -18,12 +21,15 @@ releases, short tiles, strides of 0 and deterministic calls always run the packa
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +42,6 @@ from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.compiling import one_rank_compiles
 from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
-from cp_mesh.kernels.flash_attn import HALF, import_once, lacks, writable
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
 
@@ -51,6 +56,29 @@ _CALLS = {
     "_flash_attn_fwd": _BOTH | {"return_lse", "out", "lse"},
     "_flash_attn_bwd": _BOTH | {"dq", "dk", "dv", "deterministic"},
 }
+
+
+@lru_cache
+def import_once(name: str) -> ModuleType | str:
+    """Import a module once per process; if that fails, return the error as text."""
+    try:
+        return import_module(name)
+    except Exception as error:  # a broken build can raise anything
+        return f"{type(error).__name__}: {error}"
+
+
+def lacks(name: str, calls: dict[str, set[str]], install: str) -> str | None:
+    """What a module lacks, in words, or None. Imports it, since an installed package may still be broken."""
+    module = import_once(name)
+    if isinstance(module, str):
+        return f"package {name} ({install}; {module})"
+    for function, needed in calls.items():
+        has = inspect.signature(getattr(module, function)).parameters if hasattr(module, function) else {}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in has.values()):
+            continue  # a torch.library op hides its parameters
+        if missing := needed - set(has):
+            return f"parameters {', '.join(sorted(missing))} of {name}.{function} ({install})"
+    return None
 
 
 def _package() -> Any:
@@ -360,6 +388,15 @@ def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int,
     return max(head_dim, v_head_dim), max(head_dim, v_head_dim)
 
 
+def writable(buffer: Tensor | None, like: Tensor) -> Tensor:
+    """The caller's buffer, or a new one if the buffer's rows are not aligned to 16 bytes, which no kernel checks."""
+    if buffer is not None and buffer.shape == like.shape:
+        unit = 16 // buffer.element_size()
+        if buffer.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in buffer.stride()[:-1]):
+            return buffer
+    return torch.empty_like(like)
+
+
 def _widen(x: Tensor, dim: int) -> Tensor:
     """Pad the last dim with zeros, which change no score and no output."""
     return x if x.shape[3] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[3]))
@@ -527,7 +564,7 @@ def _by_batch_row(cover: Band | Pairs | Segments, x: Tensor) -> Iterator[tuple[i
 
 _HAS = Capability(
     devices=("cuda",),
-    dtypes=HALF,
+    dtypes=(torch.bfloat16, torch.float16),
     compute_capability=(9, 0),
     # it has Blackwell kernels too, with other limits of head dims; they were never run here
     only_on=((9, 0),),

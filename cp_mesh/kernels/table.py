@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
+from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, FA2
 from cp_mesh.kernels.contract import Request, shortfalls
-from cp_mesh.kernels.flash_attn import FA2_PACKAGE, FA3
 from cp_mesh.kernels.flash_attn_4 import FA4
 from cp_mesh.kernels.flex.kernel import FLEX
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.kernels.triton_attention import TRITON
 
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, FLEX, CPU_FLASH, REFERENCE)
-}
-"""In order of preference. On Hopper, FA4 and FA3 are fastest if installed, then cuDNN, all written for Hopper.
-FlashAttention-2 was written for the generation before; PyTorch ships its own build of it. The library's Triton kernel
-supports what these lack: masks read from tensors, score terms, determinism, gradients of lse. "flex" takes score_mod
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FA4, CUDNN, FA2, TRITON, FLEX, CPU_FLASH, REFERENCE)}
+"""In order of preference. On Hopper, FA4 is fastest if installed, then cuDNN, both written for Hopper.
+FlashAttention-2 was written for the generation before. The library's Triton kernel supports what these lack: float32,
+masks read from tensors, score terms, determinism, gradients of lse. "flex" takes score_mod
 and mask_mod. The reference supports everything."""
 
 

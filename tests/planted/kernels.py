@@ -142,27 +142,6 @@ def _(kernel: Any) -> Any:
     return replace(kernel, begin_backward=begin_backward)
 
 
-plant("kv heads are repeated in another order", "aten:_expand_heads", "heads of efficient attention")(
-    lambda expand_heads: lambda x, num_heads: x.repeat(1, num_heads // x.shape[1], 1, 1)
-)
-
-
-@plant(
-    "gradients of a group's heads are added to those of other kv heads", "aten:_efficient_backward",
-    "heads of efficient attention",
-)  # fmt: skip
-def _(backward: Any) -> Any:
-    return with_result(backward, lambda grads: (grads[0], *(x.roll(1, dims=1) for x in grads[1:])))
-
-
-@plant(
-    "the backward repeats values in another order than keys", "aten:_efficient_backward",
-    "heads of efficient attention",
-)  # fmt: skip
-def _(backward: Any) -> Any:
-    return with_arguments(backward, t=lambda tile: tile._replace(v=tile.v.roll(1, dims=1)))
-
-
 @plant("rows outside of all sequences are not cleared", "flash_attn_4:_run_forward", "sequences")
 def _(run: Any) -> Any:
     def uncleared(call: Any, out: Any, lse: Any) -> Any:

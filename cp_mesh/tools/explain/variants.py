@@ -24,7 +24,7 @@ from cp_mesh.geometry.balance import keys_seen
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.schedule import Schedule, enclosing, num_rows
+from cp_mesh.geometry.schedule import Fetch, Schedule, enclosing, num_rows
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
@@ -239,8 +239,8 @@ class Setting:
         one_tile = as_one_tile(kernel, schedule, self.features)
         visits = [schedule.local_tiles, *(stage.tiles for stage in stages)]
         calls = setup.head_chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
-        inner, fetches = setup.method.inner_size(setup.degree), (stage.fetch for stage in stages)
-        by_host = [(x * inner // self.gpus_per_host, num_rows(ranges)) for fetch in fetches for x, ranges in fetch]
+        moves = received(schedule, setup.method.inner_size(setup.degree))
+        by_host = [(source // self.gpus_per_host, num_rows(ranges)) for move in moves for source, ranges in move]
         near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
         held = None
         if self.knows_heads:
@@ -265,6 +265,11 @@ class Setting:
         of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
         home = sizes.home_itemsize or sizes.gradient_itemsize
         return fetched + own * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
+
+
+def received(schedule: Schedule, degree: int = 1) -> list[Fetch]:
+    """All rows that a rank receives, by cp rank; ``degree``: cp ranks per rank of the schedule."""
+    return [tuple((degree * source, ranges) for source, ranges in stage.fetch) for stage in schedule.route.stages]
 
 
 def named_kernel(
