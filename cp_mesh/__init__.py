@@ -8,7 +8,6 @@ Functions, styles and tools are loaded on first access; plans, methods and kerne
 import importlib
 import typing
 
-from cp_mesh import _aliases
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.geometry.layouts import (
@@ -57,7 +56,7 @@ if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
     from cp_mesh.training.sharded_model import ShardedModel
     from cp_mesh.training.tiled import TiledMLP
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "ArgumentError",
     "Balanced",
@@ -162,7 +161,6 @@ _HOMES = {
 _FOLDERS = ("flex", "inference", "integrations", "mixers", "tools", "wrap")
 """Subpackages and modules that `import cp_mesh` does not load."""
 
-_aliases.register()
 for _file in _OPS:
     importlib.import_module(f"cp_mesh.{_file}")
 del _file
@@ -174,8 +172,6 @@ def __getattr__(name: str) -> typing.Any:
         return globals()[name]
     if name in _FOLDERS:
         return _load(name)
-    if name in _aliases.ALIASES:
-        return _aliases.find(name)
     raise AttributeError(f"module 'cp_mesh' has no attribute {name!r}")
 
 

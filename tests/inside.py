@@ -24,7 +24,6 @@ SOURCES = str(Path(cp_mesh.__file__).parent)
 """The folder of our own functions."""
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "_aliases": ("ALIASES",),
     "block_table": ("block_table", "pieces_of"),
     "spec": ("NUM_TENSORS", "Operand", "AttentionSpec", "Tensors", "make_scores"),
     "combine": ("make_delta",),

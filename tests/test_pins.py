@@ -112,12 +112,12 @@ def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
 # The public API.
 
 SUBMODULES = {
-    "layouts": ("LAYOUTS", "Run", "chunk_bounds"),
+    "geometry.layouts": ("LAYOUTS", "Run", "chunk_bounds"),
     "mixers": (
         *("Options", "causal_conv1d", "delta_rule", "gated_delta_rule", "gla", "kda", "roll", "ssd"),
         "token_shift",
     ),
-    "transport": ("release", "symmetric_memory_bytes"),
+    "comm.exchange": ("release", "symmetric_memory_bytes"),
     "integrations.diffusers": ("parallelize",),
     "integrations.torchtitan": ("context_parallel",),
     "integrations.trainer": ("context_parallel",),

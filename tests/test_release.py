@@ -30,10 +30,13 @@ assert importlib.metadata.version("cp_mesh") == cp_mesh.__version__
 
 
 def test_files_name_this_version() -> None:
+    """And the changelog has releases below it, or this one."""
     citation, changes = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.md"))
-    version, date = re.findall(r"^## \[?([\d.]+)\]? - ([\d-]{10})$", changes, re.MULTILINE)[0]
-    assert version == cp_mesh.__version__
-    assert f"version: {version}\n" in citation and f"date-released: {date}\n" in citation
+    (version,) = re.findall(r"^version: (.*)$", citation, re.MULTILINE)
+    released = re.findall(r"^## \[?([\d.]+)\]? - [\d-]{10}$", changes, re.MULTILINE)[0]
+    numbers = [[int(x) for x in text.split(".")] for text in (released, version)]
+    assert version == cp_mesh.__version__ and numbers == sorted(numbers)
+    assert released == version or "\n## [Unreleased]\n" in changes
 
 
 def run(command: Sequence[object], folder: Path) -> str:

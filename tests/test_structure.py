@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import json
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 import inside
 import pytest
-from inside import ALIASES, NAMES
+from inside import NAMES
 from test_pins import SUBMODULES
 
 import cp_mesh
@@ -28,7 +27,6 @@ PACKAGE = Path(cp_mesh.__file__).parent
 FLOORS: dict[str, int] = {
     "errors": 0,
     "_torch": 0,
-    "_aliases": 1,
     "geometry": 1,
     "kernels": 2,
     "comm": 2,
@@ -80,7 +78,7 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize("folder", ("cp_mesh", "tests", "examples", "docs"))
 def test_every_import_is_of_a_module(folder: str) -> None:
     """Another checkout that is installed too would hide that one is gone."""
-    known = {"cp_mesh", *(f"cp_mesh.{name}" for name in (*FILES, *ALIASES))}
+    known = {"cp_mesh", *(f"cp_mesh.{name}" for name in FILES)}
     for path in (CHECKOUT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -123,8 +121,7 @@ def test_the_reference_stands_alone() -> None:
 
 def inner_names(path: Path) -> set[str]:
     """What a test reads of the inside by itself: all but public names, and those of modules that the documents name."""
-    modules = {ALIASES.get(module, module): names for module, names in SUBMODULES.items()}
-    documented = {f"cp_mesh.{module}.{name}" for module, names in modules.items() for name in names}
+    documented = {f"cp_mesh.{module}.{name}" for module, names in SUBMODULES.items() for name in names}
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -132,12 +129,12 @@ def inner_names(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cp_mesh":
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cp_mesh":
-            found |= {f"cp_mesh.{node.attr}"} if node.attr in {*FLOORS, *ALIASES} else set()
+            found |= {f"cp_mesh.{node.attr}"} if node.attr in FLOORS else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cp_mesh."):
             found |= {node.value} if node.value.removeprefix("cp_mesh.") in FILES else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a program
             found |= {f"cp_mesh.{name}" for name in re.findall(r"^(?:from|import) cp_mesh\.([\w.]+)", node.value, re.M)}
-    public = {f"cp_mesh.{name}" for name in (*cp_mesh.__all__, *modules)}
+    public = {f"cp_mesh.{name}" for name in (*cp_mesh.__all__, *SUBMODULES)}
     return found - public - documented
 
 
@@ -172,26 +169,6 @@ def test_one_door_to_the_inside() -> None:
     named = [name for names in NAMES.values() for name in names]
     assert len(named) == len(set(named)) <= 120
     assert all(getattr(inside, name) is not None for name in named)
-
-
-@pytest.mark.parametrize(("old", "new"), ALIASES.items())
-def test_old_names_of_modules_warn(old: str, new: str) -> None:
-    """However they are asked for, where they are asked for."""
-    for ask in (importlib.import_module, lambda name: getattr(cp_mesh, name.partition(".")[2])):
-        sys.modules.pop(f"cp_mesh.{old}", None)
-        vars(cp_mesh).pop(old, None)
-        with pytest.warns(FutureWarning, match=f"cp_mesh.{old} is now cp_mesh.{new}:") as warned:
-            assert ask(f"cp_mesh.{old}") is importlib.import_module(f"cp_mesh.{new}")
-    assert warned[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    "name", ("flex.flex_attention", "sequence.ShardedSequence", "tensor_parallel.OverlappedColwise")
-)
-def test_packages_that_were_modules_warn(name: str) -> None:
-    package, _, name = name.partition(".")
-    with pytest.warns(FutureWarning, match=f"cp_mesh.{package}.{name} is now cp_mesh.{package}"):
-        assert getattr(importlib.import_module(f"cp_mesh.{package}"), name) is getattr(cp_mesh, name)
 
 
 def test_warnings_go_through_one_function() -> None:

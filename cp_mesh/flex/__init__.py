@@ -4,7 +4,3 @@ Read `function` (what users call), `trace` (a function becomes a graph) and `ran
 needs). `block_mask` reads PyTorch's BlockMask, and `fingerprint` decides when an earlier trace of a function is still
 valid. The kernel that runs the functions is in `kernels/flex`.
 """
-
-from cp_mesh._aliases import moved_from
-
-__getattr__ = moved_from(__name__, "function")

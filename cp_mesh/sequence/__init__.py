@@ -4,7 +4,3 @@
 that were sharded, so that a loss can check the rows of its labels. `losses` records the losses that ran before a
 model's first optimizer step; the loss itself is `training/loss.py`.
 """
-
-from cp_mesh._aliases import moved_from
-
-__getattr__ = moved_from(__name__, "sharded_sequence")
