@@ -151,6 +151,10 @@ CASES = {
         lambda: {"bias": torch.zeros(2, 4, 8, S, requires_grad=True)},
         lambda: {"bias": torch.zeros(2, 4, 8, S)},
     ),
+    "inputs that are trained": Case(
+        ("same requires_grad of any input", "cp rank 0: False", "cp rank 1: True"),
+        lambda: {"query": tensors()["query"].requires_grad_()},
+    ),
     "dropout": Case(
         ("same options", "dropout_p=0.5"),
         lambda: {"dropout_p": 0.5, "dropout_seed": 1},
@@ -224,6 +228,42 @@ def test_every_rank_raises(name: str, raised: list[dict[str, tuple[str, str] | N
         assert outcome[0] == expected, f"rank {rank}: {outcome}"
         missing = [part for part in says if part not in outcome[1]]
         assert not missing, f"rank {rank} does not say {missing}: {outcome[1]}"
+
+
+def differ(rank: int, name: str) -> None:
+    sequence = ShardedSequence(dist.new_group(), length=16)
+    cache = cp_mesh.ShardedCache(sequence)
+    key = torch.ones(1, 2, 8, 4)
+    cache.prefill(key, key)
+    DIFFERENT[name][0](sequence, cache, rank)
+
+
+DIFFERENT: dict[str, tuple[Callable[[ShardedSequence, cp_mesh.ShardedCache, int], Any], str]] = {
+    "dim": (lambda sequence, cache, i: sequence.unshard(torch.ones(8, 8), i), "unshard: expected the same shape"),
+    "shape": (lambda sequence, cache, i: sequence.gather(torch.ones(2, 8, 3 + i)), "gather: expected the same shape"),
+    "function": (
+        lambda sequence, cache, i: (sequence.gather if i else sequence.unshard)(torch.ones(2, 8)),
+        "expected the same call on every cp rank",
+    ),
+    "gradients": (
+        lambda sequence, cache, i: sequence.unshard(torch.ones(2, 8, requires_grad=i == 1)),
+        "unshard: expected the same requires_grad",
+    ),
+    "dtype": (
+        lambda sequence, cache, i: sequence.all_reduce(torch.ones(4).double() if i else torch.ones(4)),
+        "all_reduce: expected the same dtype",
+    ),
+    "tokens": (
+        lambda sequence, cache, i: cache.append(*[torch.ones(1, 2, 1 + i, 4)] * 2),
+        "append: expected the same key on every cp rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_first_calls_of_a_sequence_are_compared(pool: Any, name: str) -> None:
+    for error in pool(2).run_expecting_error(differ, name, timeout=20.0):
+        assert error is not None and error.type == "RankMismatchError" and DIFFERENT[name][1] in error.message, error
 
 
 def disagree_by_dtensors(rank: int) -> None:

@@ -82,6 +82,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         },
         "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
         "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends the gradient of a bias
+        "requires_grad of any input": str(options.keeps),  # False in all DTensors and compiled code
         "kernel": plan.kernel.name,
         "method": plan.method.name,
     }

@@ -17,7 +17,8 @@ from torch import Tensor
 from cp_mesh._torch import untraced
 from cp_mesh.call.spec import check_tensors
 from cp_mesh.comm.agreement import checking, require_agreement
-from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.fingerprints import fingerprint, shape_of
+from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.inference.decode import UNUSED, announcing, check_tensor, decode
@@ -147,6 +148,9 @@ class ShardedCache:
             self._check_room(self.length + num_new)
         if checking(group := self.sequence.mesh.get_group()):
             require_agreement(group, {"key": fingerprint(key), "value": fingerprint(value)})
+        else:
+            kind = "append", shape_of(key), shape_of(value)
+            agree_once(group, kind, lambda: dict(zip(("call", "key", "value"), kind, strict=True)))
         if self.capacity is None:
             self._append_from_host(key, value)
         else:

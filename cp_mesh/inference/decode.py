@@ -172,11 +172,11 @@ def _check_lens(q_lens: Sequence[int], query: Tensor, group: dist.ProcessGroup) 
 
 @contextmanager
 def announcing(mesh: Any) -> Iterator[None]:
-    """In check mode, send errors raised inside to the other ranks."""
+    """Send errors raised inside to the other ranks."""
     try:
         yield
     except Exception as error:
-        if (group := group_that_waits(None, mesh, None)) is not None and checking(group):
+        if (group := group_that_waits(None, mesh, None)) is not None:
             announce_refusal(group, error)
         raise
 

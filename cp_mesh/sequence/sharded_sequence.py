@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import FakeTensor, MappingKey, funcol, tree_map_with_path
+from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.comm.waiting import wait_for
@@ -203,7 +204,11 @@ class ShardedSequence:
         return self._unshard(x, dim, 1.0 / self.cp_size)
 
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
-        whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]), scale)
+        seq_len = self._len_of_local(x.shape[dim])
+        shape = list(x.shape)
+        shape[dim] = -1
+        self._agree("unshard" if scale == 1 else "gather", x, f"{shape} of {seq_len} in {self.layout.spec()}")
+        whole = _Unshard.apply(x, dim, self, seq_len, scale)
         if scale != 1 and not torch.compiler.is_compiling():  # `gather`: all ranks compute the loss alike
             state_of(self.mesh.get_group(), Cuts).gathered = self.length or whole.shape[dim]
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
@@ -218,7 +223,15 @@ class ShardedSequence:
         Args:
             x: of one shape on all cp ranks, such as sums over this rank's rows.
         """
+        self._agree("all_reduce", x, str(tuple(x.shape)))
         return cast(Tensor, _AllReduce.apply(x, self.mesh.get_group().group_name))
+
+    def _agree(self, what: str, x: Tensor, shape: str) -> None:
+        """Compare a first call over the ranks."""
+        if not torch.compiler.is_compiling() and not isinstance(x, FakeTensor):
+            graded = str(torch.is_grad_enabled() and x.requires_grad)
+            kind = {"call": what, "shape": shape, "dtype": str(x.dtype), "requires_grad": graded}
+            agree_once(self.mesh.get_group(), (*kind.values(),), lambda: kind)
 
     def dropout_seed(
         self, step: int, seed: int = 0, replica: int = 0, device: torch.device | str | None = None
