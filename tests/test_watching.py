@@ -458,26 +458,32 @@ class FastInEvaluation(Core):
         return self.core(q, k, v) if self.training else super().forward(q, k, v)
 
 
-def changed_later(rank: int, how: str) -> None:
+def changed_later(rank: int, how: str, root: bool) -> None:
     """A right forward, then one in which a layer attends outside of the plan."""
     core = FastInEvaluation() if how == "evaluation" else Core()
     sequence = ShardedSequence(mesh((2,), ("cp",)))
     planned = "layers.0.core.core" if how == "evaluation" else "layers.*.core"
     model = Model(core) if how == "evaluation" else Model(core, Core())
-    plan = {"": ShardedModel(sequence, positions=None), planned: ContextParallel(sequence)}
-    model = cp_mesh.parallelize(model.double(), sequence.mesh, plan)
-    model(tokens_of())
+    plan: dict[str, Any] = {"": ShardedModel(sequence, positions=None)} if root else {}
+    tokens = tokens_of() if root else sequence.shard({"tokens": tokens_of()})["tokens"]
+    model = cp_mesh.parallelize(model.double(), sequence.mesh, plan | {planned: ContextParallel(sequence)})
+    for _ in range(3):
+        model(tokens)
     if how == "evaluation":
         model.eval()
-    else:
+    if how == "a copy":
         model = copy.deepcopy(model)
+    if how == "a layer":
+        model.layers.insert(1, Block(Core()).double())
+    elif how != "evaluation":
         model.layers[1].core = Core()
-    model(tokens_of())
+    model(tokens)
 
 
-@pytest.mark.parametrize("how", ["evaluation", "a copy"])
-def test_what_changes_after_the_first_forward_is_watched_again(pool: Any, how: str) -> None:
-    for error in pool(2).run_expecting_error(changed_later, how):
+@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+@pytest.mark.parametrize("how", ["evaluation", "a copy", "a layer", "another core"])
+def test_what_changes_after_the_first_forward_is_watched_again(pool: Any, how: str, root: bool) -> None:
+    for error in pool(2).run_expecting_error(changed_later, how, root):
         assert error is not None and "every self-attention in a ContextParallel module" in error.message
 
 

@@ -21,7 +21,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.losses import LOSSES
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
-from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
+from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.probe import probe_once, refuse_compiled
 from cp_mesh.training.stand_ins import refuse_unplanned
@@ -55,12 +55,13 @@ class ShardedModel(ParallelStyle):
             Transformers.
         watch: refuse self-attention outside of the plan: a call of any attention function of PyTorch with equal lengths
             of query and key. Eager code is checked in the first forward of training and of evaluation, with and without
-            gradients. Compiled code is checked whenever it is traced, at no cost at run time. The check does not see
-            calls that `ContextParallel` does not see either, or attention with different lengths of query and key,
-            which is taken for cross-attention. With several cp ranks also recurrences and convolutions outside of
-            `RecurrentParallel`: modules that name functions which that style knows, and `F.conv1d` over as many
-            columns as a rank has tokens; in a root that is compiled as a whole `nn.RNNBase` too. Pass False for
-            models that also mix sequences which are not sharded, such as a vision tower.
+            gradients, and again after modules were added or replaced. Compiled code is checked whenever it is traced,
+            at no cost at run time. The check does not see calls that `ContextParallel` does not see either, or
+            attention with different lengths of query and key, which is taken for cross-attention. With several cp ranks
+            also recurrences and convolutions outside of `RecurrentParallel`: modules that name functions which that
+            style knows, and `F.conv1d` over as many columns as a rank has tokens; in a root that is compiled as a whole
+            `nn.RNNBase` too. Pass False for models that also mix sequences which are not sharded, such as a vision
+            tower.
         layout: for layouts that change with the batch, a function of the forward's arguments (by name) that returns the
             layout; all attention styles need the same: ``layout=lambda packed, **others: packed.layout``. None: the
             layout of the sequence. With a function, compile the blocks of the root, not the root as a whole.
@@ -94,7 +95,7 @@ class ShardedModel(ParallelStyle):
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
         self.watch, self.layout, self.position_dims, self.probe = watch, layout, position_dims, probe
-        self._looked_at: frozenset[tuple[ref[nn.Module], bool, bool]] = frozenset()
+        self._looked_at: frozenset[tuple[Any, ...]] = frozenset()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -172,13 +173,12 @@ class ShardedModel(ParallelStyle):
     def _run_watched(
         self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
     ) -> Any:
-        """Run the forward; watch the first one in each mode.
+        """Run the forward; watch the first one of training or evaluation, with or without gradients.
 
-        A watch costs a Python call for every operation. So only the first forward of each combination of training or
-        evaluation, with or without gradients, is watched.
+        A watch costs a Python call for every operation. So later ones are watched only if modules were added or
+        replaced.
         """
-        mode = ref(module), module.training, torch.is_grad_enabled()
-        if not self.watch or mode in self._looked_at:
+        if not self.watch or (look := look_of(module)) in self._looked_at:
             return forward(**arguments)
         _check_masks(module, arguments)
         try:
@@ -193,7 +193,7 @@ class ShardedModel(ParallelStyle):
             hint = "make the table of learned positions that long, or use ShardedSequence(..., pad=False)"
             raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
         self._warn_of_losses(arguments, result)
-        self._looked_at |= {mode}
+        self._looked_at |= {look}
         return result
 
     def _tokens(self, arguments: dict[str, Any]) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +166,11 @@ def _calling(root: nn.Module) -> str:
             return name
         frame = frame.f_back
     return ""
+
+
+def look_of(root: nn.Module) -> tuple[Any, ...]:
+    """Return what a watch depends on: the module, its modes, and the classes of all modules in it, styled or not."""
+    return ref(root), root.training, torch.is_grad_enabled(), hash(tuple(map(type, root.modules())))
 
 
 def watch_encoders(root: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Checks of a model without a `ShardedModel`, whose caller shards the inputs.
 
 The inputs are checked once, in the first eager forward of the module that was passed to `cp_mesh.parallelize`.
-Attention outside of the plan is checked in that forward, and whenever torch.compile traces the module.
+Attention outside of the plan is checked as in a `ShardedModel`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cp_mesh.errors import refuse, warn
 from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
-from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
+from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.sharded_model import POSITIONS
 from cp_mesh.training.stand_ins import refuse_unplanned
 from cp_mesh.training.style_helpers import announcing, cores_of
@@ -40,7 +40,7 @@ def watch_rootless(module: nn.Module) -> None:
 
 
 def _run(
-    looked_at: set[Any],
+    looked_at: set[tuple[Any, ...]],
     check: Callable[[], None],
     module: nn.Module,
     forward: Callable[..., Any],
@@ -54,14 +54,16 @@ def _run(
         check()
         with Watch():
             return forward(*args, **kwargs)
-    if ref(module) in looked_at or ROOT.get() is not None:
+    if ROOT.get() is not None or (look := look_of(module)) in looked_at:
         return forward(*args, **kwargs)
+    is_first = all(known[0] != look[0] for known in looked_at)
     styles = cores_of(module)
     parameters = inspect.signature(forward).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
     with announcing(styles[0].sequence) if styles else nullcontext():
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a ShardInput takes whole tokens
-        rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
+        given = dict(zip(names, args, strict=False)) | kwargs
+        rows = _check(styles, names, given) if styles and is_first and not whole else None
         outside = Scope() if styles and styles[0].sequence.cp_size > 1 else None
         token = SCOPE.set(outside)
         try:
@@ -71,7 +73,7 @@ def _run(
                 result = forward(*args, **kwargs)
         finally:
             SCOPE.reset(token)
-    looked_at.add(ref(module))
+    looked_at.add(look)
     return result
 
 
