@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -164,6 +165,18 @@ def test_autocast_and_tf32_are_off(pool: Any, kernel: str) -> None:
         assert same
         assert calls == {("ieee", torch.float32)}
         assert after == "tf32"
+
+
+def test_tf32_comes_back_after_calls_that_overlap() -> None:
+    """As those of two threads."""
+    unit, off, first = torch.backends.cuda.matmul, inner("precision", "without_tf32"), ExitStack()
+    unit.fp32_precision = "tf32"
+    first.enter_context(off())
+    with off():
+        first.close()
+        within = unit.fp32_precision
+    after, unit.fp32_precision = unit.fp32_precision, "ieee"
+    assert (within, after) == ("ieee", "tf32")
 
 
 def test_inputs_alone_are_held() -> None:

@@ -74,6 +74,14 @@ class Experts(nn.Module):
         return {"out": out, "router": (logits, None), "chosen": chosen.view(*x.shape[:2], 2)}
 
 
+class Router(nn.Linear):
+    """Also numbers a token, in three forms."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, y.sum(-1), y.flatten(0, 1).sum(-1), y.flatten(0, 1)[:, :1]
+
+
 class Adapted(MLP):
     """As with LoRA: frozen weights, and a small change of each gate."""
 
@@ -130,6 +138,7 @@ MODULES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "two tensors": (Experts, (torch.rand(B, S, dtype=torch.float64),)),
     "frozen weights": (Adapted, ()),
     "no weights": (nn.GELU, ()),
+    "numbers": (lambda: Router(C, C), ()),
 }
 TILES = [{"tiles": 1}, {"tiles": 3}, {"tiles": 20}, {"tile_rows": 1}, {"tile_rows": 5}, {"tile_rows": 99}]
 
@@ -342,6 +351,20 @@ def test_reduced_gradients(pool: Any, how: str, reshard: bool) -> None:
             assert (x - y).abs().max() <= 1e-12 * y.abs().max()
 
 
+def alone_before(rank: int) -> None:
+    """The first rank evaluates by itself, then both train."""
+    model = parallelize(MLP(), mesh((2,), ("cp",)), {"": TiledMLP(tiles=3)})
+    if rank == 0:
+        with torch.no_grad():
+            model(rows(torch.float32))
+    torch.distributed.barrier()
+    model(rows(torch.float32)).sum().backward()
+
+
+def test_one_rank_evaluates_alone(pool: Any) -> None:
+    pool(2).run(alone_before, timeout=20.0)
+
+
 def in_bfloat16(rank: int) -> list[Any]:
     """FSDP2's mixed precision: weights that it casts, gradients that it reduces in float32."""
     axis = mesh((2,), ("cp",))
@@ -411,6 +434,8 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
     "learned positions": Places,
     "a mean": lambda: Says(lambda _, x: x - x.mean(1, keepdim=True)),
     "a running sum": lambda: Says(lambda _, x: x.cumsum(1)),
+    "the largest": lambda: Says(lambda _, x: x / x.detach().abs().amax()),
+    "the last row": lambda: Says(lambda _, x: x + x[:, -1:].detach()),
     "the next row": lambda: Says(lambda _, x: x.roll(-1, 1)),
 }
 WRITING: dict[str, Callable[[], nn.Module]] = {

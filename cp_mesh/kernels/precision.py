@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -14,9 +15,28 @@ _UNITS = _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.mkldnn.matmul
 """Backends that may compute float32 matmuls in TF32 or bfloat16."""
 
 
+_lock, _switched, _inside = Lock(), ExitStack(), [0]
+
+
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Turn TF32 off. PyTorch has two switches; reading the older one raises if only the newer one was set."""
+    """Turn TF32 off. Threads may overlap: the first one switches it off, the last one back."""
+    with _lock:
+        if not _inside[0]:
+            _switched.enter_context(_switched_off())
+        _inside[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside[0] -= 1
+            if not _inside[0]:
+                _switched.close()
+
+
+@contextmanager
+def _switched_off() -> Iterator[None]:
+    """PyTorch has two switches; reading the older one raises if only the newer one was set."""
     before = [unit.fp32_precision for unit in _UNITS]
     try:
         older = torch.get_float32_matmul_precision()

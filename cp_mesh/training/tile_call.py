@@ -37,7 +37,7 @@ class Call:
         self.what, self.module, self.forward, self.dim = what, module, forward, dim
         self.weights = [x for x in module.parameters() if x.requires_grad]
         self.versions = [times_written(x) for x in self.weights] if torch.is_grad_enabled() else []
-        self.kinds: list[Any] = []
+        self.kinds, self.flat = list[Any](), list[bool]()
         self.kept: Any = None
         for part in module.modules():
             if part is not module:
@@ -80,6 +80,8 @@ class Call:
         length = self.lead[-1]
         count = tiles or max(1, -(-length // (tile_rows or 1)))
         edges = [length * i // count for i in range(count + 1)]
+        if count == length > 1:  # of one row each, outputs [B, 1] may be a number a token, or [B * S, 1]
+            edges[1] = 2
         self.tiles = [(begin, end - begin) for begin, end in pairwise(edges)]
 
     def run(self, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -95,9 +97,11 @@ class Call:
         outs = [y for y in found if y is not None]
         places = iter(range(len(outs)))
         self.places = [None if y is None else next(places) for y in found]
-        self.flat = [isinstance(y, Tensor) and y.shape[: self.dim + 1] != lead for y in outs]
-        for y, flat in zip(outs, self.flat, strict=True):
-            if not isinstance(y, Tensor) or isinstance(y, DTensor) or (flat and y.shape[:1] != (lead.numel(),)):
+        if len(self.flat) != len(outs):
+            self.flat = [isinstance(y, Tensor) and y.shape[: self.dim + 1] != lead for y in outs]
+        firsts = [(lead.numel(),) if flat else lead for flat in self.flat]
+        for y, first in zip(outs, firsts, strict=True):
+            if not isinstance(y, Tensor) or isinstance(y, DTensor) or y.shape[: len(first)] != first:
                 got = tuple(y.shape) if isinstance(y, Tensor) else y
                 refuse(self.what, f"outputs of rows, {tuple(lead)} or ({lead.numel()},) first", got, _ALONE)
         outs = [y.unflatten(0, lead) if flat else y for y, flat in zip(outs, self.flat, strict=True)]
@@ -121,7 +125,7 @@ class Call:
         length, device = self.lead[-1], rows[0].device
         num = min(length, max(2, min(max(num for _, num in self.tiles), length // 2)))
         among = torch.arange(0, length, max(1, length // max(1, num)), device=device)[:num]
-        alone = torch.arange(num, device=device)[1::2].flip(0)  # some of them, in another order
+        halves = [torch.arange(i, num, 2, device=device).flip(0) for i in range(min(2, num))]  # in another order
         rows = [x.detach().requires_grad_(x.requires_grad) for x in rows]
         random, training = random_state(rows), [x for x in self.module.modules() if x.training]
         # a checkpoint around the module counts what is saved
@@ -138,21 +142,22 @@ class Call:
                 part.training = False  # without dropout, which is another for each place
             with torch.no_grad(), drawing(random):
                 outs = self.run(given) if drawn else [y.detach() for y in outs]
-                some = self.run([x.index_select(self.dim, alone) for x in given])
+                alone = [self.run([x.index_select(self.dim, half) for x in given]) for half in halves]
         finally:
             for part in training:
                 part.training = True
         dtypes = {x.dtype for x in (*outs, *rows, *self.weights) if x.is_floating_point()}
         eps = max(torch.finfo(x).eps for x in (*dtypes, self.dtype or torch.float64))
-        for x, y in zip(outs, some, strict=True):
-            x = x.index_select(self.dim, alone)
+        for x, ys in zip(outs, zip(*alone, strict=True), strict=False):  # without rows none were computed alone
+            x, y = x.index_select(self.dim, torch.cat(halves)), torch.cat(ys, self.dim)
             bound = eps**0.5 * float(x.abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0
-            same = torch.isclose(x, y, rtol=0.0, atol=bound, equal_nan=True).flatten(self.dim + 1).all(-1)
+            same = torch.isclose(x, y, rtol=0.0, atol=bound, equal_nan=True)[..., None].flatten(self.dim + 1).all(-1)
             if (wrong := int((~same).sum())) > 16 * eps * same.numel():  # near ties of a router in half precision
                 got = f"{wrong} rows of {same.numel()} that depend on other rows, or on their place"
                 self.refuse("rows that are computed alone", got, _ALONE)
         if not torch.is_inference_mode_enabled():
             self._check_gradient(given, random)
+        self.kinds, self.flat = [], []  # of one row they may have been misread
 
     def _check_gradient(self, rows: Sequence[Tensor], random: Random) -> None:
         """One row of the outputs has a gradient in its own inputs alone: this sees less than rounding, too."""

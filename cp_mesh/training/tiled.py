@@ -62,7 +62,7 @@ class TiledMLP(ParallelStyle):
             got = f"tiles={tiles}, tile_rows={tile_rows}"
             refuse("TiledMLP", "one of tiles= and tile_rows=, at least 1", got, "tile_rows=8192 suits most GPUs")
         self.tiles, self.tile_rows, self.dim = tiles, tile_rows, dim
-        self._looked_at: set[tuple[ref[nn.Module], bool]] = set()
+        self._looked_at: set[tuple[ref[nn.Module], bool, bool]] = set()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if (other := style_over_cp(module)) is not None:
@@ -76,15 +76,16 @@ class TiledMLP(ParallelStyle):
         self, group: dist.ProcessGroup, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         where = getattr(replaced(module, TILES), "where", "")
-        key = ref(module), module.training
+        key = ref(module), module.training, torch.is_grad_enabled()
         with refusing(group.group_name, in_check_mode=False):
             call = Call(f"TiledMLP({type(module).__name__}{where and f' at {where}'})", module, forward, self.dim)
             rows = call.read(args, kwargs)
             call.cut_into(self.tiles, self.tile_rows)
             if first := key not in self._looked_at:
                 call.look(rows)
-        if first:  # ranks that refused have told the others
-            compare_first(group, {"call": "TiledMLP", "module": where})
+        if first:
+            if torch.is_grad_enabled():  # one rank may evaluate alone; ranks that refused have told the others
+                compare_first(group, {"call": "TiledMLP", "module": where})
             self._looked_at = {known for known in self._looked_at if known[0]() is not None} | {key}
         outs = _Tiles.apply(call, *_Keep.apply(call, *rows), *call.weights)
         return tree_unflatten([None if i is None else outs[i] for i in call.places], call.out_spec)
