@@ -38,7 +38,7 @@ import llama  # noqa: E402
 import plot  # noqa: E402
 import tables  # noqa: E402
 
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCUMENTS = (ROOT / "README.md", *(x for x in sorted((ROOT / "docs").rglob("*.md")) if x.name not in tables.PAGES))
 NAMES = {str(path.relative_to(ROOT)): path for path in DOCUMENTS}
 NEEDS_A_GPU = "# needs a GPU"
 
@@ -77,7 +77,10 @@ def test_links_and_names_in_the_documents_exist() -> None:
     for document in DOCUMENTS:
         text = document.read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+            is_made = (
+                Path(target).name in tables.PAGES and (document.parent / target).resolve().parent == tables.RESULTS
+            )
+            assert is_made or (document.parent / target).exists(), f"{document.name} links to {target}"
         for name in re.findall(r"`(?:cp_mesh|tests|examples|docs)/[\w./]+\.(?:py|md|csv)", text):
             assert (ROOT / name.strip("`")).exists(), f"{document.name} names {name}"
         for name in re.findall(r"`cp_mesh\.(\w+)", text):
@@ -104,7 +107,6 @@ def test_every_page_is_in_the_site() -> None:
     pages = {name for name in NAMES if name.startswith("docs/")}
     outside = {name for name in pages if any(fnmatch(name, f"docs/{pattern}") for pattern in patterns.split())}
     assert set(navigation()) == pages - outside
-    assert outside >= {f"docs/results/{name}" for name in tables.PAGES}
     linked = {
         (document.parent / target).resolve()
         for document in DOCUMENTS
@@ -142,14 +144,13 @@ def test_pictures_are_those_of_the_library() -> None:
 
 @pytest.mark.full
 def test_tables_are_those_of_the_files() -> None:
-    for name, make in tables.PAGES.items():
-        assert (tables.RESULTS / name).read_text() == make(), f"{name}: run python examples/benchmarks/tables.py"
+    assert all(make().count("\n|") > 3 for make in tables.PAGES.values())
     shown = []
     for name in tables.DOCUMENTS:
         text = (ROOT / name).read_text()
         assert tables.with_tables(text) == text, f"{name}: run python examples/benchmarks/tables.py"
         shown += re.findall(r"<!-- table: (.+?) -->", text)
-    assert set(shown) == set(tables.REGIONS)
+    assert set(shown) == {*tables.REGIONS, *tables.ASKED}
 
 
 def test_pictures_of_speed_are_of_the_files() -> None:

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples" / "benchmarks"), str(ROOT / "examples")]
 
 import long_llama  # noqa: E402
-import tables  # noqa: E402
 from llama import LlamaConfig  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "long_llama.py"
@@ -135,17 +134,3 @@ def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit):
             long_llama.parse_arguments(["--seq-len", "64", *words.split()])
         assert words.split()[0] in capsys.readouterr().err
-
-
-@pytest.mark.nightly("benchmarks")
-def test_the_projection() -> None:
-    """Of times and bytes that are known: a layer takes 3 s and 2 GiB of activations on two ranks, the rest 5 and 7."""
-    state, sizes = tables.STATE_BYTES / 2**30, tables.WHOLE
-
-    def row(layers: int) -> dict[str, str]:
-        peak = 7 + 2 * layers + state * (sizes.of_ends + layers * sizes.of_block) / 2
-        return {"world": "2", "layers": str(layers), "seconds": str(5 + 3 * layers), "peak_gib": str(peak)}
-
-    seconds, peak = tables.project(row(1), row(2))
-    assert seconds == pytest.approx((5 + 3 * 32) / 4)
-    assert peak == pytest.approx(7 + 2 * 32 + state * (sizes.of_ends + 32 * sizes.of_block) / 8)

@@ -1,21 +1,19 @@
 """Write the tables of the documents from the committed CSV files: `python examples/benchmarks/tables.py`.
 
-A page of tables is made from each of the larger files of figures in docs/results. A few small tables stand in README.md
-and in pages of docs/, between a line `<!-- table: NAME -->` and a line `<!-- end -->`; these are written in place.
-`tests/test_docs.py` makes all of them again and compares, so no figure can be edited by hand.
+A few small tables stand in README.md and in pages of docs/, between a line `<!-- table: NAME -->` and a line
+`<!-- end -->`; these are written in place, and `tests/test_docs.py` makes them again and compares. Whole files of
+figures become pages of the site when `docs/build.py` builds it.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-
-from capabilities import support_table, supported_table
-
-from cp_mesh.tools.explain.step import ModelSizes
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,7 +24,9 @@ DOCUMENTS = (
     "docs/performance.md",
     "docs/decoding.md",
     "docs/linears.md",
-    *(f"docs/results/{name}.md" for name in ("exact_or_refused", "four_gpus")),
+    "docs/exact_or_refused.md",
+    "docs/results/attention.md",
+    "docs/results/training.md",
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -40,7 +40,6 @@ METHODS = {
     "hybrid": "hybrid",
 }
 KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
-WHOLE = ModelSizes.read("llama-3-8b")
 OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
 RING_FLASH = ("ring_flash_attn/zigzag/fa4", "ring_flash_attn/stripe/fa4", "ring_flash_attn/llama3/fa4")
 TORCH = ("torch/allgather", "torch/alltoall")
@@ -49,15 +48,6 @@ TORCH = ("torch/allgather", "torch/alltoall")
 def read(name: str) -> list[Row]:
     with (RESULTS / name).open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def commit_of(name: str) -> str:
-    """Of a file whose rows do not say it: what docs/results/how_made.md says."""
-    text = (RESULTS / "how_made.md").read_text()
-    paragraph = re.search(rf"^\*\*\[`{re.escape(name)}`\].*?\n\n", text, re.MULTILINE | re.DOTALL)
-    assert paragraph, f"docs/results/how_made.md does not say how {name} was made"
-    commits = re.findall(r"\bat ([0-9a-f]{7})\b", paragraph[0])
-    return commits[0] if commits else re.findall(r"at commit ([0-9a-f]{7}) where nothing else is said", text)[0]
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -233,28 +223,6 @@ def batches_table(rows: Sequence[Row]) -> str:
     return markdown([*head, *(["TFLOP/s a GPU, no wait"] if rated else [])], lines)
 
 
-def batches_page(name: str) -> str:
-    rows = read(name)
-    parts = [head_of(name, f"{rows[0]['world_size']}x {rows[0]['gpu']}, {rows[0]['packages']}")]
-
-    def run_of(row: Row) -> tuple[str, ...]:
-        return tuple(row[name] for name in ("commit", "start", "played", "layers", "batches", "seq_len"))
-
-    for run in dict.fromkeys(map(run_of, rows)):
-        commit, start, played, layers, batches, seq_len = run
-        on = (
-            f"one GPU plays {'ranks' if played.startswith('all') else 'rank'} {played.replace('/', ' of ')}"
-            if played
-            else f"{rows[0]['world_size']} GPUs"
-        )
-        words = f"{on}, {layers} layer{'s' * (layers != '1')}, {batches} batches of {int(seq_len):,} tokens"
-        table = batches_table([row for row in rows if run_of(row) == run])
-        parts.append(
-            f"## {f'{start} start' if start else 'caches as they were'}, commit {commit}\n\n{words}.\n\n{table}"
-        )
-    return "\n".join(parts)
-
-
 STEPS_OF_DECODING = {
     "sdpa flash": "one GPU, SDPA's FlashAttention",
     "sdpa flash graph": "the same in a CUDA graph",
@@ -289,95 +257,6 @@ def decoding_page() -> str:
     what = f"heads {rows[0]['heads_q']}/{rows[0]['heads_kv']}, one query. `examples/benchmarks/decoding.py` says what"
     what += " the contestants are. SDPA's default takes cuDNN here, which plans anew at every length"
     return f"{head_of(name, machine_of(rows))}\n{what}.\n\n{markdown([*head, 'GB/s a GPU'], lines)}"
-
-
-def flex_page(name: str) -> str:
-    """`flex.py`: milliseconds of forward and of both passes, and both over one GPU's, as many pairs."""
-    rows, parts = read(name), []
-    for commit, played, score in dict.fromkeys((row["commit"], row["played"], row["score"]) for row in rows):
-        lines = [
-            [row["contestant"], *(row[x] for x in ("fwd_ms", "fwdbwd_ms", "of_floor_fwd", "of_floor_fwdbwd", "status"))]
-            for row in rows
-            if (row["commit"], row["played"], row["score"]) == (commit, played, score)
-        ]
-        head = ["", "forward, ms", "both, ms", "of the floor", "both", "gate"]
-        who = f"rank {played.replace('/', ' of ')}, played by one GPU" if played else "all ranks"
-        parts.append(f"## {score}, {who}, at {commit}\n\n{markdown(head, lines)}")
-    shape = f"{rows[0]['rows']} rows a rank, heads {rows[0]['heads_q']}/{rows[0]['heads_kv']}, {rows[0]['dtype']}"
-    return "\n".join([head_of(name, f"{machine_of(rows)}; {shape}"), *parts])
-
-
-def long_table(name: str = "long_2xh200.csv") -> str:
-    """Of steps on long sequences: what was measured."""
-    lines = [
-        [
-            f"{int(row['seq_len']):,}", row["layers"], row["recompute"], f"{float(row['seconds']):.2f}",
-            f"{100 * float(row['mfu']):.1f} %", f"{float(row['peak_gib']):.1f}", f"{float(row['host_gib']):.1f}",
-        ]
-        for row in read(name)
-    ]  # fmt: skip
-    head = ["tokens", "layers", "recomputed", "s a step", "of peak FLOP/s", "peak memory, GiB", "in the host's"]
-    return markdown(head, lines)
-
-
-STATE_BYTES = 16
-"""Of a parameter: fp32 weight and gradient, and two of AdamW."""
-
-
-def project(
-    fewer: dict[str, str], more: dict[str, str], sizes: ModelSizes = WHOLE, ranks: int = 8
-) -> tuple[float, float]:
-    """Seconds and peak GiB of a whole model on ``ranks``, from two measurements that differ in layers.
-
-    Work is divided by the ratio of ranks. Memory is that of the same rows a rank. What weights and their state take is
-    known, so it is scaled to the ranks. It is not proved that a larger ring hides its communication as well.
-    """
-    world, layers, whole = int(more["world"]), int(more["layers"]), sizes.num_hidden_layers
-    each = {x: (float(more[x]) - float(fewer[x])) / (layers - int(fewer["layers"])) for x in ("seconds", "peak_gib")}
-    seconds = (float(more["seconds"]) + (whole - layers) * each["seconds"]) * world / ranks
-    state = STATE_BYTES * (sizes.of_ends + whole * sizes.of_block) / 2**30
-    peak = float(more["peak_gib"]) + (whole - layers) * each["peak_gib"]
-    return seconds, peak - (1 / world - 1 / ranks) * state
-
-
-def projected_table() -> str:
-    """A whole Llama-3-8B on 8 GPUs: its time from the longest sequence, its memory from that of as many rows a rank."""
-    rows = [row for row in read("long_2xh200.csv") if row["recompute"] == "selective"]
-    of_time, of_memory = ([row for row in rows if row["seq_len"] == n] for n in ("1048576", "262144"))
-    cells = [f"{WHOLE.num_hidden_layers}", "8", f"{project(*of_time)[0]:.0f}", f"{project(*of_memory)[1]:.0f}"]
-    return markdown(["layers", "GPUs", "s a step of 1,048,576 tokens", "GiB a GPU"], [cells])
-
-
-def million_page(name: str) -> str:
-    row = read(name)[0]
-    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}"
-    return f"{head_of(name, machine)}\n{long_table(name)}"
-
-
-def long_page() -> str:
-    return f"{million_page('long_2xh200.csv')}\nProjected from these:\n\n{projected_table()}"
-
-
-def ladder_page(name: str) -> str:
-    """Steps of `long_llama.py`, one after the other."""
-    rows = read(name)
-    lines = [
-        [
-            f"{row['world']}x {row['gpu'].split()[1]}", f"{int(row['seq_len']):,}", row["layers"],
-            row["window"] or "all",
-            "PyTorch" if row["plain"] == "True" else "cp_mesh",
-            ("input" if row["recompute"] == "full" else "input, attention")
-            + (", on the host" if row["offload_checkpoints"] == "True" else ""),
-            "host" if row["offload_optimizer"] == "True" else "GPU",
-            *(row[x] for x in ("predicted_gib", "peak_gib", "host_gib", "seconds", "attention_s")),
-            *(row[x] for x in ("loss", "grad_norm", "commit", "status")),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    head = ["GPUs", "tokens", "layers", "keys seen", "plan", "blocks keep", "optimizer on", "predicted, GiB"]
-    head += ["peak, GiB", "in the host's", "s a step", "attention, s", "loss", "gradient norm", "commit", "status"]
-    machine = f"torch {rows[0]['torch']}; optimizer states in bf16; GiB are those of a GPU or a rank"
-    return f"{head_of(name, machine)}\n{markdown(head, lines)}"
 
 
 def linears_page(name: str) -> str:
@@ -435,80 +314,7 @@ def recurrent_page(name: str) -> str:
         without = "".join(f"- `{x}`, {int(n):,} tokens: {status}\n" for x, n, status in sorted(found))
         parts.append(f"## {layer}\n\n{markdown(['tokens', *names], lines)}" + (f"\n{without}" if without else ""))
     machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['dtype']}"
-    return f"{head_of(name, machine)}{RECURRENT_WORDS}" + "\n".join(parts)
-
-
-RECURRENT_WORDS = """
-Milliseconds of both passes. In brackets: divided by the ideal, the best time of one GPU over the GPUs. `cp_mesh` names
-method, layout and kernel. `fla/contiguous` and `fla/zigzag` are flash-linear-attention's own `cp_context`. `one/fla` is
-cp_mesh on one GPU with all tokens, `fla/one` the package alone. `gdn` is the gated delta rule of Qwen3.5-27B, `kda`
-that of Kimi Linear 48B, `ssd` that of Nemotron 3, `gdn layer` a whole layer of Qwen3.5-9B.
-
-- One document of 131,072 tokens, gated delta rule: cp_mesh took 33.3 ms (contiguous) and 38.9 (zigzag, 35.1 to 44.1),
-  `cp_context` 52.2 and 52.8, one GPU 54.0. Both summarize a rank's tokens for the ranks behind it. `cp_context` has a
-  kernel for that, whose products are sums of three in TF32. cp_mesh takes the kernel of the rows.
-- Packed text needs few summaries. `cp_context` takes 11 to 14 % longer for the gated delta rule, and as long for KDA.
-- `heads` gains 3 % at most for the gated delta rule, packed or not, and 11 % for others. Its backward put rows in order
-  one by one, which it does no longer; times after that were not taken.
-- At 8,192 tokens the host is the limit: cp_mesh took 7.5 and 8.6 ms, `cp_context` 5.7 and 4.8, one GPU 4.1.
-- A whole layer took 1.06 to 1.12 of the ideal at 131,072 tokens, and 1.18 to 1.22 at 32,768, where `cp_context` took
-  1.07 and 1.19 for packed text.
-"""
-
-
-def hybrid_page(name: str) -> str:
-    """Of `hybrid_step.py`: every row."""
-    rows = read(name)
-    columns = ("step_ms", "of_share", "tokens_per_s", "peak_gib", "loss", "grad_norm", "status")
-    lines = [
-        [f"{int(row['rows']):,}" + (", packed" if row["documents"] == "packed" else ""), row["contestant"]]
-        + [row[column].partition(". ")[0] for column in columns]
-        for row in rows
-    ]
-    row = rows[0]
-    machine = (
-        f"{row['world_size']}x {row['gpu']}, torch {row['torch']}, Transformers {row['transformers']}, {row['dtype']}"
-    )
-    head = ["tokens", "", "ms a step", "of its share", "tokens/s", "GiB at its peak", "loss", "gradient norm", "status"]
-    what = f"Whole training steps of {row['layers']} layers of Qwen3.5-9B. {HYBRID_WORDS}"
-    return f"{head_of(name, machine)}\n{what}\n\n{markdown(head, lines)}"
-
-
-HYBRID_WORDS = """`one` is a GPU alone.
-The share is its time over the GPUs: two GPUs took 0.97 to 1.06 of that, and hold 262,144 tokens. One GPU runs out of
-memory at 131,072 tokens of one document, and would at 262,144 of packed text. Losses and gradient norms differ by
-1.1e-4 at most. Convolutions were PyTorch's at this commit."""
-
-
-def torchtitan_page(name: str) -> str:
-    """Of `torchtitan_training.py`: every row."""
-    rows = read(name)
-    columns = {"seq_len": "tokens", "variant": "attention of", "method": "method", "step_ms": "ms a step"}
-    columns |= {"step_ms_min": "least", "step_ms_max": "most", "tokens_per_s": "tokens/s"}
-    columns |= {"peak_gib": "GiB at its peak", "first_loss": "first loss", "last_loss": "last loss"}
-    lines = [[row[column] for column in columns] for row in rows]
-    row = rows[0]
-    machine = f"{row['world_size']}x {row['gpu']}, torch {row['torch']}, {row['precision']}"
-    what = f"{row['steps']} steps of the Trainer of torchtitan {row['torchtitan']} with {row['layers']} layers of"
-    what += f" Llama-3-8B's shape, {row['checkpoint']} checkpoints, attention by cuDNN."
-    return f"{head_of(name, machine)}\n{what}\n\n{markdown([*columns.values()], lines)}"
-
-
-def tp_page(name: str) -> str:
-    """Of `training.py --tp`: steps by commit and length."""
-    rows = read(name)
-    lines = [
-        [
-            row["commit"], f"{int(row['seq_len']):,}", TRAINERS[row["variant"]], f"{float(row['step_ms_median']):.0f}",
-            f"{row['step_ms_min']} to {row['step_ms_max']}", row["peak_gib"], row["loss"], row["grad_norm"],
-        ]
-        for row in rows
-    ]  # fmt: skip
-    head = ["commit", "tokens", "linears", "ms a step", "least and most", "GiB at its peak", "loss", "gradient norm"]
-    row = rows[0]
-    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, {row['precision']}, tp {row['tp']}"
-    what = f"{row['layers']} layers of Llama-3-8B's shape, {row['blocks']}, {row['recompute']} recomputation."
-    return f"{head_of(name, machine)}\n{what}\n\n{markdown(head, lines)}"
+    return f"{head_of(name, machine)}" + "\n".join(parts)
 
 
 def training_table() -> str:
@@ -523,92 +329,6 @@ def training_table() -> str:
         for row in read("training_4xh200.csv")
     ]
     return markdown(["", "ms a step", "of peak FLOP/s", "peak memory, GiB", "loss"], lines)
-
-
-def planning_page() -> str:
-    name = "planning_cpu.csv"
-    rows = read(name)
-    what = f"Planning on the host, `examples/benchmarks/planning.py`, CPU cores, commit {commit_of(name)}"
-    return head_of(name, what) + "\n" + markdown(list(rows[0]), map(Row.values, rows))
-
-
-Error = tuple[str, str, str, dict[str, float], dict[str, float]]
-LINE = re.compile(r"^(\w+) +(bfloat16|float16|float32) +(.*?) +(\w+ [\d.]+/[\d.]+ .*) +(\w+)$")
-
-
-def errors(name: str) -> list[Error]:
-    """Of a printed table: kernel, dtype, case, sharded errors as a share of the limit's base, those of one device."""
-    found = []
-    for line in (RESULTS / name).read_text().splitlines():
-        if match := LINE.match(line.strip()):
-            kernel, dtype, case, figures, verdict = match.groups()
-            assert verdict == "ok", line
-            pairs = re.findall(r"(\w+) ([\d.]+)/([\d.]+)", figures)
-            sharded, alone = ({x[0]: float(x[i]) for x in pairs} for i in (1, 2))
-            found.append((kernel, dtype, " ".join(case.split()), sharded, alone))
-    return found
-
-
-def errors_table(name: str, of_sharded: str) -> str:
-    groups: dict[tuple[str, str], list[Error]] = defaultdict(list)
-    for error in errors(name):
-        groups[error[:2]].append(error)
-    lines = []
-    for (kernel, dtype), own in groups.items():
-        worst = [f"{max(max(error[i].values()) for error in own):.2f}" for i in (3, 4)]  # type: ignore[union-attr]
-        lines.append([kernel, dtype, str(len(own)), *worst])
-    return markdown(["kernel", "dtype", "cases", of_sharded, "one device, of what it may have (limit 1)"], lines)
-
-
-def low_precision_table() -> str:
-    return errors_table("low_precision_2xh200.csv", "sharded, of one device's (limit 1.5)")
-
-
-def scores_table() -> str:
-    return errors_table("scores_2xh200.csv", "sharded, of what it may have (limit 1)")
-
-
-def low_precision_page() -> str:
-    name = "low_precision_2xh200.csv"
-    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {commit_of(name)}"
-    what = (
-        "The worst RMS error over blocks of 128 rows of a head, over all layouts, masks, heads and lengths of the file."
-    )
-    return f"{head_of(name, machine)}\n{what}\n\n{low_precision_table()}"
-
-
-def scores_page() -> str:
-    name = "scores_2xh200.csv"
-    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {commit_of(name)}"
-    runs = [line for line in (RESULTS / name).read_text().splitlines() if "deterministic runs" in line]
-    equal = sum(line.endswith(": equal") for line in runs)
-    what = f"Masks and scores. Deterministic backwards, 20 runs each: the same bits in {equal} of {len(runs)} cases."
-    return f"{head_of(name, machine)}\n{what}\n\n{scores_table()}"
-
-
-def verify_page() -> str:
-    name = "verify_4xh200.csv"
-    rows = read(name)
-    machine = f"{rows[0]['hardware']}, torch {rows[0]['torch']}, commit {commit_of(name)}"
-    return f"{head_of(name, machine)}\n{VERIFY_WORDS}\n\n{verify_table()}"
-
-
-VERIFY_WORDS = (
-    "What `python -m cp_mesh` measured: the worst RMS error against float64 of contiguous, zigzag and striped."
-)
-
-
-def verify_table() -> str:
-    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-    for row in read("verify_4xh200.csv"):
-        groups[row["dtype"], row["kernel"], row["mask"]].append(row)
-    names = ("out", "lse", "dq", "dk", "dv")
-    lines = []
-    for key, own in groups.items():
-        worst = [f"{max(float(row[f'{x}_rms_error']) for row in own):.0e}" for x in names]
-        of_allowed = max(float(row[f"{x}_of_allowed"]) for row in own for x in names)
-        lines.append([*key, *worst, f"{of_allowed:.2f}"])
-    return markdown(["dtype", "kernel", "mask", *names, "of what is allowed"], lines)
 
 
 def speed_table(name: str, commit: str, heads: tuple[str, str], modes: Sequence[str] = ("queued",)) -> str:
@@ -679,66 +399,55 @@ MEMORY_OF = ("14bfd52", "eager", "32", "8")  # commit, mode, heads
 
 PAGES: dict[str, Callable[[], str]] = {
     **{
-        f"{stem}.md": (lambda name=f"{stem}.csv": attention_page(name))  # type: ignore[misc]
+        f"{stem}.md": partial(attention_page, f"{stem}.csv")
         for stem in (
-            "attention_2xh100",
-            "attention_2xh200",
-            "attention_4xh200",
-            "graphs_2xh200",
-            "magi_2xh100",
-            "masks_2xh200",
-            "masks_4xh200",
-            "methods_2xh200",
-            "ulysses_2xh200",
+            *("attention_2xh100", "attention_2xh200", "attention_4xh200", "magi_2xh100", "masks_2xh200"),
+            *("masks_4xh200", "methods_2xh200"),
         )
     },
-    "batches_2xh200.md": lambda: batches_page("batches_2xh200.csv"),
+    **{f"{stem}.md": partial(steps_page, f"{stem}.csv") for stem in ("training_2xh100", "training_2xh200")},
     "decoding_2xh200.md": decoding_page,
-    "flex_2xh100.md": lambda: flex_page("flex_2xh100.csv"),
-    "training_2xh100.md": lambda: steps_page("training_2xh100.csv"),
-    "training_2xh200.md": lambda: steps_page("training_2xh200.csv"),
-    "planning_cpu.md": planning_page,
-    "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
-    "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
-    "long_2xh200.md": long_page,
-    **{
-        f"{x}.md": lambda x=x: ladder_page(f"{x}.csv") for x in ("doubled_2xh200", "long_h200", "offloaded_checkpoints")
-    },  # type: ignore[misc]
-    "recurrent_2xh100.md": lambda: recurrent_page("recurrent_2xh100.csv"),
-    "hybrid_2xh100.md": lambda: hybrid_page("hybrid_2xh100.csv"),
-    "torchtitan_2xh100.md": lambda: torchtitan_page("torchtitan_2xh100.csv"),
-    "low_precision_2xh200.md": low_precision_page,
-    "scores_2xh200.md": scores_page,
-    "verify_4xh200.md": verify_page,
+    "linears_2xh100.md": partial(linears_page, "linears_2xh100.csv"),
+    "recurrent_2xh100.md": partial(recurrent_page, "recurrent_2xh100.csv"),
 }
-"""Pages of docs/results by name."""
+"""Pages that `docs/build.py` makes in docs/results for the site, by name; they are not committed."""
 
 REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
-    "support": support_table,
     "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "memory": memory_table,
     "decoding": decoding_table,
-    "supported": supported_table,
     "linears": measured_linears_table,
     "training": training_table,
     "training on 2 GPUs": lambda: turned(steps_table(read("training_2xh200.csv"))),
 }
-"""Tables that stand in `DOCUMENTS`, by the name in their first line."""
+"""Tables that stand in `DOCUMENTS`, by the name in their first line; `ASKED` has those that ask the code."""
+ASKED = {"support": "support_table", "supported": "supported_table"}
+"""Functions of capabilities.py, which needs PyTorch."""
 
 REGION = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
     """A document with its tables made anew."""
-    return REGION.sub(lambda match: f"{match[1]}\n{REGIONS[match[2]]()}\n{match[4]}", text)
+
+    def made(name: str) -> str:
+        if name not in ASKED:
+            return REGIONS[name]()
+        return str(getattr(importlib.import_module("capabilities"), ASKED[name])())
+
+    return REGION.sub(lambda match: f"{match[1]}\n{made(match[2])}\n{match[4]}", text)
+
+
+def write_pages() -> None:
+    """Make `PAGES`, without PyTorch."""
+    for name, make in PAGES.items():
+        (RESULTS / name).write_text(make())
 
 
 def main() -> None:
-    for name, make in PAGES.items():
-        (RESULTS / name).write_text(make())
     for name in DOCUMENTS:
         path = ROOT / name
         path.write_text(with_tables(path.read_text()))

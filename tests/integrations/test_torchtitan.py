@@ -228,7 +228,7 @@ def test_the_page_runs(pool: Any) -> None:
         assert all(abs(loss / whole - 1) < LOSS for (loss, _), (whole, _) in zip(found, wanted, strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """Plain, and with documents, which change the gradients."""
     norms = []
