@@ -207,6 +207,17 @@ def test_a_block_within_a_block() -> None:
         assert_same(step(ours), step(plain))
 
 
+def test_two_forwards_in_one_autocast() -> None:
+    """The second would read casts of the first, which the recomputation does not."""
+    grads = []
+    for model in pair()[:2]:
+        model.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(rows().float()).square().mean() + model(-rows().float()).square().mean()
+        grads.append(torch.autograd.grad(loss, [*model.parameters()]))
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.02, atol=1e-5)
+
+
 def test_autocast_and_strides() -> None:
     """The recomputation has the dtype and the memory order of the forward, also of parts and of expanded rows."""
     seen = list[Any]()

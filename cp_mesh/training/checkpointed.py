@@ -173,18 +173,24 @@ def _watched(what: str, contexts: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 class _Hooked:
-    """A context inside which other hooks take the place of a checkpoint's hooks of saved tensors."""
+    """A context inside which other hooks take the place of a checkpoint's hooks of saved tensors.
+
+    Without autocast's cache: it may have casts that the forward does not make, and the recomputation does.
+    """
 
     def __init__(self, inner: Any, replace: Callable[..., tuple[Any, Any]]) -> None:
         self.inner, self.replace = inner, replace
 
     def __enter__(self) -> None:
         self.inner.__enter__()
+        self.cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         self.hooks = saved_tensors_hooks(*self.replace(*saved_tensors_hooks_here(False)))
         self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.hooks.__exit__(*error)
+        torch.set_autocast_cache_enabled(self.cached)
         self.inner.__exit__(*error)
 
 
