@@ -211,7 +211,7 @@ def test_two_forwards_in_one_autocast() -> None:
     """The second would read casts of the first, which the recomputation does not."""
     grads = []
     for model in pair()[:2]:
-        model.float()
+        model.float().eval()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(rows().float()).square().mean() + model(-rows().float()).square().mean()
         grads.append(torch.autograd.grad(loss, [*model.parameters()]))
