@@ -30,7 +30,7 @@ if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
     from cp_mesh.geometry.balance import balance
     from cp_mesh.geometry.batch_mask import batch_mask, document_positions
     from cp_mesh.inference.cache import ShardedCache
-    from cp_mesh.inference.decode import decode
+    from cp_mesh.inference.decoding import decode
     from cp_mesh.sequence.sharded_sequence import ShardedSequence
     from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
     from cp_mesh.tensor_parallel.styles import (
@@ -41,9 +41,9 @@ if typing.TYPE_CHECKING:  # the same names as in `_HOMES`
     )
     from cp_mesh.tools.explain.explain import explain
     from cp_mesh.tools.explain.step import explain_step
-    from cp_mesh.tools.verify.verify import VerificationError, verify
-    from cp_mesh.tools.verify.verify_model import verify_model
-    from cp_mesh.tools.warm_up import warm_up
+    from cp_mesh.tools.verification.verify import VerificationError, verify
+    from cp_mesh.tools.verification.verify_model import verify_model
+    from cp_mesh.tools.warming import warm_up
     from cp_mesh.training.boundaries import GatherOutput, ShardInput
     from cp_mesh.training.checkpointed import Checkpointed
     from cp_mesh.training.clip_grad import clip_grad_norm
@@ -131,7 +131,7 @@ _HOMES = {
     "ShardedModel": "training.sharded_model",
     "ShardedSequence": "sequence.sharded_sequence",
     "TiledMLP": "training.tiled",
-    "VerificationError": "tools.verify.verify",
+    "VerificationError": "tools.verification.verify",
     "VocabParallelEmbedding": "tensor_parallel.styles",
     "VocabParallelHead": "tensor_parallel.styles",
     "attention": "call.function",
@@ -141,7 +141,7 @@ _HOMES = {
     "clip_grad_norm": "training.clip_grad",
     "create_block_mask": "flex.block_mask",
     "cross_entropy": "training.loss",
-    "decode": "inference.decode",
+    "decode": "inference.decoding",
     "document_positions": "geometry.batch_mask",
     "document_sums": "training.log_probs",
     "explain": "tools.explain.explain",
@@ -153,9 +153,9 @@ _HOMES = {
     "tensor_parallel_plan": "tensor_parallel.plan",
     "token_log_probs": "training.log_probs",
     "valid_tokens": "training.loss",
-    "verify": "tools.verify.verify",
-    "verify_model": "tools.verify.verify_model",
-    "warm_up": "tools.warm_up",
+    "verify": "tools.verification.verify",
+    "verify_model": "tools.verification.verify_model",
+    "warm_up": "tools.warming",
 }
 """Public name -> module that defines it; loaded on first access."""
 _FOLDERS = ("flex", "inference", "integrations", "mixers", "tools", "wrap")

@@ -51,9 +51,9 @@ from cp_mesh.tools.terminal import (
     output_file,
     show,
 )
-from cp_mesh.tools.verify.report import ModelReport
-from cp_mesh.tools.verify.verify import NAMES, Report, VerificationError, verify
-from cp_mesh.tools.verify.verify_model import verify_model
+from cp_mesh.tools.verification.report import ModelReport
+from cp_mesh.tools.verification.verify import NAMES, Report, VerificationError, verify
+from cp_mesh.tools.verification.verify_model import verify_model
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 DTYPES = ("bfloat16", "float16", "float32", "float64")

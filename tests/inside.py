@@ -27,7 +27,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "block_table": ("block_table", "pieces_of"),
     "spec": ("NUM_TENSORS", "Operand", "AttentionSpec", "Tensors", "make_scores"),
     "combine": ("make_delta",),
-    "decode": ("UNUSED", "without_unused"),
+    "decoding": ("UNUSED", "without_unused"),
     "dense": ("dense_attention",),
     "reads": ("Reads",),
     "wrap": ("replaced",),

@@ -22,7 +22,7 @@ command, terminal = room("__main__"), room("terminal")
 reporting = room("report")
 arguments_of = inner("factory", "arguments_of")
 Progress = inner("terminal", "Progress")
-NAMES, Report = inner("verify.verify", "NAMES", "Report")
+NAMES, Report = inner("verification.verify", "NAMES", "Report")
 
 SCRIPT = Path(cp_mesh.__file__).parent / "__main__.py"
 VERDICT = r"(RIGHT|WRONG|REFUSED|RUNS|MEASURED)[: (]"

@@ -187,7 +187,7 @@ import cp_mesh
 print(json.dumps({
     "initialised": torch.distributed.is_initialized() or torch.cuda.is_initialized(),
     "packages": sorted({name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names),
-    "heavy": [name for name in ("torch._dynamo", "torch._inductor", "cp_mesh.tools.verify") if name in sys.modules],
+    "heavy": [name for name in ("torch._dynamo", "torch._inductor", "cp_mesh.tools") if name in sys.modules],
     "files": [name for name in sys.modules if name.partition(".")[0] == "cp_mesh"],
 }))
 """

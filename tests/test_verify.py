@@ -25,7 +25,7 @@ import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, VerificationError
 
 plan = room("call.plan")
-Dense, compare = inner("tools.verify.verify", "Dense", "_compare")
+Dense, compare = inner("tools.verification.verify", "Dense", "_compare")
 TERMS = inner("scores", "TERMS")
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4

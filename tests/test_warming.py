@@ -19,7 +19,7 @@ SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 16, "ba
 def calls_made(rank: int, **given: Any) -> list[dict[str, Any]]:
     """What attention was called with, and whether its backward ran."""
     made = []
-    module = room("warm_up")
+    module = room("warming")
 
     def recorded(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
         call = {"shapes": [tuple(x.shape) for x in (q, k, v)], "layout": keywords["layout"].spec().partition(":")[0]}

@@ -1,5 +1,5 @@
 """Generation: few queries against keys that are sharded over ranks.
 
-`decode` is the function, `cache` holds the keys and values of a layer. `split_kv` and its kernels in `split_kv_triton`
-split the keys of one head over a GPU.
+`decoding` has the function `decode`, `cache` holds the keys and values of a layer. `split_kv` and its kernels in
+`split_kv_triton` split the keys of one head over a GPU.
 """

@@ -21,7 +21,7 @@ from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.inference.decode import UNUSED, announcing, check_tensor, decode
+from cp_mesh.inference.decoding import UNUSED, announcing, check_tensor, decode
 from cp_mesh.inference.split_kv import Further
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.sequence.sharded_sequence import ShardedSequence

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.errors import ArgumentError, describe, refuse
-from cp_mesh.tools.verify.verify_model import verify_model
+from cp_mesh.tools.verification.verify_model import verify_model
 
 _MODULE, _HINT = "a module that can be imported", "start in its folder, or pass its path, path/to/my_trainer.py"
 _ARGUMENTS = "a dict of verify_model's arguments"

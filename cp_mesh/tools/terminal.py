@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from cp_mesh.tools.verify.report import STYLES, console
+from cp_mesh.tools.verification.report import STYLES, console
 
 WIDTH = 100
 REFUSED = 2  # exit status if something could not run; 1 if something is wrong

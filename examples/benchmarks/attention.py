@@ -52,7 +52,7 @@ from cp_mesh import attention as cp_attention  # noqa: E402
 from cp_mesh.comm.exchange import choose_transport, release  # noqa: E402
 from cp_mesh.comm.groups import known_parts  # noqa: E402
 from cp_mesh.kernels.scores import Scores  # noqa: E402
-from cp_mesh.tools.verify.dense import dense_attention as plain_products  # noqa: E402
+from cp_mesh.tools.verification.dense import dense_attention as plain_products  # noqa: E402
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from report import append, machine  # noqa: E402
 from cp_mesh import ShardedCache, ShardedSequence  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
 from cp_mesh.kernels.scores import Scores  # noqa: E402
-from cp_mesh.tools.verify.dense import dense_attention  # noqa: E402
+from cp_mesh.tools.verification.dense import dense_attention  # noqa: E402
 
 GATE_STEPS = 6
 ROUNDING = 1e-6  # of the signal: what fp32 sums may add to the bound of the gate

@@ -18,23 +18,23 @@ def in_pieces(change: Any) -> Any:
     return lambda merge: with_arguments(merge, pieces=lambda pieces: [(out, change(lse)) for out, lse in pieces])
 
 
-plant("lse of ranks is merged in base 2", "decode:merge", "decoding", "random uses")(
+plant("lse of ranks is merged in base 2", "decoding:merge", "decoding", "random uses")(
     in_pieces(lambda lse: lse * math.log2(math.e))
 )
-plant("ranks weigh alike, whatever they hold", "decode:merge", "decoding")(in_pieces(torch.zeros_like))
-plant("the last rank's result is lost", "decode:merge", "decoding")(
+plant("ranks weigh alike, whatever they hold", "decoding:merge", "decoding")(in_pieces(torch.zeros_like))
+plant("the last rank's result is lost", "decoding:merge", "decoding")(
     lambda merge: with_arguments(merge, pieces=lambda pieces: pieces[:-1])
 )
-plant("sinks are lost where ranks are merged", "decode:merge", "decoding")(
+plant("sinks are lost where ranks are merged", "decoding:merge", "decoding")(
     lambda merge: with_arguments(merge, sinks=lambda sinks: None)
 )
-plant("keys of a window are read one position late", "decode:decode", "decoding")(
+plant("keys of a window are read one position late", "decoding:decode", "decoding")(
     lambda decode: with_arguments(decode, k_positions=lambda x: None if x is None else x + 1)
 )
-plant("positions of sharded queries are those of the ranks before", "decode:_gather", "sharded queries")(
+plant("positions of sharded queries are those of the ranks before", "decoding:_gather", "sharded queries")(
     lambda gather: with_result(gather, lambda found: (found[0], None if found[1] is None else found[1].roll(1)))
 )
-plant("results of sharded queries are merged without the first rank's", "decode:_to_owners", "sharded queries")(
+plant("results of sharded queries are merged without the first rank's", "decoding:_to_owners", "sharded queries")(
     lambda to_owners: with_result(to_owners, lambda pieces: pieces[1:])
 )
 plant("a token is kept in the row of the one before", "cache:places", "cache")(

@@ -1,9 +1,9 @@
 """Verify an attention configuration on the ranks that will train with it.
 
 Every rank draws the same random sequence, runs its shard through `cp_mesh.attention`, forward and backward, and
-compares with fp64 attention over the whole sequence (`cp_mesh.tools.verify.dense`). That reference uses plain matrix
-products and the mask's boolean specification, but no layout, schedule, kernel or transport. ``torchrun --nproc-per-node
-8 -m cp_mesh`` runs this for several layouts and masks.
+compares with fp64 attention over the whole sequence (`dense.py`). That reference uses plain matrix products and the
+mask's boolean specification, but no layout, schedule, kernel or transport. ``torchrun --nproc-per-node 8 -m cp_mesh``
+runs this for several layouts and masks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import KernelTile
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, Scores
-from cp_mesh.tools.verify.dense import Dense, dense_attention
-from cp_mesh.tools.verify.report import ModelReport
+from cp_mesh.tools.verification.dense import Dense, dense_attention
+from cp_mesh.tools.verification.report import ModelReport
 
 BLOCK = 128  # rows of a head per RMS error
 NAMES = ("out", "lse", "dq", "dk", "dv")

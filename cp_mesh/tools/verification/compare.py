@@ -16,9 +16,9 @@ from cp_mesh._torch import unwrapped
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import written
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.tools.verify.report import Finding
-from cp_mesh.tools.verify.step import Batch, Ranks, Step, inner, whole_gradient
-from cp_mesh.tools.verify.traces import Place, Rows, gaps, pair
+from cp_mesh.tools.verification.report import Finding
+from cp_mesh.tools.verification.step import Batch, Ranks, Step, inner, whole_gradient
+from cp_mesh.tools.verification.traces import Place, Rows, gaps, pair
 from cp_mesh.training.context_parallel import ContextParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import style_of

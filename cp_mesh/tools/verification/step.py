@@ -23,7 +23,7 @@ from cp_mesh.comm.agreement import announce_refusal, check_mode, require_agreeme
 from cp_mesh.errors import RankMismatchError, refuse
 from cp_mesh.sequence.sharded_sequence import IGNORED, ROOT, ShardedSequence
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
-from cp_mesh.tools.verify.traces import Trace, traced_modules
+from cp_mesh.tools.verification.traces import Trace, traced_modules
 from cp_mesh.training.loss import cross_entropy
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import gathers, styles_of

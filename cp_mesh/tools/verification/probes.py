@@ -18,10 +18,10 @@ from cp_mesh._torch import unwrapped
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import IGNORED
-from cp_mesh.tools.verify.compare import factor_finding, of_styles
-from cp_mesh.tools.verify.report import Finding
-from cp_mesh.tools.verify.step import Run, Step, inner, local
-from cp_mesh.tools.verify.traces import PART
+from cp_mesh.tools.verification.compare import factor_finding, of_styles
+from cp_mesh.tools.verification.report import Finding
+from cp_mesh.tools.verification.step import Run, Step, inner, local
+from cp_mesh.tools.verification.traces import PART
 
 # By dtype, in eps of the largest logit: change that passes as rounding, as when experts get other tokens.
 STEPS, STEPS_COARSE = {torch.float64: 64, torch.float32: 64}, 2

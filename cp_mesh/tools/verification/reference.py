@@ -15,8 +15,8 @@ from cp_mesh._torch import unwrapped
 from cp_mesh.errors import refuse
 from cp_mesh.flex.function import Alone
 from cp_mesh.sequence.sharded_sequence import IGNORED
-from cp_mesh.tools.verify.step import Batch, Loss, Ranks, Step, inner, local, logits_of, mean_loss, root_of
-from cp_mesh.tools.verify.traces import Rows, Trace, rows_of
+from cp_mesh.tools.verification.step import Batch, Loss, Ranks, Step, inner, local, logits_of, mean_loss, root_of
+from cp_mesh.tools.verification.traces import Rows, Trace, rows_of
 from cp_mesh.training.probe import mesh_of_one
 from cp_mesh.training.style_helpers import styles_of
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_mesh.comm.groups import as_mesh
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.tools.verify.compare import (
+from cp_mesh.tools.verification.compare import (
     EXACT,
     compare_batches,
     compare_gradients,
@@ -35,10 +35,10 @@ from cp_mesh.tools.verify.compare import (
     compare_rows,
     compare_weights,
 )
-from cp_mesh.tools.verify.probes import probe_gradients, probe_loss, probe_rows, probe_sinks, probe_tokens
-from cp_mesh.tools.verify.reference import jitter, make_twin, run_reference
-from cp_mesh.tools.verify.report import Finding, ModelReport
-from cp_mesh.tools.verify.step import (
+from cp_mesh.tools.verification.probes import probe_gradients, probe_loss, probe_rows, probe_sinks, probe_tokens
+from cp_mesh.tools.verification.reference import jitter, make_twin, run_reference
+from cp_mesh.tools.verification.report import Finding, ModelReport
+from cp_mesh.tools.verification.step import (
     Batch,
     Loss,
     Positions,
@@ -50,8 +50,8 @@ from cp_mesh.tools.verify.step import (
     loss_of_plan,
     run_step,
 )
-from cp_mesh.tools.verify.traces import Place, Trace, rows_of
-from cp_mesh.tools.verify.verify import VerificationError
+from cp_mesh.tools.verification.traces import Place, Trace, rows_of
+from cp_mesh.tools.verification.verify import VerificationError
 from cp_mesh.training.parallelize import parallelize
 from cp_mesh.training.probe import without_probe
 from cp_mesh.training.style_helpers import gathers
