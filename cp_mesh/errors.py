@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import operator
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
-from types import FrameType, FunctionType
-from typing import Any, NoReturn
+from types import FrameType, FunctionType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+Made = TypeVar("Made")
 _SKIPPED_FILES = (
     *(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)),  # the separator keeps torchvision's files
     *(contextlib.__file__[:-1], dataclasses.__file__[:-1], "<string"),  # "<string>" is the __init__ of a dataclass
@@ -93,3 +97,48 @@ def as_int(x: Any) -> Any:
     with contextlib.suppress(TypeError):
         return operator.index(x)
     return x
+
+
+def typed(function: Made) -> Made:
+    """Decorate a public function: if a call fails and an argument is not of the annotated type, say so.
+
+    Types are looked at after a call has failed only, so whatever works is taken.
+    """
+    plain: Any = function
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except (AttributeError, TypeError) as error:
+            _explain(plain, args, kwargs, error)
+            raise
+
+    return cast(Made, call)
+
+
+def _explain(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+    """Refuse the first argument whose type is not the annotated one."""
+    try:
+        hints, bound = get_type_hints(function), inspect.signature(function).bind(*args, **kwargs)
+    except (NameError, TypeError):  # other arguments than the function's, of which Python tells
+        return
+    what = function.__qualname__
+    for name, x in bound.arguments.items():
+        if name in hints and not _fits(x, hints[name]):
+            expected = re.sub(r"(\w+\.)+(?=\w)", "", inspect.formatannotation(hints[name]))
+            hint = f"help(cp_mesh.{what}) describes it"
+            raise ArgumentError(describe(f"{what}: {name}", expected, type(x).__name__, hint)) from error
+
+
+def _fits(x: object, hint: Any) -> bool:
+    """Whether a value is of an annotated type, or of one that is not known."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return any(_fits(x, part) for part in get_args(hint))
+    if kind in (int, float):
+        return hasattr(x, "__float__") or isinstance(x, torch.SymInt | torch.SymFloat)
+    try:
+        return isinstance(x, kind)
+    except TypeError:  # Any, a Literal or a protocol
+        return True

@@ -317,25 +317,51 @@ def test_labels_outside_of_the_vocabulary_of_one_rank(pool: Any) -> None:
         assert "or ignore_index=-1, got -100" in errors[rank].message
 
 
-def labels_too_short(rank: int, options: dict[str, Any]) -> None:
-    """In a first loss; later, this rank alone raises at once."""
+def one_wrong(rank: int, what: str, options: dict[str, Any]) -> None:
+    """In a first loss and in later ones; with a count, rank 1 alone raises in those, at once."""
     axis = mesh((3,), ("cp",))
     state_of(axis.get_group(), Calls).here.clear()
-    logits, labels = torch.randn(B, 7, V + 1), torch.ones(B, 7 - (rank == 1), dtype=torch.int64)
+    logits, labels = torch.randn(B, 7, V + 1), torch.ones(B, 7, dtype=torch.int64)
+    wrong: Any = {
+        "short": (logits, labels[:, 1:]),
+        "None": (logits, None),
+        "tuple": ((logits,), labels),
+        "float": (logits, labels.double()),
+    }[what]
     with pytest.raises(cp_mesh.ArgumentError) as error:
-        cp_mesh.cross_entropy(logits, labels, axis, **options)
-    if rank == 1:
-        with pytest.raises(cp_mesh.ArgumentError, match="labels: expected"):
-            cp_mesh.cross_entropy(logits[..., 1:], labels, axis, **options)
+        cp_mesh.cross_entropy(*(wrong if rank == 1 else (logits, labels)), axis, **options)
+    if not options:
+        cp_mesh.cross_entropy(logits, labels, axis)
+    if rank == 1 or not options:
+        with pytest.raises(cp_mesh.ArgumentError, match=r"cross_entropy: (labels|logits): expected"):
+            cp_mesh.cross_entropy(*(wrong if rank == 1 else (logits, labels)), axis, **options)
     raise error.value
 
 
-@pytest.mark.parametrize("options", [{}, {"count": 5}], ids=str)
-def test_labels_too_short_on_one_rank(pool: Any, options: dict[str, Any]) -> None:
-    errors = raised(pool, 3, labels_too_short, options)
-    assert errors[1].message.startswith("cross_entropy: labels: expected shape (2, 7), got (2, 6)")
+@pytest.mark.parametrize(
+    ("what", "options", "said"),
+    [
+        ("short", {}, "cross_entropy: labels: expected shape (2, 7), got (2, 6)"),
+        ("short", {"count": 5}, "cross_entropy: labels: expected shape (2, 7), got (2, 6)"),
+        ("None", {}, "cross_entropy: labels: expected a local tensor, int64, got NoneType"),
+        ("tuple", {}, "cross_entropy: logits: expected a tensor, got tuple"),
+        ("float", {"count": 5}, "cross_entropy: labels: expected a local tensor, int64, got torch.float64"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_one_rank_refuses(pool: Any, what: str, options: dict[str, Any], said: str) -> None:
+    errors = raised(pool, 3, one_wrong, what, options)
+    assert errors[1].message.startswith(said)
     for rank in (0, 2):
-        assert "on 1 other ranks of the mesh: cross_entropy: labels: expected shape" in errors[rank].message
+        assert f"on 1 other ranks of the mesh: {said}" in errors[rank].message
+
+
+def count_of_none(rank: int) -> None:
+    cp_mesh.valid_tokens(None if rank == 1 else torch.ones(2, 3, dtype=torch.int64), mesh((3,), ("cp",)))  # type: ignore[arg-type]
+
+
+def test_a_count_that_one_rank_refuses(pool: Any) -> None:
+    assert all("valid_tokens: labels: expected" in error.message for error in raised(pool, 3, count_of_none))
 
 
 def a_look_that_fails(rank: int) -> None:
@@ -619,12 +645,13 @@ class Counting(Positioned):
         return super().forward(tokens)
 
 
-def positioned(rank: int, positions: str | None, given: int | None, compiled: bool) -> None:
+def positioned(rank: int, positions: str | None, given: int | str | None, compiled: bool) -> None:
     sequence = ShardedSequence(mesh((2,), ("cp",)))
     plan = {"": ShardedModel(sequence, positions=positions), "core": ContextParallel(sequence)}
     model = cp_mesh.parallelize(Positioned(), sequence.mesh, plan)
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-    run(tokens_of(16), None if given is None else torch.arange(given))
+    ids = sequence.positions(16) if given == "own" else given
+    run(tokens_of(16), torch.arange(ids) if isinstance(ids, int) else ids)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -636,6 +663,10 @@ def test_positions_of_a_root(pool: Any, compiled: bool) -> None:
         assert "expected as many as the inputs have tokens, got 8 of them; leave them out" in error.message
     for given in (None, 16):
         pool(2).run(positioned, "position_ids", given, compiled)
+    if not compiled:
+        for error in raised(pool, 2, positioned, None, 8, compiled):
+            assert "expected the positions of this rank's 8 rows, got 0, 1, 2, ..." in error.message
+    pool(2).run(positioned, None, "own", compiled)
 
 
 def warned(fn: Callable[[], Any]) -> list[str]:

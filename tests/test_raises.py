@@ -914,6 +914,24 @@ CASES: dict[str, Case] = {
         lambda: run_plan(on="cp", embedding=ColwiseParallel())
     ),
     "a style that is none": refused(ARGUMENT, "'core'", "ParallelStyle")(lambda: run_plan(core=ContextParallel)),
+    "a plan that is a list": refused(ARGUMENT, "parallelize: plan", "Mapping[str, ParallelStyle]", "got list")(
+        lambda: cp_mesh.parallelize(Model(), cp(), [("core", ContextParallel(sequence()))])  # type: ignore[arg-type]
+    ),
+    "a key that is no name": refused(ARGUMENT, "plan key", "the name of a module, got 0", "write '0'")(
+        lambda: cp_mesh.parallelize(nn.Sequential(Core()), cp(), {0: ContextParallel(sequence())})  # type: ignore[dict-item]
+    ),
+    "a mesh for a sequence": refused(ARGUMENT, "ContextParallel: sequence", "a ShardedSequence", "(mesh) makes one")(
+        lambda: run_plan(core=ContextParallel(cp()))  # type: ignore[arg-type]
+    ),
+    "a sum of a number": refused(ARGUMENT, "ShardedSequence.all_reduce: x: expected Tensor, got int", "help(cp_mesh.")(
+        lambda: sequence().all_reduce(3)  # type: ignore[arg-type]
+    ),
+    "a norm that is None": refused(ARGUMENT, "clip_grad_norm: max_norm: expected float, got NoneType")(
+        lambda: cp_mesh.clip_grad_norm([], None)  # type: ignore[arg-type]
+    ),
+    "tokens without a batch dim": refused(ARGUMENT, "tokens", "[B, S, ...], got (24,)", "tokens[None]")(
+        lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence())})(torch.zeros(S, dtype=torch.int64))
+    ),
     "an input that the model lacks": refused(ARGUMENT, "ShardedModel(Model)", "named 'ids'", "['tokens', 'positions']")(
         lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence(), inputs=("ids",))})
     ),

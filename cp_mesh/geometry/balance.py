@@ -23,12 +23,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, typed
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Balanced, chunk_bounds
 from cp_mesh.geometry.mask import NONE, Documents, Mask
 
 
+@typed
 def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     """Return a layout in which every rank computes an equal share of a mask's work; call it for every packed batch.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, typed
 from cp_mesh.geometry.mask import EXCLUDED, Mask
 
 
+@typed
 def batch_mask(
     *,
     position_ids: Tensor | None = None,
@@ -114,6 +115,7 @@ def _check_whole(given: dict[str, Tensor]) -> None:
         refuse("batch_mask", "tensors of one batch", ", ".join(f"{x} {name}" for name, x in shapes.items()), hint)
 
 
+@typed
 def document_positions(documents: Tensor) -> Tensor:
     """Position ids int64 [..., S] that count from 0 in every run of equal document ids [..., S]."""
     rows = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)

@@ -21,7 +21,7 @@ from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.comm.whole import gather, scatter_sum
-from cp_mesh.errors import as_int, refuse
+from cp_mesh.errors import as_int, refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.layouts import Contiguous, Layout, Run, ZigZag
@@ -113,6 +113,7 @@ class ShardedSequence:
         """Return `seq_len` for another ``layout``."""
         return None if self.length is None else self._sharded_len(self.length, layout)
 
+    @typed
     def for_batch(self, length: int, mask: Mask | None = None) -> ShardedSequence:
         """Return this sequence for one batch that has its own length, or also its own layout.
 
@@ -158,6 +159,7 @@ class ShardedSequence:
             seq_len = even._sharded_len(mask.documents.shape[-1])
         return replace(self, layout=balance(mask, seq_len, self.cp_size))
 
+    @typed
     def shard(self, tree: Any, dim: int = 1, *, pad_value: int | None = None) -> Any:
         """Return this rank's rows of every tensor of a pytree.
 
@@ -180,6 +182,7 @@ class ShardedSequence:
         """
         return tree_map_with_path(lambda path, leaf: self._shard_leaf(path, leaf, dim, pad_value), tree)
 
+    @typed
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor in original order, without padding, on every rank.
 
@@ -192,6 +195,7 @@ class ShardedSequence:
         """
         return self._unshard(x, dim, 1.0)
 
+    @typed
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Do `unshard` for a loss that every rank computes alike from the whole: gradients are the *mean* over ranks.
 
@@ -213,6 +217,7 @@ class ShardedSequence:
             state_of(self.mesh.get_group(), Cuts).gathered = self.length or whole.shape[dim]
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
 
+    @typed
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over the cp ranks, on every rank: for losses that are not sums over tokens.
 
@@ -254,6 +259,7 @@ class ShardedSequence:
         told = repr((seed, replica, step)).encode()
         return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device)
 
+    @typed
     def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's rows, for the rotary embedding: int64 [shard_len].
 

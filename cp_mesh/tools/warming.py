@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.call.function import attention
 from cp_mesh.comm.groups import flat
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, accumulation_dtype, finish_sums
 
 
+@typed
 def warm_up(
     mesh: DeviceMesh | dist.ProcessGroup,
     *,

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import devices_of_group, multiply_each, norm_of_each
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, typed
 from cp_mesh.training.loss import groups_of
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -26,6 +26,7 @@ _EPS = 1e-6  # as in PyTorch
 
 
 @torch.no_grad()
+@typed
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.comm.agreement import capturing
+from cp_mesh.errors import typed
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.rules import agreed_pieces
@@ -18,6 +19,7 @@ from cp_mesh.training.checks.labels import check_log_probs
 from cp_mesh.training.token_losses import LazyLogits, prepare_losses
 
 
+@typed
 def token_log_probs(
     x: Tensor | LazyLogits,
     labels: Tensor,
@@ -60,6 +62,7 @@ def token_log_probs(
     return -losses().view(labels.shape)
 
 
+@typed
 def document_sums(x: Tensor, *, sequence: ShardedSequence, mask: Mask | None = None) -> Tensor:
     """Return the sum of a sharded tensor over each document, equal on every cp rank.
 

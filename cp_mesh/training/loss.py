@@ -19,11 +19,11 @@ from cp_mesh.comm.agreement import announce_error, capturing, leave_word, read_w
 from cp_mesh.comm.first_calls import has_no_call, is_first_here
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.waiting import wait_for
-from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse
+from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, typed
 from cp_mesh.sequence.cuts import apart, is_whole, waits_for_labels
 from cp_mesh.sequence.losses import note_loss
 from cp_mesh.training.checks.labels import check_labels
-from cp_mesh.training.token_losses import LazyLogits, prepare_losses
+from cp_mesh.training.token_losses import LazyLogits, check_ids, prepare_losses
 
 
 @dataclass
@@ -41,6 +41,7 @@ class _Said:
     ready: torch.cuda.Event | None = None
 
 
+@typed
 def cross_entropy(
     logits: Tensor | LazyLogits,
     labels: Tensor,
@@ -86,12 +87,13 @@ def cross_entropy(
 
     Raises:
         ArgumentError: on DTensors, wrong shapes, numbers out of range, a weight that FSDP2 has freed, a teacher with
-            gradients, or a mesh that contains ranks that share one vocabulary. In the first call, on every rank of
-            ``mesh``, also if a label is outside of the vocabulary or labels belong to other rows than this rank's:
-            sharded in another layout than attention, or shifted after sharding.
+            gradients, or a mesh that contains ranks that share one vocabulary; without ``count`` on every rank of
+            ``mesh``, by GPUs in the next call. In the first call also if a label is outside of the vocabulary or
+            labels belong to other rows than this rank's: sharded in another layout than attention, or shifted after
+            sharding.
         IndexError: in later calls on the CPU, for a label outside of the vocabulary; on CUDA a device assertion.
-        UnsupportedError: in a second derivative, and for a teacher with `VocabParallelHead`.
-        RuntimeError: under the transforms of torch.func, by PyTorch.
+        UnsupportedError: in a second derivative, under transforms of torch.func, and for a teacher with
+            `VocabParallelHead`.
 
     Example:
         >>> share = cross_entropy(hidden, labels, data, weight=head.weight, z_loss=1e-4)  # doctest: +SKIP
@@ -100,7 +102,7 @@ def cross_entropy(
         terms = temperature, label_smoothing, z_loss, teacher
         return _cross_entropy(logits, labels, mesh, ignore_index, count, weight, bias, *terms)
     except (ArgumentError, UnsupportedError) as error:
-        if not isinstance(logits, Tensor):  # the other tp ranks are in other groups of the mesh
+        if hasattr(logits, "head"):  # the other tp ranks are in other groups of the mesh
             announce_error(logits.head.group_name, error, "tp")
         raise
 
@@ -119,7 +121,9 @@ def _cross_entropy(
         losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
     except (ArgumentError, UnsupportedError) as error:
         if not torch.compiler.is_compiling():
-            _tell_of(error, logits if isinstance(logits, Tensor) else labels, mesh)
+            first = all([has_no_call(group, "cross_entropy") for group in groups_of(mesh)])
+            if first or count is None:  # the others wait in a sum
+                _tell_of(error, mesh, logits, labels)
         raise
     vocab = logits.shape[-1] if weight is None else len(weight)
     trained = logits.requires_grad or (weight is not None and weight.requires_grad)
@@ -150,15 +154,18 @@ def _cross_entropy(
     return share
 
 
-def _tell_of(error: Exception, given: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
-    """Send the refusal of a first loss to ranks that wait in its sum of valid tokens."""
+def _tell_of(error: Exception, mesh: DeviceMesh | dist.ProcessGroup, *given: Any) -> None:
+    """Raise the refusal of this rank with the ranks that wait in its sum of valid tokens, and send it to them."""
     groups = groups_of(mesh)
-    is_first = all([has_no_call(group, "cross_entropy") for group in groups])
-    if is_first and not isinstance(given, DTensor) and not given.is_meta:  # all ranks have DTensors, or none
+    device = torch.device("cuda" if dist.get_backend(groups[0]) == "nccl" else "cpu")
+    device = next((x.device for x in given if isinstance(x, Tensor)), device)
+    # all ranks have DTensors, or none
+    if not (capturing() or device.type == "meta" or any(isinstance(x, DTensor) for x in given)):
         state_of(groups[0], _Said).found = error
-        _sum_over(mesh, torch.zeros((), dtype=torch.int64, device=given.device), "cross_entropy", True)
+        _sum_over(mesh, torch.zeros((), dtype=torch.int64, device=device), "cross_entropy", True)
 
 
+@typed
 def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
     """Count the valid labels over all ranks of ``mesh``, for the ``count`` argument of `cross_entropy`.
 
@@ -174,15 +181,19 @@ def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore
         An int64 scalar on the labels' device, equal on all ranks.
 
     Raises:
-        ArgumentError: on a DTensor.
+        ArgumentError: on labels that are no local int64 tensor; on the other ranks too, in this or the next sum.
 
     Example:
         >>> count = sum(valid_tokens(labels, data) for _, labels in micro_batches)  # doctest: +SKIP
         >>> for tokens, labels in micro_batches:  # doctest: +SKIP
         ...     cross_entropy(model(tokens), labels, data, count=count).backward()
     """
-    if isinstance(labels, DTensor):
-        refuse("labels", "a local tensor", "a DTensor", "pass the labels of this rank's rows")
+    try:
+        check_ids("valid_tokens: labels", labels)
+    except ArgumentError as error:
+        if not torch.compiler.is_compiling():
+            _tell_of(error, mesh, labels)
+        raise
     return _sum_over(mesh, (labels != ignore_index).sum(), "valid_tokens")
 
 

@@ -26,7 +26,7 @@ from cp_mesh._torch import COMPILED, apply_style
 from cp_mesh.comm.agreement import note_styles
 from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
-from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.errors import UnsupportedError, refuse, typed, written
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
 from cp_mesh.training.checks.config import check_adapters
@@ -44,6 +44,7 @@ _Place = tuple[str, nn.Module, str]
 """A parameter or buffer: its full name in the model, its module, and its name in the module."""
 
 
+@typed
 def parallelize(
     module: nn.Module,
     mesh: DeviceMesh | dist.ProcessGroup,
@@ -88,6 +89,8 @@ def parallelize(
     root = modules[""]
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
+        if not isinstance(key, str):
+            refuse("parallelize: plan key", "the name of a module", key, f"write {str(key)!r}")
         if not isinstance(style, ParallelStyle):
             refuse(f"parallelize: style of {key!r}", "an instance of a ParallelStyle", style, "write Style(...)")
         matches = [name for name in modules if _matches(plain_name(key), name)]
@@ -130,6 +133,7 @@ def parallelize(
     return module
 
 
+@typed
 def sum_gradients(model: nn.Module) -> None:
     """Make FSDP2 or DistributedDataParallel reduce gradients by a plain SUM, as `cross_entropy` requires.
 

@@ -30,7 +30,7 @@ from torch.random import fork_rng
 from cp_mesh._torch import active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
 from cp_mesh.comm.agreement import check_mode, compare_first, keep_to_itself, turned_off
 from cp_mesh.comm.group_state import states_of_all
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse, warn
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse, typed, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.cuts import Cuts
@@ -51,6 +51,7 @@ _CAUSES = "usually positions that the model counts, or layers outside of the pla
 _CAUSES += ": docs/guard.md#the-probe"
 
 
+@typed
 def probe(model: nn.Module, batch: Mapping[str, Any]) -> str:
     """Run a model on the first tokens of a batch, sharded over cp and whole on every rank, and compare the rows.
 

@@ -138,7 +138,7 @@ class ShardedModel(ParallelStyle):
             expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
             refuse("ShardedModel", expected, got, "see forward")
         named = given | kwargs
-        self._check_positions(names, named)
+        self._check_inputs(names, named)
         root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
         if torch.compiler.is_compiling():
             if self.probe:
@@ -184,6 +184,9 @@ class ShardedModel(ParallelStyle):
         try:
             if self.sequence.cp_size > 1:
                 refuse_unplanned(module)
+                if self.positions is None:
+                    own = {name: x for name, x in arguments.items() if name not in self.inputs}
+                    refuse_counted(root.sequence, cores_of(module), own, self._local_rows(arguments))
             with watching(module, self._local_rows(arguments), self.positions is None, self._tokens(arguments)):
                 result = forward(**arguments)
         except IndexError as error:
@@ -206,8 +209,12 @@ class ShardedModel(ParallelStyle):
         rows: int = next(arguments[name] for name in self.inputs if arguments.get(name) is not None).shape[1]
         return rows
 
-    def _check_positions(self, names: list[str], arguments: dict[str, Any]) -> None:
-        """Refuse positions that are missing, or that are not those of the whole sequence."""
+    def _check_inputs(self, names: list[str], arguments: dict[str, Any]) -> None:
+        """Refuse inputs without rows, and positions that are missing, or that are not those of the whole sequence."""
+        for name, x in self._whole(arguments).items():
+            if x is not None and not (isinstance(x, Tensor) and x.ndim > (name != self.positions)):
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                refuse(f"ShardedModel: {name}", "a tensor [B, S, ...]", got, "tokens[None] makes [1, S] of [S]")
         if self.positions is not None:
             ids, whole = arguments.get(self.positions), [arguments.get(name) for name in self.inputs]
             lengths = [self.sequence.length, self.sequence.seq_len, *(x.shape[1] for x in whole if x is not None)]
@@ -307,6 +314,19 @@ def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:
     if given and all(isinstance(style.mask, Mask) for style in cores_of(module)):
         hint = f"ContextParallel(sequence, mask=lambda ..., {given[0]}: {given[0]}) reads it from the core's arguments"
         refuse("ShardedModel", f"a core that reads {given[0]}", "styles with fixed masks", hint)
+
+
+def refuse_counted(sequence: ShardedSequence, cores: list[Any], given: Mapping[str, Any], rows: int) -> None:
+    """Refuse positions 0, 1, 2, ... of ``rows`` that have others; documents and layouts of a batch may explain them."""
+    if any(callable(style.mask) or style.mask.documents is not None or style.layout for style in cores):
+        return
+    for name in POSITIONS:
+        if isinstance(x := given.get(name), Tensor) and x.ndim in (1, 2) and x.shape[-1] == rows:
+            counted = torch.arange(rows, device=x.device)
+            own = sequence.positions(rows * sequence.cp_size if sequence.length is None else None, x.device)
+            if (x == counted).all() and (len(own) != rows or not torch.equal(own, counted)):
+                hint = "pass sequence.positions(seq_len)"
+                refuse(name, f"the positions of this rank's {rows} rows", "0, 1, 2, ...", hint)
 
 
 def _loss_of(output: Any) -> Any:

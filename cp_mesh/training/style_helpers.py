@@ -173,6 +173,8 @@ def claim(
 ) -> None:
     """Check that the style can be applied, as the last check. ``key`` is the one for `replace_forward`."""
     name = type(style).__name__
+    if not isinstance(sequence, ShardedSequence):
+        refuse(f"{name}: sequence", "a ShardedSequence", sequence, "ShardedSequence(mesh) makes one")
     if mesh.ndim != 1:
         refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]')
     if (other := replaced(module, key)) is not None:

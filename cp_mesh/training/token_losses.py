@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import untraced
+from cp_mesh._torch import in_transform, untraced
 from cp_mesh.call.spec import autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -60,6 +60,11 @@ def prepare_losses(
     teacher: Tensor | tuple[Tensor, ...] | None = None,
 ) -> Callable[[], Tensor]:
     """Check the arguments of `cross_entropy`, without a collective; return the function that computes losses [N]."""
+    if not (isinstance(x, Tensor) or hasattr(x, "check_groups")):
+        refuse(f"{what}: logits", "a tensor", type(x).__name__, "of an output of Transformers pass its logits")
+    if not torch.compiler.is_compiling() and in_transform():
+        got, hint = "torch.func.grad or the like", "use torch.autograd.grad, or backward()"
+        refuse(what, "no transform of torch.func", got, hint, UnsupportedError)
     soft: tuple[Tensor, ...] = ()
     if teacher is not None:
         if any(hasattr(y, "check_groups") for y in (x, teacher)):
@@ -78,6 +83,7 @@ def prepare_losses(
     for y in soft:
         if isinstance(y, DTensor):
             refuse(f"{what}: teacher", "local tensors", "DTensors", _UNSHARD)
+    check_ids(f"{what}: labels", labels)
     if x.shape[:-1] != labels.shape:
         refuse(f"{what}: labels", f"shape {tuple(x.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     for number in (temperature, label_smoothing, z_loss):
@@ -119,6 +125,13 @@ def prepare_losses(
     return partial(
         _linear_losses, _head(x, weight, bias), flat, 1 / temperature, options, () if teacher is None else _head(*soft)
     )
+
+
+def check_ids(what: str, labels: Any) -> None:
+    is_local = isinstance(labels, Tensor) and not isinstance(labels, DTensor)
+    if not is_local or labels.dtype != torch.int64:
+        hint = "pass the labels of this rank's rows; labels.long() converts them"
+        refuse(what, "a local tensor, int64", labels.dtype if is_local else type(labels).__name__, hint)
 
 
 _UNSHARD = "under FSDP2 call unshard() of the teacher's module that holds its weight, and then read the weight"

@@ -37,7 +37,7 @@ plant("labels are not compared with tokens", "labels:_of_others", "labels of oth
 plant("labels of log-probabilities pass", "labels:check_log_probs", "labels of log-probabilities")(nothing())
 plant("rows may be sharded once more", "cuts:is_cut", "sharded twice")(nothing(False))
 plant("a core takes rows that nobody cut", "cuts:check_rows", "rows of cores")(nothing())
-plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
+plant("positions may be left out", "sharded_model:ShardedModel._check_inputs", "positions of a root")(nothing())
 plant("a mask may reach a style that has its own", "config:check_mask_read", "unread masks")(nothing())
 plant("tokens are not compared without a root", "checks.inputs:_check", "whole tokens")(nothing())
 plant("the ranks of a loss are not those of its gradients", "gradients:_check_ranks", "ranks of the loss")(nothing())

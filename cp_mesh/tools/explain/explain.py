@@ -16,7 +16,7 @@ from cp_mesh.call.choose import Choice
 from cp_mesh.call.methods import METHODS, choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, AttentionSpec, Operand, check_choice
 from cp_mesh.comm.exchange import TRANSPORTS
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
@@ -75,6 +75,7 @@ class Explanation:
         draw(path, self.found, self.mask, self.seq_len, self.cp_size, points)
 
 
+@typed
 def explain(
     seq_len: int,
     cp_size: int,

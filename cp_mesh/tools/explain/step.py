@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cp_mesh.call.spec import check_choice
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, typed
 from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.text import aligned, as_bytes
@@ -182,6 +182,7 @@ def memory_of(
     return StepExplanation({name: always | terms for name, terms in moments.items()}, host)
 
 
+@typed
 def explain_step(
     model: str | Path | Mapping[str, Any],
     seq_len: int,

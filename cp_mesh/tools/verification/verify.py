@@ -23,7 +23,7 @@ from cp_mesh.call.ring_loop import begin_backward
 from cp_mesh.call.spec import FACTORS, SCORE_OPTIONS, Tensors, as_numbers, make_scores, seed_tensor, settle
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, typed
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import make_schedule
@@ -78,6 +78,7 @@ class Report:
         return f"{'exact' if self.passed else 'WRONG'} [{self.kernel}] RMS error (of allowed): {figures}{alone}"
 
 
+@typed
 def verify(
     mesh: DeviceMesh | dist.ProcessGroup,
     *,

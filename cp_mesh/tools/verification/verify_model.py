@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_mesh.comm.groups import as_mesh
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, typed
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.tools.verification.compare import (
     EXACT,
@@ -61,6 +61,7 @@ TOO_RANDOM = 0.1
 TOKENS, POSITIONS = ("tokens", "input_ids"), ("positions", "position_ids")
 
 
+@typed
 def verify_model(
     make_model: Callable[[], nn.Module],
     plan: Plan,

@@ -22,9 +22,9 @@ from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import refuse, warn
 from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.cuts import is_cut
-from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
+from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
-from cp_mesh.training.sharded_model import POSITIONS
+from cp_mesh.training.sharded_model import POSITIONS, refuse_counted
 from cp_mesh.training.stand_ins import refuse_unplanned
 from cp_mesh.training.style_helpers import announcing, cores_of
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
@@ -104,21 +104,9 @@ def _check(styles: list[Any], names: list[str], given: dict[str, Any]) -> int | 
             "counts from 0, they are wrong on most ranks. Pass sequence.positions(seq_len), or give the plan a root, "
             "ShardedModel(sequence, positions=...)"
         )
-    if not any(callable(style.mask) or style.mask.documents is not None or style.layout for style in styles):
-        for name, x in found.items():
-            if isinstance(x, Tensor) and x.ndim in (1, 2) and x.shape[-1] == tokens.shape[1]:
-                _check_counted(name, x, sequence)
+    refuse_counted(sequence, styles, found, tokens.shape[1])
     return None
 
 
 def _is_ids(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
-
-
-def _check_counted(name: str, positions: Tensor, sequence: ShardedSequence) -> None:
-    """Refuse positions 0, 1, 2, ... on a rank whose rows have other positions."""
-    rows = positions.shape[-1]
-    counted = torch.arange(rows, device=positions.device)
-    own = sequence.positions(rows * sequence.cp_size if sequence.length is None else None, positions.device)
-    if (positions == counted).all() and (len(own) != rows or not torch.equal(own, counted)):
-        refuse(name, f"the positions of this rank's {rows} rows", "0, 1, 2, ...", "pass sequence.positions(seq_len)")
