@@ -112,9 +112,6 @@ SCORES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "sinks far above and below": lambda B, H, S: {"sinks": torch.tensor([800.0, -800.0, 0.0] * H).double()[:H]},
     "softcap and sinks": lambda B, H, S: {"softcap": 0.7, "sinks": _numbers(H, S, H)},
     "alibi": lambda B, H, S: {"alibi_slopes": _numbers(H, S, H).abs() / 4},
-    "table": lambda B, H, S: {"relative_bias": _numbers(H, S, H, 7)},
-    "table of one entry": lambda B, H, S: {"relative_bias": _numbers(H, S, H, 1)},
-    "table of all distances": lambda B, H, S: {"relative_bias": _numbers(H, S, H, 2 * S + 3)},
     "bias": lambda B, H, S: {"bias": _numbers(H, S, B, H, S, S)},
     "bias of all heads": lambda B, H, S: {"bias": _numbers(H, S, B, 1, S, S)},
     "bias of all rows": lambda B, H, S: {"bias": _numbers(H, S, 1, H, 1, S)},
@@ -131,7 +128,6 @@ SCORES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
         "softcap": 0.7,
         "sinks": _numbers(H, S, H),
         "alibi_slopes": _numbers(1, S, H) / 4,
-        "relative_bias": _numbers(2, S, H, 5),
         "bias": _numbers(3, S, B, H, S, S),
     },
 }

@@ -495,7 +495,6 @@ def _with_functions(
     seq_len: int,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
     **options: Any,
 ) -> Any:
     left, right = mask.window or (None, None)
@@ -504,13 +503,8 @@ def _with_functions(
     ids, keep, image = (None if x is None else torch.atleast_2d(x) for x in given)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = q_idx - kv_idx
         score = score if softcap is None else softcap * torch.tanh(score / softcap)
-        score = score if alibi_slopes is None else score - alibi_slopes[h] * distance.abs()
-        if relative_bias is None:
-            return score
-        farthest = relative_bias.shape[1] // 2
-        return score + relative_bias[h, distance.clamp(-farthest, farthest) + farthest]
+        return score if alibi_slopes is None else score - alibi_slopes[h] * (q_idx - kv_idx).abs()
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = (kv_idx < end) & (q_idx - kv_idx <= (seq_len if left is None else left))

@@ -22,7 +22,6 @@ def dense_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
     bias: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +36,6 @@ def dense_attention(
         softcap: Bound of the scaled scores.
         sinks: [H], a logit that each query of a head sees beside its keys, and that brings no value.
         alibi_slopes: [H], what a score loses for each token of distance.
-        relative_bias: [H, 2R + 1], what is added at a distance of -R to R tokens; farther ones have the outermost.
         bias: broadcasts to [B, H, Sq, Sk], added last.
         kept: broadcasts to [B, H, Sq, Sk], factors of the normalised weights.
 
@@ -54,9 +52,6 @@ def dense_attention(
     ahead = torch.arange(scores.shape[2], device=q.device)[:, None] - torch.arange(scores.shape[3], device=q.device)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.double()[:, None, None] * ahead.abs()
-    if relative_bias is not None:
-        reach = relative_bias.shape[1] // 2
-        scores = scores + relative_bias.double()[:, ahead.clamp(-reach, reach) + reach]
     if bias is not None:
         scores = scores + bias.double()
     pairs = allowed[:, None]

@@ -301,7 +301,7 @@ def draw_way(r: Random, is_local: bool, is_double: bool) -> str:
 
 def takes_functions(case: Case) -> bool:
     """Whether `flex_attention` can say the same."""
-    said = set(case.scores) <= {"softcap", "alibi_slopes", "relative_bias"} and "seq_len" not in case.options
+    said = set(case.scores) <= {"softcap", "alibi_slopes"} and "seq_len" not in case.options
     runs = case.kernel in ("auto", "reference") and case.dtype == torch.float64
     return said and runs and case.way == "eager" and case.S > 0
 
@@ -436,7 +436,6 @@ def draw_scores(r: Random, B: int, H: int, S: int, by_rows: bool = True) -> dict
         ("softcap", round(r.uniform(0.3, 3.0), 3)),
         ("sinks", (H,)),
         ("alibi_slopes", (H,)),
-        ("relative_bias", (H, 2 * r.choice((0, 1, 3, S + 1)) + 1)),
         *([("bias", (r.choice((1, B)), r.choice((1, H)), r.choice((1, S)), S))] if by_rows else []),
     ):
         if r.random() < 0.3:

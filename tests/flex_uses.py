@@ -73,6 +73,11 @@ SCORES: dict[str, Use] = {
         lambda t: lambda score, b, h, q, kv: score + t["table"][h, q - kv + t["table"].shape[1] // 2],
         lambda x, t, i, j: x + t["table"][:, i - j + len(i) - 1],
     ),
+    "clipped table": Use(
+        lambda B, H, S: {"table": numbers(H, 7)},
+        lambda t: lambda score, b, h, q, kv: score + t["table"][h, (q - kv).clamp(-3, 3) + 3],
+        lambda x, t, i, j: x + t["table"][:, (i - j).clamp(-3, 3) + 3],
+    ),
     "read from the end": Use(
         lambda B, H, S: {"table": numbers(H, 2 * S - 1)},
         lambda t: lambda score, b, h, q, kv: score + t["table"][h, q - kv],

@@ -45,11 +45,10 @@ class ScoredCore(Core):
     def __init__(self) -> None:
         super().__init__()
         self.sinks, self.slopes = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
-        self.table = nn.Parameter(torch.empty(H, 9))
 
     def scores(self) -> dict[str, Any]:
         """Options of `cp_mesh.attention` and of `dense_attention`."""
-        return {"sinks": self.sinks, "alibi_slopes": self.slopes, "relative_bias": self.table, "softcap": 2.0}
+        return {"sinks": self.sinks, "alibi_slopes": self.slopes, "softcap": 2.0}
 
 
 class DenseScoredCore(ScoredCore):

@@ -136,11 +136,6 @@ CASES = {
     "alibi": Case(
         ("same alibi_slopes", "cp rank 0: None"), lambda: {"alibi_slopes": torch.ones(4, dtype=torch.float64)}
     ),
-    "table": Case(
-        ("same relative_bias", "(4, 3)", "(4, 5)"),
-        lambda: {"relative_bias": torch.zeros(4, 3)},
-        lambda: {"relative_bias": torch.zeros(4, 5)},
-    ),
     "heads of a bias": Case(
         ("same bias", "(2, 1, 24)", "(2, 4, 24)"),
         lambda: {"bias": torch.zeros(2, 1, 8, S)},

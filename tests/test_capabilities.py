@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "bench
 from capabilities import EXACT, FEATURES, RANKS, TOKENS, answer, cells, supported_table
 
 HERE = ("cpu_flash", "reference")
-SCORES = {"": "plain", "alibi_slopes": "alibi", "relative_bias": "table", "dropout_p": "dropout"}
+SCORES = {"": "plain", "alibi_slopes": "alibi", "dropout_p": "dropout"}
 SCORES |= {"score_mod": "alibi", "mask_mod": "plain"}
 
 
@@ -118,6 +118,6 @@ def test_every_kernel_and_feature_is_in_the_table() -> None:
     assert [row.split("|")[1].strip() for row in rows] == list(FEATURES)
     assert all(len(row.split("|")) == len(KERNELS) + 3 for row in rows)
     assert {feature.scores for feature in FEATURES.values()} >= {
-        "softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "score_mod", "mask_mod",
+        "softcap", "sinks", "alibi_slopes", "bias", "dropout_p", "score_mod", "mask_mod",
     }  # fmt: skip
     assert all(torch.is_tensor(x) is False or len(x) == TOKENS for f in FEATURES.values() for x in f.mask.values())

@@ -62,7 +62,7 @@ EXPLAINED = {
     "--documents 3000 5000 --layout balanced",
     "zigzag per document": "--cp 4 --documents 3000 5000 --layout zigzag_documents --columns 94",
     "many ranks": "--cp 512 --heads 512/512 --method ulysses --columns 94",
-    "scores": "--cp 4 --device cpu --scores alibi_slopes relative_bias --window 64 --prefix 3",
+    "scores": "--cp 4 --device cpu --scores alibi_slopes bias --window 64 --prefix 3",
 }
 
 

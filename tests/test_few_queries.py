@@ -25,7 +25,7 @@ computes = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 SHAPES = [(4, 2, 1, 150, 20, 12), (6, 1, 3, 70, 16, 16), (8, 1, 20, 40, 8, 8), (2, 2, 2, 0, 8, 8)]
 """H, K, query rows, keys, D, Dv."""
 MASKS = [None, Mask(), Mask(window=(9, 0)), Mask(window=(5, 3), causal=False), Mask(prefix=4, window=(30, None))]
-SCORES: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"alibi_slopes": 0.5}, {"relative_bias": 3}]
+SCORES: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"alibi_slopes": 0.5}]
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,8 +41,6 @@ def scores_of(given: dict[str, Any], H: int) -> Scores:
     generator = torch.Generator().manual_seed(1)
     if "alibi_slopes" in made:
         made["alibi_slopes"] = torch.rand(H, generator=generator).to(DEVICE)
-    if "relative_bias" in made:
-        made["relative_bias"] = torch.randn(H, 7, generator=generator).to(DEVICE)
     return Scores(0.3, **made)
 
 
@@ -51,7 +49,7 @@ def cases() -> list[Any]:
         (shape, mask, scores, num_keys)
         for i, (shape, mask, scores) in enumerate(product(SHAPES, MASKS, SCORES))
         for num_keys in ((None, 17, 0)[i % 3],)
-        if mask is not None or not scores.keys() & {"alibi_slopes", "relative_bias"}
+        if mask is not None or "alibi_slopes" not in scores
     ]
     typed = [(*case, torch.float16 if i % 4 == 3 else torch.float32) for i, case in enumerate(found)]
     return typed[::3] if INTERPRETED else typed

@@ -307,7 +307,7 @@ def beside(rank: int, layout: str) -> list[str]:
 # --- the same numbers as options of `attention`
 def built_in(S: int, H: int, rows: Tensor) -> dict[str, tuple[Any, Any, dict[str, Any], dict[str, Tensor]]]:
     """By name: score_mod, mask_mod, the options that say the same, and tensors of both by the option's name."""
-    slopes, table, bias = numbers(H), numbers(H, 7), numbers(B, H, S, S)
+    slopes, bias = numbers(H), numbers(B, H, S, S)
     ids = integers(3, B, S).sort(1).values
     causal = Mask()
 
@@ -318,10 +318,6 @@ def built_in(S: int, H: int, rows: Tensor) -> dict[str, tuple[Any, Any, dict[str
         "softcap": (lambda s, b, h, q, kv: 0.7 * torch.tanh(s / 0.7), is_causal, {"mask": causal, "softcap": 0.7}, {}),
         "alibi_slopes": (
             lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), is_causal, {"mask": causal}, {"alibi_slopes": slopes}
-        ),
-        "relative_bias": (
-            lambda s, b, h, q, kv: s + table[h, (q - kv).clamp(-3, 3) + 3], None, {"mask": Mask(causal=False)},
-            {"relative_bias": table},
         ),
         "bias": (
             lambda s, b, h, q, kv: s + bias[b, h, q, kv], is_causal, {"mask": causal}, {"bias": bias}

@@ -225,7 +225,7 @@ class Scored:
         return f"{self.kernel:10}{self.dtype:9} {self.layout:11}{self.mask:10} D{self.head_dim:<4} {words:44}{method}"
 
 
-LEARNED = ("sinks", "alibi_slopes", "relative_bias", "bias")
+LEARNED = ("sinks", "alibi_slopes", "bias")
 FEATURES = ("softcap", *LEARNED, "dropout_p")
 SCORED_HEADS = (8, 2)
 
@@ -238,7 +238,6 @@ def scores(case: Scored) -> dict[str, Any]:
         "softcap": 5.0,
         "sinks": torch.randn(H, generator=generator),
         "alibi_slopes": 2.0 ** -torch.arange(1, H + 1),
-        "relative_bias": torch.randn(H, 129, generator=generator),
         "bias": torch.randn(1, H, S, S, generator=generator).bfloat16(),
         "dropout_p": 0.1,
     }

@@ -347,8 +347,7 @@ H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat
         (replace(H200, dtype=torch.float64), "reference"),
         (replace(H200, compute_capability=(7, 5)), "reference"),
         (replace(H200, covers=frozenset({"full", "pairs"})), "triton"),
-        (replace(H200, features=frozenset({"relative_bias"})), "triton"),
-        (replace(H200, features=frozenset({"relative_bias"}), deterministic=True), "reference"),
+        (replace(H200, features=frozenset({"bias"}), deterministic=True), "triton"),
         (replace(H200, deterministic=True), "triton"),
         (replace(H200, differentiable_lse=True), "triton"),
         (replace(H200, covers=frozenset({"causal", "window"})), "triton"),
@@ -439,7 +438,6 @@ FUNCTION = Request("cuda", (9, 0), torch.bfloat16, frozenset({"pairs"}), 128, 12
         ({"score_mod"}, {"dtype": torch.float64}, "reference"),
         ({"score_mod"}, {"device": "cpu"}, "reference"),
         (set(), {}, "triton"),
-        ({"relative_bias"}, {"deterministic": True}, "reference"),
     ],
 )
 def test_functions_on_gpus_are_compiled(

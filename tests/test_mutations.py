@@ -112,7 +112,6 @@ SCORED = [
     Case("contiguous", "causal", 13, scores="sinks"),
     Case("zigzag", "causal", 13, MHA, scores="softcap and alibi"),
     Case("contiguous", "window", 13, GQA, 1, scores="every score", head_chunks=3),
-    Case("zigzag", "full", 13, MHA, scores="table"),
     Case("zigzag", "causal", 13, MHA, scores="bias"),
     Case("shuffled", "full", 13, GQA, scores="bias of all rows", head_chunks=3),
     Case("striped", "causal", 13, MHA, scores="dropout, sinks and alibi", head_chunks=3),

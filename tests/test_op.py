@@ -64,7 +64,7 @@ def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:
 
 
 def scores(H: int) -> Tensors:
-    given = {"sinks": (H,), "alibi_slopes": (H,), "relative_bias": (H, 5), "bias": (1, H, S, S)}
+    given = {"sinks": (H,), "alibi_slopes": (H,), "bias": (1, H, S, S)}
     tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in given.items()}
     tensors["bias"] = tensors["bias"].mT.contiguous().mT  # as an embedding of distances is: not in order in memory
     return Tensors(**tensors, dropout_seed=torch.tensor([3]))

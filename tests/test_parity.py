@@ -170,7 +170,7 @@ def one_number(dtype: torch.dtype = torch.float64) -> Tensor:
 def strided(rank: int) -> list[str]:
     """Of one head, as of a rank that holds one of several; and a seed."""
     seed = {"dropout_p": 0.3, "dropout_seed": one_number(torch.int64)}
-    scores = {"sinks": one_number(), "alibi_slopes": one_number(), "relative_bias": one_number()[:, None]} | seed
+    scores = {"sinks": one_number(), "alibi_slopes": one_number()} | seed
     cases = [
         Case("zigzag", "causal", 13, heads, scores=given, method=method, options=options, way="check mode")
         for method, options in METHODS_OF_FOUR.items()

@@ -270,7 +270,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "cp_size": (2, 3, 4),
     "layout": tuple(LAYOUTS),
     "mask": tuple(MASKS),
-    "scores": ("plain", "softcap and sinks", "alibi", "table", "bias", "dropout, sinks and alibi"),
+    "scores": ("plain", "softcap and sinks", "alibi", "bias", "dropout, sinks and alibi"),
     "seq_dim": (2, 1, 0),
     "heads": ((12, 12), (12, 4), (12, 1)),
     "head_chunks": (None, 2),

@@ -541,12 +541,6 @@ CASES: dict[str, Case] = {
     "slopes of the kv heads": refused(ARGUMENT, "alibi_slopes", "shape [8]", "(4,)")(
         lambda: attend(alibi_slopes=random(K))
     ),
-    "a table of even width": refused(ARGUMENT, "relative_bias", "shape [8, odd]", "(8, 6)")(
-        lambda: attend(relative_bias=random(H, 6))
-    ),
-    "a table for each row of the batch": refused(ARGUMENT, "relative_bias", "shape [8, odd]", "(2, 8, 7)")(
-        lambda: attend(relative_bias=random(B, H, 7))
-    ),
     "bias of local keys": refused(ARGUMENT, "bias", "shape [1 or 2, 1 or 8, 1 or 6, 24]", "(2, 8, 6, 6)")(
         lambda: attend(bias=random(B, H, ROWS, ROWS))
     ),
@@ -565,9 +559,6 @@ CASES: dict[str, Case] = {
     ),
     "a kernel without positions": refused(UNSUPPORTED, "'pairs' tiles", "scores with alibi_slopes", "'reference'")(
         lambda: attend(kernel="cpu_flash", alibi_slopes=random(H))
-    ),
-    "a kernel without tables": refused(UNSUPPORTED, "scores with relative_bias", "kernel='reference'")(
-        lambda: attend(kernel="cpu_flash", relative_bias=random(H, 7))
     ),
     "a kernel without bias": refused(UNSUPPORTED, "scores with bias", "kernel='reference'")(
         lambda: attend(kernel="cpu_flash", bias=random(B, H, ROWS, S))
@@ -1014,7 +1005,7 @@ MEANINGFUL = {  # what may pass: by option, names of values
     "prefix": {"0", *ONE},
     "length": {"None", "0", *ONE},
 }
-OPTIONAL_TENSORS = {"sinks", "alibi_slopes", "relative_bias", "bias", "documents", "key_padding", "blocks"}
+OPTIONAL_TENSORS = {"sinks", "alibi_slopes", "bias", "documents", "key_padding", "blocks"}
 
 
 def junk(rank: int) -> list[str]:

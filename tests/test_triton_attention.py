@@ -436,13 +436,11 @@ FEATURES: dict[str, Any] = {
     "none": {},
     "softcap": {"softcap": 30.0},
     "alibi_slopes": {"alibi_slopes": torch.ones(8)},
-    "relative_bias": {"relative_bias": torch.ones(8, 257)},
     "bias": {"bias": torch.ones(1, 8, 300, 300, dtype=torch.bfloat16)},
     "bias by blocks": {"bias": torch.ones(1, 8, 300, 304, dtype=torch.bfloat16)},
-    "long relative_bias": {"relative_bias": torch.ones(8, 2 * triton_attention.FAR_RADIUS + 3)},
     "dropout": {"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()},
 }
-WITH_A_KERNEL = ("relative_bias", "bias", "blocks", "dropout")
+WITH_A_KERNEL = ("bias", "blocks", "dropout")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 SPILLED = {64: 0, 128: 32, 192: 128, 256: 160}
 """Bytes that kernels without features may spill, by head dim: bases of addresses, read once a block or outside loops.
@@ -490,7 +488,7 @@ def test_compiles_for_hopper(
         return torch.empty(1, 300, heads, last, dtype=dtype).transpose(1, 2)
 
     (dim, v_dim), scores = dims, Scores(0.3, **FEATURES[feature])
-    scores = replace(scores, wanted=scores.features & {"alibi_slopes", "relative_bias", "bias"})
+    scores = replace(scores, wanted=scores.features & {"alibi_slopes", "bias"})
     q, k, v, dout = empty(8, dim), empty(2, dim), empty(2, v_dim), empty(8, v_dim)
     statistics, what = torch.empty(1, 8, 300), COVERS[cover](torch.arange(300))
 

@@ -36,7 +36,7 @@ triton_attention = room("triton_attention")
 CONFIG = SMALL if INTERPRETED else None
 NUM_Q, NUM_K, S = (20, 40, 44) if INTERPRETED else (300, 333, 350)
 FP32_ROUNDING = 1e-6
-LEARNED = ("alibi_slopes", "relative_bias", "bias")
+LEARNED = ("alibi_slopes", "bias")
 BIAS = (2, 2, NUM_Q, S)
 
 
@@ -47,7 +47,6 @@ def draw(*shape: int) -> Tensor:
 FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 0.7},
     "alibi_slopes": {"alibi_slopes": draw(2) / 8},
-    "relative_bias": {"relative_bias": draw(2, 13)},
     "bias": {"bias": draw(*BIAS)},
     "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([-(2**40) + 77, 2**33 + 5])},
 }
@@ -106,9 +105,6 @@ def dense(tensors: list[Tensor], allowed: Tensor, p: Tensor, t: Tensor, scores: 
     distance = p[:, None] - t
     if "alibi_slopes" in learned:
         x = x - learned["alibi_slopes"][:, None, None] * distance.abs()
-    if "relative_bias" in learned:
-        radius = learned["relative_bias"].shape[1] // 2
-        x = x + learned["relative_bias"][:, distance.clamp(-radius, radius) + radius]
     if "bias" in learned:
         x = x + learned["bias"][..., t]
     raw = x
@@ -196,12 +192,6 @@ def test_a_bias_of_any_dims(shape: tuple[int, ...]) -> None:
 
 
 @computes
-@pytest.mark.parametrize("radius", [0, 1, 100])
-def test_radii(radius: int) -> None:
-    check(Scores(0.3, relative_bias=draw(2, 2 * radius + 1)), in_order(Mask(causal=False)))
-
-
-@computes
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.3])
 def test_scales_and_a_softcap_without_positions(scale: float) -> None:
     check(Scores(scale), Distances(-3, 20))
@@ -210,10 +200,10 @@ def test_scales_and_a_softcap_without_positions(scale: float) -> None:
 
 @computes
 def test_heads_and_batch_rows_are_global() -> None:
-    """For dropout; and each head has its slope and its row of the table."""
+    """For dropout; and each head has its slope."""
     scores = Scores(0.3, dropout_p=0.5, dropout_seed=torch.tensor([3, 2**32 - 8]), first_head=70000, first_batch=7)
     check(scores, in_order(Mask()))
-    scores = Scores(0.3, alibi_slopes=draw(4) / 8, relative_bias=draw(4, 7), bias=draw(1, 4, NUM_Q, S))
+    scores = Scores(0.3, alibi_slopes=draw(4) / 8, bias=draw(1, 4, NUM_Q, S))
     check(scores, shuffled(Mask()), heads=(4, 2))
     part = scores.heads(2, 4)
     assert part.first_head == 2 and all(getattr(part, name).shape[name == "bias"] == 2 for name in LEARNED)
@@ -225,7 +215,7 @@ def test_large_positions() -> None:
     start = 2**31 - 200 if INTERPRETED else 2**31 - 2000
     at = start + torch.arange(max(NUM_Q, NUM_K))
     cover = Pairs(Mask(), at[:NUM_Q], at[:NUM_K])
-    check(Scores(0.3, alibi_slopes=draw(2) / 8, relative_bias=draw(2, 9), **FEATURES["dropout"]), cover)
+    check(Scores(0.3, alibi_slopes=draw(2) / 8, **FEATURES["dropout"]), cover)
 
 
 def in_runs(step: int, q_block: int, k_block: int, causal: bool = True) -> Pairs:
@@ -249,14 +239,6 @@ def test_blocks_of_runs(names: tuple[str, ...], step: int, causal: bool) -> None
     if "bias" in names:
         scores = replace(scores, bias=draw(2, 2, len(cover.q_pos), int(cover.k_pos.max()) + 1))
     check(scores, cover)
-
-
-@computes
-@pytest.mark.parametrize("step", [1, 3])
-def test_blocks_of_runs_under_a_long_table(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a table is read pair by pair in blocks of runs too, and its clipped distances with them."""
-    monkeypatch.setattr(triton_attention, "FAR_RADIUS", 1)
-    check(Scores(0.3, **FEATURES["relative_bias"]), in_runs(step, *((32, 32) if INTERPRETED else (128, 128))))
 
 
 @computes

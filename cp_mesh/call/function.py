@@ -59,7 +59,6 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
@@ -77,7 +76,7 @@ def attention(
     of a DTensor holds the sequence *in layout order*, so ``Shard(seq_dim)`` on cp is an ordinary contiguous shard.
     For grouped-query attention pass fewer kv heads, in torch's head order. Inputs are never written.
 
-    A score is softcap(scale · q·k) - ALiBi penalty + relative_bias + bias, and the mask comes last. The tensors of
+    A score is softcap(scale · q·k) - ALiBi penalty + bias, and the mask comes last. The tensors of
     these terms and ``sinks`` are equal on every cp rank, except that each rank passes its own rows of ``bias``. Their
     gradients are partial: the sum over cp ranks is the gradient. With DTensor inputs, pass local tensors (the heads and
     rows of this rank) or DTensors on the same mesh, sharded by heads where query is (``bias``: by batch and rows too)
@@ -104,7 +103,6 @@ def attention(
         sinks: [H], a logit per head that joins the denominator of the softmax and has no value; for local tensors H
             counts this rank's query heads. lse excludes them.
         alibi_slopes: [H], ALiBi slopes: subtracts slope · |p - t| from the score of query position p, key position t.
-        relative_bias: a table [H, 2R + 1], which adds table[h, clip(p - t, -R, R) + R] to a score.
         bias: [1 or B, 1 or H, 1 or S, seq_len] in every format, added to the scores: this rank's rows against all keys,
             with keys in *original* order.
         dropout_p: the probability of dropping a weight after the softmax, below 1; lse is taken before dropout.
@@ -154,7 +152,7 @@ def attention(
     """
     return attend(
         query, key, value, mesh=mesh, seq_dim=seq_dim, seq_len=seq_len, layout=layout, mask=mask, scale=scale,
-        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias,
+        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, bias=bias,
         dropout_p=dropout_p, dropout_seed=dropout_seed, method=method, kernel=kernel, transport=transport,
         ulysses_degree=ulysses_degree, head_chunks=head_chunks, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip

@@ -432,11 +432,9 @@ def check_scores(q: Tensor | Operand, tensors: Tensors, seq_len: int) -> None:
         if (x := getattr(tensors, name)) is None:
             continue
         dims = term.sizes(of_q)
-        fits = x.ndim == len(dims) and all(
-            size in allowed if allowed else size % 2 for size, allowed in zip(x.shape, dims, strict=True)
-        )
+        fits = x.ndim == len(dims) and all(size in allowed for size, allowed in zip(x.shape, dims, strict=True))
         if not fits or not x.is_floating_point():
-            words = ", ".join(" or ".join(map(str, allowed)) or "odd" for allowed in dims)
+            words = ", ".join(" or ".join(map(str, allowed)) for allowed in dims)
             expected = f"floating point, shape [{words}] with the query heads on this rank"
             hint = "with heads or rows sharded, pass each rank the ones that it holds"
             refuse(name, expected, f"{x.dtype} {tuple(x.shape)}", hint)

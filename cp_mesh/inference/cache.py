@@ -199,7 +199,7 @@ class ShardedCache:
         Args:
             query: [B, H, n, D], of the last n tokens, all of which came by the last `append`; equal on every cp rank.
             mask: as in `decode`.
-            options: scale, softcap, sinks, alibi_slopes, relative_bias, kernel and return_lse, as in `decode`.
+            options: scale, softcap, sinks, alibi_slopes, kernel and return_lse, as in `decode`.
 
         Returns:
             out [B, H, n, Dv]; with ``return_lse`` (out, lse).

@@ -43,7 +43,7 @@ from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.table import choose_kernel
 from cp_mesh.kernels.triton_attention import TRITON
 
-_TERMS = ("sinks", "alibi_slopes", "relative_bias")
+_TERMS = ("sinks", "alibi_slopes")
 UNUSED = NONE - 1
 """The position of a cache row that holds no token yet."""
 
@@ -72,7 +72,6 @@ def decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -95,7 +94,7 @@ def decode(
             It may differ by rank. None on every rank: all rows hold keys.
         q_lens: number of query rows of each rank, equal on every rank; it may be 0. None: all have the same queries.
         mask: which keys each query sees; a mask without tensors.
-        scale, softcap, sinks, alibi_slopes, relative_bias: as in `cp_mesh.attention`, equal on every cp rank.
+        scale, softcap, sinks, alibi_slopes: as in `cp_mesh.attention`, equal on every cp rank.
         kernel: as in `cp_mesh.attention`.
         return_lse: also return the log-sum-exp of the scores, natural log, float32 (float64), [B, H, n]; -inf for a
             query with no key, whose output is 0. It does not include sinks.
@@ -116,7 +115,7 @@ def decode(
     Source: tree decoding, Shyam et al. 2024, arXiv:2408.04093.
     """
     given = {"mask": mask, "scale": scale, "softcap": softcap, "kernel": kernel, "return_lse": return_lse}
-    tensors = Tensors(sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias)
+    tensors = Tensors(sinks=sinks, alibi_slopes=alibi_slopes)
     where = Where(mask, q_positions, k_positions, num_keys)
     out, lse = _decode(query, key, value, mesh, given, tensors, where, q_lens)
     return (out, lse) if return_lse else out

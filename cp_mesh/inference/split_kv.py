@@ -78,16 +78,14 @@ def attend_few(
     parts = q.new_empty(num_splits * B * H * num_q * (v_dim + 1), dtype=torch.float32)
     outs, lses = parts.split([num_splits * B * H * num_q * v_dim, num_splits * B * H * num_q])
     splits = max(16, 1 << (most - 1).bit_length())
-    table, slopes = scores.relative_bias, scores.alibi_slopes
+    slopes = scores.alibi_slopes
     reaches = () if pairs is None else tuple(chain(*pairs.mask.reaches(NONE)))
     with torch.cuda.device_of(q):
         splits_kernel[(num_programs * num_splits,)](
             q, k, v, outs, lses, q.stride()[:3], k.stride()[:3], v.stride()[:3], num_keys,
             None if pairs is None else (pairs.q_pos.contiguous(), pairs.k_pos.contiguous()),
             None if scores.softcap is None else float(scores.softcap),
-            None if slopes is None else slopes.contiguous(), None if table is None else table.contiguous(),
-            H, num_q, num_k, num_splits, 0 if table is None else table.shape[1] // 2,
-            reaches, scores.scale,
+            None if slopes is None else slopes.contiguous(), H, num_q, num_k, num_splits, reaches, scores.scale,
             GROUP=group, HEAD_DIM=dim, V_HEAD_DIM=v_dim, BLOCK_DIM=block_dim(dim), BLOCK_V_DIM=block_dim(v_dim),
             BLOCK_Q=block_q, BLOCK_K=blocks.k, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from cp_mesh.kernels.triton_tiles import LOG2_E, exact_tanh
 
 
 @triton.jit(
-    do_not_specialize=["num_heads", "num_q", "num_k", "num_splits", "radius", "reaches"],
+    do_not_specialize=["num_heads", "num_q", "num_k", "num_splits", "reaches"],
 )
 def splits_kernel(
     q,
@@ -32,12 +32,10 @@ def splits_kernel(
     pairs,
     softcap,
     slopes,
-    table,
     num_heads,
     num_q,
     num_k,
     num_splits,
-    radius,
     reaches,
     scale,
     GROUP: tl.constexpr,
@@ -96,10 +94,6 @@ def splits_kernel(
             x = exact_tanh(x / softcap) * softcap
         if slopes is not None:
             x -= slope[:, None] * tl.abs(distance).to(tl.float32)
-        if table is not None:
-            entry = tl.minimum(tl.maximum(distance, -radius), radius) + radius
-            of_heads = table + heads.to(tl.int64)[:, None] * (2 * radius + 1)
-            x += tl.load(of_heads + entry, mask=inside[:, None], other=0.0)
         x = tl.where(allowed, x * LOG2_E, float("-inf"))
         new = tl.maximum(largest, tl.max(x, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # no key so far: -inf - -inf is NaN

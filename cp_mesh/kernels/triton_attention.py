@@ -2,8 +2,7 @@
 
 It evaluates the mask at the positions of its rows, so it supports windows, documents, key padding, a prefix and
 permuted layouts, and skips blocks of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward is
-one kernel for dk and dv, one for dq and, if needed, one for the gradient of a bias or of a table of relative
-distances. All sum in a fixed order, except the table's, which adds sums of many blocks atomically.
+one kernel for dk and dv, one for dq and, if needed, one for the gradient of a bias. All sum in a fixed order.
 
 Nothing waits for the device. A compiled variant depends on head dims, group size, dtypes and score terms, and on
 whether there are positions, documents and aligned rows; it does not depend on lengths, bounds, positions or document
@@ -34,7 +33,6 @@ MAX_ROWS = 1 << 30  # per tile: band bounds and local indices have 32 bits
 LOG2_E = math.log2(math.e)
 LEAST_UNIT = 1e-6  # minimum unit of scores: terms are divided by it, and maxima need it positive
 BIAS_BY_BLOCKS = True  # load the bias by block copies that overlap the products if possible, not pair by pair
-FAR_RADIUS = 256  # largest radius of a table for which blocks of clipped distances are special (FAR)
 MAX_KEPT = 1 << 18  # largest list of blocks that is cached for other layers: 1 MiB
 
 
@@ -56,11 +54,6 @@ class Config:
     key_gradients: Blocks
     query_gradients: Blocks
     apart: bool = False
-
-    @property
-    def table_gradient(self) -> Blocks:
-        """Square, so that all blocks of a diagonal have the same distances; one stage, as other programs hide loads."""
-        return Blocks(self.key_gradients.k, self.key_gradients.k, num_stages=1)
 
 
 def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
@@ -98,8 +91,7 @@ def triton_kernel(config: Config | None = None) -> Kernel:
             max_head_dim=256,
             v_head_dim=True,
             differentiable_lse=True,
-            features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias", "dropout"}),
-            deterministic_features=frozenset({"softcap", "alibi_slopes", "bias", "dropout"}),
+            features=frozenset({"softcap", "alibi_slopes", "bias", "dropout"}),
             lacking=_lacks,
         ),
         partial(_forward, config),
@@ -131,12 +123,7 @@ def _forward(
 def _backward(
     config: Config | None, t: BackwardTile
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]:
-    from cp_mesh.kernels.triton_backward import (
-        bias_gradient_kernel,
-        key_gradients_kernel,
-        query_gradients_kernel,
-        table_gradient_kernel,
-    )
+    from cp_mesh.kernels.triton_backward import bias_gradient_kernel, key_gradients_kernel, query_gradients_kernel
 
     assert t.delta is not None, "uses_delta is set"
     scores, cover = t.scores, t.cover
@@ -150,13 +137,11 @@ def _backward(
     read = (t.q, t.k, t.v, t.dout)
     parts = _ScoreParts(scores, t.q, by_query)
     with torch.cuda.device_of(t.q):
-        rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query, config.table_gradient))
+        rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query))
         launch = _Launch(cover, rows, scores, t.q)
         for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
             launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
-        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.ends))
-        if parts.table is not None:
-            launch.table_gradient(table_gradient_kernel, config.table_gradient, read, rows_read, parts.table)
+        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes,))
         if parts.bias is not None and t.q.numel():
             launch.bias_gradient(bias_gradient_kernel, by_query, read, rows_read, parts.bias)
     return (dq, dk, dv, parts.sum()) if scores.wanted else (dq, dk, dv)
@@ -181,16 +166,11 @@ class _ScoreParts:
             return torch.zeros(shape, dtype=torch.float32, device=q.device) if name in scores.wanted else None
 
         self.slopes = zeros("alibi_slopes", *shape)
-        self.table = None if scores.relative_bias is None else zeros("relative_bias", *scores.relative_bias.shape)
-        self.ends = zeros("relative_bias", 2, *shape) if _far(scores) is not None else None
         self.bias = None if scores.bias is None else zeros("bias", *scores.bias.shape)
 
     def sum(self) -> ScoreGradients:
-        if self.table is not None and self.ends is not None:
-            self.table[:, 0] += self.ends[0].sum((0, 2))
-            self.table[:, -1] += self.ends[1].sum((0, 2))
         slopes = None if self.slopes is None else self.slopes.sum((0, 2))
-        found = {"alibi_slopes": slopes, "relative_bias": self.table, "bias": self.bias}
+        found = {"alibi_slopes": slopes, "bias": self.bias}
         return ScoreGradients({name: x for name, x in found.items() if x is not None})
 
 
@@ -238,11 +218,10 @@ class _Launch:
         if not min(grid):
             return
         affine = not self._scores.features.isdisjoint(ADDED)
-        apart = max(1, _far(self._scores) or 1) if affine else None
         described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
         bias_blocks = self._bias_blocks(blocks, q) if one_each else None
         step = 0 if bias_blocks is None else 1
-        pairs = None if self._rows is None else self._rows.visits(blocks, not of_keys, apart, step)
+        pairs = None if self._rows is None else self._rows.visits(blocks, not of_keys, affine, step)
         tensors, numbers = _score_arguments(self._scores, self._words)
         kernel[grid](
             *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
@@ -272,7 +251,6 @@ class _Launch:
             DOCUMENTS=pairs is not None and pairs[3] is not None,
             SCALED=self._scores.scale < LEAST_UNIT,
             POSITIONS=affine,
-            FAR=_far(self._scores) is not None,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             **flags,
@@ -286,20 +264,6 @@ class _Launch:
         whole = bias.shape[2] == q.shape[2] and bias.stride(3) == 1
         return _descriptor(bias, blocks.q, blocks.k) if whole and q.element_size() <= 2 and _describable(bias) else None
 
-    def table_gradient(
-        self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dtable: Tensor
-    ) -> None:
-        """Launch a program for each diagonal of blocks, batch row and head."""
-        assert self._rows is not None
-        q, k = read[:2]
-        longest = max(-(-q.shape[2] // blocks.q), -(-k.shape[2] // blocks.k))
-        if not k.shape[2]:
-            return
-        self(
-            kernel, blocks, read, rows, (dtable,), self._rows.bounds, grid=(2 * longest - 1, q.shape[0] * q.shape[1]),
-            GRAIN=self._rows.grain,
-        )  # fmt: skip
-
     def bias_gradient(
         self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dbias: Tensor
     ) -> None:
@@ -312,12 +276,6 @@ class _Launch:
             kernel, blocks, read, rows, (dbias,), (q.shape[0],), grid=(others, -(-k.shape[2] // blocks.k)),
             EACH_BATCH=each[0], EACH_HEAD=each[1], EACH_ROW=each[2],
         )  # fmt: skip
-
-
-def _far(scores: Scores) -> int | None:
-    """The radius of a table so short that most distances are clipped; else None."""
-    radius = None if scores.relative_bias is None else scores.relative_bias.shape[1] // 2
-    return radius if radius is not None and radius <= FAR_RADIUS else None
 
 
 def _describable(x: Tensor) -> bool:
@@ -359,16 +317,14 @@ def _score_arguments(
     scores: Scores, words: tuple[Tensor, Tensor, Tensor] | None
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The kernels' arguments ``scores`` and ``numbers``."""
-    slopes, table, bias = scores.alibi_slopes, scores.relative_bias, scores.bias
+    slopes, bias = scores.alibi_slopes, scores.bias
     dropout = None if words is None else (*words, 1 / (1 - scores.dropout_p))
     tensors = (
         None if scores.softcap is None else float(scores.softcap),
         None if slopes is None else slopes.contiguous(),
-        None if table is None else table.contiguous(),
         bias,
         dropout,
     )
-    radius = 0 if table is None else table.shape[1] // 2
     threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as int32
     columns, strides, each = 0, [0, 0, 0, 0], [0, 0]
     if bias is not None:
@@ -376,7 +332,7 @@ def _score_arguments(
         strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
         strides += [bias.stride(3)]
         each = [int(size > 1) for size in bias.shape[:2]]
-    return tensors, (radius, threshold, columns, *strides, *each)
+    return tensors, (threshold, columns, *strides, *each)
 
 
 def block_dim(dim: int) -> int:
@@ -421,7 +377,7 @@ class _MaskRows:
         at = cover.q_pos.int().expand(self._num_masks, -1).contiguous()
         self._q = self._bounded(cover.q_pos, at, at, cover.mask.document_ids(cover.q_pos))
         self._k = self._bounded(cover.k_pos, firsts, lasts, k_ids)
-        self._visits: dict[tuple[Blocks, bool, int | None, int], tuple[Any, ...]] = {}
+        self._visits: dict[tuple[Blocks, bool, bool, int], tuple[Any, ...]] = {}
 
     def _bounded(self, positions: Tensor, firsts: Tensor, lasts: Tensor, ids: Tensor | None) -> _Rows:
         from cp_mesh.kernels.triton_visits import grains_kernel
@@ -444,19 +400,13 @@ class _MaskRows:
             grains_kernel[(num_grains, num_masks)](*rows, len(positions), GRAIN=self.grain, num_warps=1)
         return rows
 
-    @property
-    def bounds(self) -> tuple[Any, ...]:
-        """Bounds and runs of grains, of queries and of keys, and the numbers of both grains."""
-        q, k = self._q, self._k
-        return (q.bounds, k.bounds), (q.runs, k.runs), q.bounds.shape[2], k.bounds.shape[2]
-
-    def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None, step: int = 0) -> tuple[Any, ...]:
+    def visits(self, blocks: Blocks, keys_inside: bool, affine: bool, step: int = 0) -> tuple[Any, ...]:
         """The ``pairs`` of programs that own blocks of queries and loop over keys (``keys_inside``), or the reverse.
 
-        With ``apart``, a block counts as masked unless its distances are affine, of one sign and at least ``apart``.
+        With ``affine``, a block counts as masked unless its distances are affine and of one sign.
         With ``step`` not 0, its keys must also be ``step`` positions apart and begin at an aligned position.
         """
-        if (kept := self._visits.get((blocks, keys_inside, apart, step))) is not None:
+        if (kept := self._visits.get((blocks, keys_inside, affine, step))) is not None:
             return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
@@ -470,13 +420,13 @@ class _MaskRows:
         if num_blocks:
             blocks_kernel[(num_blocks, self._num_masks)](
                 outer.bounds, outer.id_bounds, inner.bounds, inner.id_bounds,
-                None if apart is None else (outer.runs, inner.runs), listed, counts, outer.bounds.shape[2],
-                inner.bounds.shape[2], len(inner.positions), apart or 1, step, INNER_KEYS=keys_inside,
+                (outer.runs, inner.runs) if affine else None, listed, counts, outer.bounds.shape[2],
+                inner.bounds.shape[2], len(inner.positions), step, INNER_KEYS=keys_inside,
                 OUTER=outer_rows // self.grain, INNER=inner_rows // self.grain, INNER_ROWS=inner_rows, num_warps=4,
             )  # fmt: skip
         pairs = q.firsts, k.firsts, k.lasts, q.ids, k.ids, listed, counts, k.positions
         if listed.numel() <= MAX_KEPT:
-            self._visits[blocks, keys_inside, apart, step] = pairs
+            self._visits[blocks, keys_inside, affine, step] = pairs
         return pairs
 
 

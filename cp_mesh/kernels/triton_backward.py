@@ -1,9 +1,9 @@
 """The backward of `cp_mesh.kernels.triton_attention`; legend in `triton_forward`. Needs triton.
 
 With x the scaled products, s the scores, w the weights exp(s - lse) and m the dropout factors: dv = (m · w)ᵀ dout,
-ds = w · (m · (dout vᵀ) - delta), dx = ds · ∂s/∂x, dq = scale · dx k and dk = scale · dxᵀ q. The gradients of slopes,
-table and bias are sums of ds; the table and the bias have their own kernels, which visit blocks in the order of their
-sums. ``lse`` (base 2, inf for a row with no key) and ``delta`` are [B, H, Sq], contiguous.
+ds = w · (m · (dout vᵀ) - delta), dx = ds · ∂s/∂x, dq = scale · dx k and dk = scale · dxᵀ q. The gradients of slopes and
+bias are sums of ds; the bias has its own kernel, which visits blocks in the order of its sums. ``lse`` (base 2, inf for
+a row with no key) and ``delta`` are [B, H, Sq], contiguous.
 """
 
 # No annotations: Triton evaluates them, and accepts only its own types.
@@ -20,7 +20,6 @@ from cp_mesh.kernels.triton_tiles import (
     RUNTIME,
     bias_block,
     bias_of,
-    ends_of,
     load,
     score_unit,
     scored,
@@ -30,7 +29,6 @@ from cp_mesh.kernels.triton_tiles import (
 )
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
-    diagonal_visits,
     inner_block,
     key_distances,
     key_positions,
@@ -82,7 +80,6 @@ def key_gradients_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
-    FAR: tl.constexpr,
 ):
     """Write dk, dv or both for a block of keys, summed over its query heads; scores are transposed here."""
     batch, kv_head, block = program(num_heads // GROUP, tl.cdiv(num_k, BLOCK_K), LAST_FIRST=False)
@@ -95,8 +92,8 @@ def key_gradients_kernel(
         dv_sum = tl.zeros([BLOCK_K, BLOCK_V_DIM], tl.float32)
     t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else first + tl.arange(0, BLOCK_K)
     first_t = position_of(pairs, first, POSITIONS, True)
-    if scores[4] is not None:
-        words = key_words(scores[4], first, num_k, BLOCK_K, False)
+    if scores[3] is not None:
+        words = key_words(scores[3], first, num_k, BLOCK_K, False)
     num_partial, num_full, begin, before = visits(
         block, mask_row, num_k, num_q, -hi, -lo, pairs, BLOCK_K, BLOCK_Q, PAIRS
     )
@@ -112,7 +109,7 @@ def key_gradients_kernel(
         begin_at, step_at = run_at(pairs, next_block, count > 0, BLOCK_Q, POSITIONS, not masked, False)
         for _ in range(count * GROUP):
             other, head = BLOCK_Q * next_block, next_head
-            slope, ends = slope_of(scores, head), ends_of(scores, head, numbers, FAR)
+            slope = slope_of(scores, head)
             n = tl.where(n + 1 == count, 0, n + 1)
             next_head += (n == 0).to(tl.int32)
             next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
@@ -135,9 +132,8 @@ def key_gradients_kernel(
             )
             begin_at, step_at = run_at(pairs, next_block, n < count, BLOCK_Q, POSITIONS, not masked, False)
             x, of_columns, derivative = scored(
-                x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
-                1, keys.dtype == tl.float32,
-            )  # fmt: skip
+                x, scale, slope, bias, near, along, step, sign, scores, SCALED, not masked, 1, keys.dtype == tl.float32
+            )
             if POSITIONS and not masked:
                 base -= of_columns * unit
             weights = tl.exp2(x * unit - base[None, :])
@@ -146,28 +142,28 @@ def key_gradients_kernel(
                     at[None, :], ids[None, :], firsts[:, None], lasts[:, None], k_ids[:, None], DOCUMENTS
                 )
                 weights = tl.where(allowed, weights, 0.0)
-            if scores[4] is not None:
-                one, two = query_words(scores[4], batch, head, num_heads, other, num_q, BLOCK_Q)
+            if scores[3] is not None:
+                one, two = query_words(scores[3], batch, head, num_heads, other, num_q, BLOCK_Q)
                 # dropped weights are marked negative, which needs no extra register
                 weights = keep(weights, -weights, one[None, :], two[None, :], words[:, None], numbers)
             douts = load(dout, dout_strides, batch, head, other, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, masked)
             if dv is not None:
-                used = tl.maximum(weights, 0.0) if scores[4] is not None else weights
+                used = tl.maximum(weights, 0.0) if scores[3] is not None else weights
                 dv_sum = tl.dot(used.to(douts.dtype), douts, dv_sum, input_precision="ieee")
             if dk is not None:
                 if scores[0] is not None:
                     weights *= derivative  # before the next product: then there are no registers for both
                 dweights = tl.dot(values, douts.T, input_precision="ieee")
-                if scores[4] is not None:
-                    dweights = tl.where(weights > 0.0, dweights, 0.0) * scores[4][3]
+                if scores[3] is not None:
+                    dweights = tl.where(weights > 0.0, dweights, 0.0) * scores[3][3]
                     weights = tl.abs(weights)
                 dx = weights * (dweights - shift[None, :])
                 dk_sum = tl.dot(dx.to(queries.dtype), queries, dk_sum, input_precision="ieee")
     if dk is not None:
         store(dk, dk_strides, batch, kv_head, first, num_k, dk_sum * scale, HEAD_DIM, BLOCK_K, BLOCK_DIM)
     if dv is not None:
-        if scores[4] is not None:
-            dv_sum *= scores[4][3]
+        if scores[3] is not None:
+            dv_sum *= scores[3][3]
         store(dv, dv_strides, batch, kv_head, first, num_k, dv_sum, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM)
 
 
@@ -196,7 +192,6 @@ def query_gradients_kernel(
     hi,
     scale,
     dslopes,
-    dends,
     bias_blocks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -209,12 +204,8 @@ def query_gradients_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
-    FAR: tl.constexpr,
 ):
-    """Write dq of one block of queries, and its fp32 parts of the gradients of slopes and of the table's ends.
-
-    Slopes: dslopes [B, H, blocks] or None. First and last entry of the table, if FAR: dends [2, B, H, blocks] or None.
-    """
+    """Write dq of one block of queries, and its part of the gradients of slopes: fp32 dslopes [B, H, blocks]."""
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
     batch, head, block = program(num_heads, num_blocks, LAST_FIRST=True)
     kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
@@ -225,15 +216,13 @@ def query_gradients_kernel(
     first_at = position_of(pairs, first, POSITIONS, False)
     rows = first + tl.arange(0, BLOCK_Q)
     num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
-    slope, ends = slope_of(scores, head), ends_of(scores, head, numbers, FAR)
+    slope = slope_of(scores, head)
     unit = score_unit(scale, scores, SCALED) * LOG2_E
-    if scores[4] is not None:
-        one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
+    if scores[3] is not None:
+        one, two = query_words(scores[3], batch, head, num_heads, first, num_q, BLOCK_Q)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     if dslopes is not None:
         dslope = tl.zeros([BLOCK_Q], tl.float32)
-    if dends is not None:
-        dfirst, dlast = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
         key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
@@ -250,12 +239,12 @@ def query_gradients_kernel(
             else:
                 bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
-            if scores[4] is not None:
-                words = key_words(scores[4], other, num_k, BLOCK_K, not masked)
+            if scores[3] is not None:
+                words = key_words(scores[3], other, num_k, BLOCK_K, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, of_rows, derivative = scored(
-                x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
-                0, queries.dtype == tl.float32,
+                x, scale, slope, bias, near, along, step, sign, scores, SCALED, not masked, 0,
+                queries.dtype == tl.float32,
             )  # fmt: skip
             of_pairs = base - of_rows * unit if POSITIONS and not masked else base
             weights = tl.exp2(x * unit - of_pairs[:, None])
@@ -267,19 +256,13 @@ def query_gradients_kernel(
                 weights = tl.where(allowed, weights, 0.0)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
-            if scores[4] is not None:
-                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
+            if scores[3] is not None:
+                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[3][3]
             dx = weights * (dweights - shift[:, None])
             if dslopes is not None and masked:
                 dslope -= tl.sum(dx * tl.abs(near[:, None] + along[None, :] * step).to(tl.float32), 1)
             elif dslopes is not None:
                 dslope -= (tl.sum(dx, 1) * near + tl.sum(dx * along.to(tl.float32)[None, :], 1) * step) * sign
-            if dends is not None and masked:
-                of_first, of_last = clipped_sums(dx, near[:, None] + along[None, :] * step, numbers[0])
-                dfirst, dlast = dfirst + of_first, dlast + of_last
-            elif dends is not None:
-                clipped = tl.sum(dx, 1)
-                dfirst, dlast = dfirst + tl.where(sign > 0, 0.0, clipped), dlast + tl.where(sign > 0, clipped, 0.0)
             if scores[0] is not None:
                 dx *= derivative
             dq_sum = tl.dot(dx.to(keys.dtype), keys, dq_sum, input_precision="ieee")
@@ -287,9 +270,6 @@ def query_gradients_kernel(
     place = (batch * num_heads + head) * num_blocks + block
     if dslopes is not None:
         tl.store(dslopes + place, tl.sum(dslope, 0))
-    if dends is not None:
-        tl.store(dends + place, tl.sum(dfirst, 0))
-        tl.store(dends + tl.num_programs(0) + place, tl.sum(dlast, 0))
 
 
 @triton.jit(do_not_specialize=(*RUNTIME, "dbias_strides", "num_batch"))
@@ -331,7 +311,6 @@ def bias_gradient_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
-    FAR: tl.constexpr,
 ):
     """Write fp32 dbias at a block of keys and, if it has query rows, of queries; sum over the dims that it broadcasts.
 
@@ -351,8 +330,8 @@ def bias_gradient_kernel(
     keys_inside = other + tl.arange(0, BLOCK_K) < num_k
     t = key_positions(other, num_k, pairs, BLOCK_K)
     unit = score_unit(scale, scores, SCALED) * LOG2_E
-    if scores[4] is not None:
-        words = key_words(scores[4], other, num_k, BLOCK_K, False)
+    if scores[3] is not None:
+        words = key_words(scores[3], other, num_k, BLOCK_K, False)
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for step in range(batches * heads * blocks):
         first = (first_block + step % blocks) * BLOCK_Q
@@ -369,8 +348,8 @@ def bias_gradient_kernel(
             x = tl.dot(queries, keys.T, input_precision="ieee")
             bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, False)
             x, _, _ = scored(
-                x, scale, slope_of(scores, head), (0.0, 0.0), bias, head, at, t, -1, 1.0, scores, numbers, SCALED,
-                False, False, 0, queries.dtype == tl.float32,
+                x, scale, slope_of(scores, head), bias, at, t, -1, 1.0, scores, SCALED, False, 0,
+                queries.dtype == tl.float32,
             )  # fmt: skip
             base, shift = statistics(
                 lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True
@@ -379,134 +358,16 @@ def bias_gradient_kernel(
             douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
-            if scores[4] is not None:
-                one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
-                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
+            if scores[3] is not None:
+                one, two = query_words(scores[3], batch, head, num_heads, first, num_q, BLOCK_Q)
+                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[3][3]
             total += weights * (dweights - shift[:, None])
     dbias += tl.cast(first_batch, tl.int64) * dbias_strides[0] + tl.cast(first_head, tl.int64) * dbias_strides[1]
     places = t.to(tl.int64)
-    keys_inside = keys_inside & (t < numbers[2])
+    keys_inside = keys_inside & (t < numbers[1])
     if EACH_ROW:
         rows = first_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         places = rows.to(tl.int64)[:, None] * dbias_strides[2] + places[None, :]
         tl.store(dbias + places, total, mask=(rows < num_q)[:, None] & keys_inside[None, :])
     else:
         tl.store(dbias + places, tl.sum(total, 0), mask=keys_inside)
-
-
-@triton.jit(do_not_specialize=(*RUNTIME, "num_grains_q", "num_grains_k"))
-def table_gradient_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse,
-    delta,
-    dtable,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    pairs,
-    scores,
-    numbers,
-    num_heads,
-    num_q,
-    num_k,
-    num_masks,
-    lo,
-    hi,
-    scale,
-    bounds,
-    runs,
-    num_grains_q,
-    num_grains_k,
-    GRAIN: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PAIRS: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    SCALED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    FAR: tl.constexpr,
-):
-    """Add the gradients of the blocks of one diagonal to dtable, fp32 [H, 2R + 1].
-
-    ``bounds`` and ``runs``: of queries and of keys. Within two runs of positions all blocks of a diagonal have the same
-    distances: the kernel sums their gradients as one block and adds that atomically once. If FAR,
-    `query_gradients_kernel` handles clipped distances instead.
-    """
-    num_q_blocks, num_k_blocks = tl.cdiv(num_q, BLOCK_Q), tl.cdiv(num_k, BLOCK_K)
-    # 0, 1, -1, 2, ...: longest diagonals first
-    diagonal = (tl.program_id(0) + 1) // 2 * tl.where(tl.program_id(0) % 2 == 1, 1, -1)
-    head, batch = tl.program_id(1) % num_heads, tl.program_id(1) // num_heads
-    mask_row, kv_head = (batch % num_masks).to(tl.int64), head // GROUP
-    unit, slope = score_unit(scale, scores, SCALED) * LOG2_E, slope_of(scores, head)
-    dtable += head.to(tl.int64) * (2 * numbers[0] + 1) + numbers[0]
-    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    before = tl.full([], 0, tl.int32)
-    rows_before, keys_before = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    begin, end = diagonal_visits(
-        diagonal, mask_row, num_masks, bounds, runs if FAR else None, numbers[0], num_q_blocks, num_k_blocks,
-        num_grains_q, num_grains_k, BLOCK_Q // GRAIN, BLOCK_K // GRAIN,
-    )  # fmt: skip
-    for n in range(end - begin):
-        first, other = (begin + n) * BLOCK_Q, (begin + n - diagonal) * BLOCK_K
-        at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
-        t = key_positions(other, num_k, pairs, BLOCK_K)
-        first_at, first_t = tl.load(pairs[0] + first).to(tl.int32), tl.load(pairs[7] + other).to(tl.int32)
-        distance, rows, keys_at = first_at - first_t, at - first_at, t - first_t
-        changed = tl.max((rows != rows_before).to(tl.int32), 0) + tl.max((keys_at != keys_before).to(tl.int32), 0)
-        if changed + (distance != before).to(tl.int32) > 0:
-            add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0], FAR)
-            total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            before, rows_before, keys_before = distance, rows, keys_at
-        firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
-        allowed = allowed_pairs(at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS)
-        queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
-        keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
-        x = tl.dot(queries, keys.T, input_precision="ieee")
-        at_rows = first + tl.arange(0, BLOCK_Q)
-        bias = bias_of(scores, batch, head, t[None, :], at_rows[:, None], num_q, numbers, False)
-        x, _, _ = scored(
-            x, scale, slope, (0.0, 0.0), bias, head, at, t, -1, 1.0, scores, numbers, SCALED, False, False,
-            0, queries.dtype == tl.float32,
-        )  # fmt: skip
-        base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True)
-        weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
-        douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
-        values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
-        dweights = tl.dot(douts, values.T, input_precision="ieee")
-        if scores[4] is not None:
-            one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
-            words = key_words(scores[4], other, num_k, BLOCK_K, False)
-            dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
-        total += weights * (dweights - shift[:, None])
-    add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0], FAR)
-
-
-@triton.jit
-def add_to_table(dtable, total, distance, radius, FAR: tl.constexpr):
-    """Add gradients of pairs at these distances; ``dtable`` points at distance 0. If FAR, skip clipped distances.
-
-    Sums clipped distances before the atomics, since these may be most.
-    """
-    between = (tl.abs(distance) < radius) & (total != 0)
-    tl.atomic_add(dtable + distance, total, mask=between, sem="relaxed")
-    if not FAR:
-        of_first, of_last = clipped_sums(total, distance, radius)
-        ends = dtable + tl.zeros_like(of_last).to(tl.int32)
-        tl.atomic_add(ends + radius, of_last, mask=of_last != 0, sem="relaxed")
-        tl.atomic_add(ends - radius, of_first, mask=of_first != 0, sem="relaxed")
-
-
-@triton.jit
-def clipped_sums(dx, distance, radius):
-    """Per-row sums of gradients of pairs at distances <= -radius, and of those at distances >= radius."""
-    last, first = distance >= radius, (distance <= -radius) & (distance < radius)
-    return tl.sum(tl.where(first, dx, 0.0), 1), tl.sum(tl.where(last, dx, 0.0), 1)

@@ -61,4 +61,4 @@ def keep(x, other, one, two, key, numbers):
     word = (one ^ key) * 0x7FEB352D
     word = (word ^ (word >> 15) ^ two) * 0x846CA68B
     # the threshold is passed as int32 minus 2^31, since Triton compiles 32-bit numbers as signed
-    return choose(word, numbers[1].to(tl.uint32, bitcast=True) ^ 0x80000000, x, other)
+    return choose(word, numbers[0].to(tl.uint32, bitcast=True) ^ 0x80000000, x, other)

@@ -19,7 +19,6 @@ from cp_mesh.kernels.triton_tiles import (
     RUNTIME,
     bias_block,
     bias_of,
-    ends_of,
     load,
     score_unit,
     scored,
@@ -72,7 +71,6 @@ def forward_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
-    FAR: tl.constexpr,
 ):
     """Write out and lse (fp32 [B, H, Sq], contiguous) of one block of queries."""
     batch, head, block = program(num_heads, tl.cdiv(num_q, BLOCK_Q), LAST_FIRST=True)
@@ -82,10 +80,10 @@ def forward_kernel(
     first_at = position_of(pairs, first, POSITIONS, False)
     rows = first + tl.arange(0, BLOCK_Q)
     num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
-    slope, ends = slope_of(scores, head), ends_of(scores, head, numbers, FAR)
+    slope = slope_of(scores, head)
     unit = score_unit(scale, scores, SCALED) * LOG2_E
-    if scores[4] is not None:
-        one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
+    if scores[3] is not None:
+        one, two = query_words(scores[3], batch, head, num_heads, first, num_q, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V_DIM], tl.float32)
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -106,12 +104,12 @@ def forward_kernel(
             else:
                 bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
-            if scores[4] is not None:
-                words = key_words(scores[4], other, num_k, BLOCK_K, not masked)
+            if scores[3] is not None:
+                words = key_words(scores[3], other, num_k, BLOCK_K, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, of_rows, _ = scored(
-                x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
-                0, queries.dtype == tl.float32,
+                x, scale, slope, bias, near, along, step, sign, scores, SCALED, not masked, 0,
+                queries.dtype == tl.float32,
             )  # fmt: skip
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
@@ -130,7 +128,7 @@ def forward_kernel(
                 base -= of_rows * unit
             weights = tl.exp2(x * unit - base[:, None])
             total = total * decay + tl.sum(weights, 1)
-            if scores[4] is not None:
+            if scores[3] is not None:
                 weights = keep(weights, 0.0, one[:, None], two[:, None], words[None, :], numbers)
             acc = acc * decay[:, None]
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
@@ -139,8 +137,8 @@ def forward_kernel(
     alone = total == 0
     total = tl.where(alone, 1.0, total)
     acc /= total[:, None]
-    if scores[4] is not None:
-        acc *= scores[4][3]
+    if scores[3] is not None:
+        acc *= scores[3][3]
     store(out, out_strides, batch, head, first, num_q, acc, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM)
     natural = tl.where(alone, float("-inf"), (largest + tl.log2(total)) / LOG2_E)
     tl.store(lse + (batch * num_heads + head).to(tl.int64) * num_q + rows, natural, mask=rows < num_q)

@@ -1,16 +1,16 @@
 """Building blocks of the attention kernels, on blocks in registers: load and store rows, compute scores from products.
 
-A score is softcap(scale · q·k) - slope · abs(p - t) + table[clip(p - t, -R, R) + R] + bias, where p and t are the
+A score is softcap(scale · q·k) - slope · abs(p - t) + bias, where p and t are the
 positions of the query and the key. To save operations, kernels keep scores in a unit: a score is `score_unit` times the
 result of `scored`, which is q·k, or its tanh, plus the added terms divided by the unit.
 
 A distance is a part of its row plus a part of its column. In full blocks the columns are one constant step apart and
 all distances have one sign (`cp_mesh.kernels.triton_visits`), so two numbers give all columns.
 
-Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], dropout), each may be None; dropout =
-(first words of queries [B, H, Sq], second words, words of keys [Sk], the factor 1 / (1 - p) of kept weights); numbers =
-(R, threshold of dropout, columns of the bias, its four strides, whether it has batch rows, whether it has heads), which
-are never compiled into a kernel; slopes and table are contiguous, fp32.
+Legend: scores = (softcap, slopes [H], bias [B, H, Sq, S], dropout), each may be None; dropout = (first words of queries
+[B, H, Sq], second words, words of keys [Sk], the factor 1 / (1 - p) of kept weights); numbers = (threshold of dropout,
+columns of the bias, its four strides, whether it has batch rows, whether it has heads), which are never compiled into a
+kernel; slopes are contiguous, fp32.
 """
 
 # No annotations: Triton evaluates them, and accepts only its own types.
@@ -155,51 +155,40 @@ def slope_of(scores, head):
 
 
 @triton.jit
-def ends_of(scores, head, numbers, FAR: tl.constexpr):
-    """The head's table at its first and last distance, if FAR; load it before waiting for products."""
-    if FAR:
-        table = scores[2] + head.to(tl.int64) * (2 * numbers[0] + 1)
-        return tl.load(table), tl.load(table + 2 * numbers[0])
-    else:
-        return 0.0, 0.0
-
-
-@triton.jit
 def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
     """The bias at key positions ``t`` and query ``rows``, which broadcast; load it before waiting for products.
 
     ALL: no key is past the end.
     """
-    if scores[3] is None:
+    if scores[2] is None:
         return 0.0
     elif ALL:
-        bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
-        places = tl.minimum(rows, num_q - 1).to(tl.int64) * numbers[5]
-        return gather((bias + places) + t.to(tl.int64) * numbers[6])
+        bias = scores[2] + batch.to(tl.int64) * numbers[2] + head.to(tl.int64) * numbers[3]
+        places = tl.minimum(rows, num_q - 1).to(tl.int64) * numbers[4]
+        return gather((bias + places) + t.to(tl.int64) * numbers[5])
     else:
-        bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
-        places = rows.to(tl.int64) * numbers[5] + t.to(tl.int64) * numbers[6]
-        return tl.load(bias + places, mask=(rows < num_q) & (t < numbers[2]), other=0.0)
+        bias = scores[2] + batch.to(tl.int64) * numbers[2] + head.to(tl.int64) * numbers[3]
+        places = rows.to(tl.int64) * numbers[4] + t.to(tl.int64) * numbers[5]
+        return tl.load(bias + places, mask=(rows < num_q) & (t < numbers[1]), other=0.0)
 
 
 @triton.jit
 def bias_block(blocks, batch, head, row, column, numbers, ROWS: tl.constexpr, COLS: tl.constexpr):
     """`bias_of` for neighbouring key positions; ``blocks`` is a descriptor of blocks [1, 1, ROWS, COLS]."""
-    return blocks.load([batch * numbers[7], head * numbers[8], row, column]).reshape(ROWS, COLS)
+    return blocks.load([batch * numbers[6], head * numbers[7], row, column]).reshape(ROWS, COLS)
 
 
 @triton.jit
 def scored(
-    products, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers,
-    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, FAR: tl.constexpr, BASES: tl.constexpr, EXACT: tl.constexpr,
+    products, scale, slope, bias, near, along, step, sign, scores,
+    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, BASES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Compute scores from products. Returns (x, of_bases, derivative): scores in their unit are x + of_bases.
 
     Products are [len(near), len(along)]; distances are near + along · step, read only if a term needs them. If ONE_SIGN
-    all have sign ``sign`` and, with FAR, are at least the table's radius. Weights have one base per row (BASES = 0) or
-    column (1): the part of the scores that a base can absorb is of_bases, a vector or a number, at no cost per pair.
-    ``slope``, ``ends`` and ``bias`` are in natural units, the derivative is d score / d(scale · product). EXACT: the
-    exact tanh, for fp32.
+    all have sign ``sign``. Weights have one base per row (BASES = 0) or column (1): the part of the scores that a base
+    can absorb is of_bases, a vector or a number, at no cost per pair. ``slope`` and ``bias`` are in natural units, the
+    derivative is d score / d(scale · product). EXACT: the exact tanh, for fp32.
     """
     x, of_bases, derivative = products, 0.0, 1.0
     if scores[0] is not None:
@@ -222,13 +211,5 @@ def scored(
         else:
             x -= tl.abs(near[:, None] + along[None, :] * step).to(tl.float32) * (slope * per_unit)
     if scores[2] is not None:
-        if ONE_SIGN and FAR:
-            of_bases += tl.where(sign > 0, ends[1], ends[0]) * per_unit
-        else:
-            radius = numbers[0]
-            table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
-            distance = near[:, None] + along[None, :] * step
-            x += gather(table + tl.minimum(tl.maximum(distance, -radius), radius)) * per_unit
-    if scores[3] is not None:
         x += bias.to(tl.float32) * per_unit
     return x, of_bases, derivative

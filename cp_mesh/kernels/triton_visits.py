@@ -7,8 +7,8 @@ A program owns an outer block of rows and visits inner blocks: first the full bl
 need no mask, then the masked blocks. It skips blocks without an allowed pair. For a band, its bounds determine the
 blocks; otherwise `blocks_kernel` lists them from the least and greatest position and document of each block.
 
-Scores that read distances use blocks whose distances are affine in rows and keys and of one sign and, with a short
-table, beyond its radius. All other blocks count as masked: only in masked blocks do kernels read positions per row.
+Scores that read distances use blocks whose distances are affine in rows and keys and of one sign. All
+other blocks count as masked: only in masked blocks do kernels read positions per row.
 
 Legend: a "mask row" is a batch row of the mask, which may be shared by the batch; a "grain" is a fixed number of rows,
 of which blocks consist; pairs = (positions of queries, firsts, lasts, q_ids, k_ids, blocks, counts, positions of keys),
@@ -80,7 +80,7 @@ def _greatest(dtype: tl.constexpr):
     return tl.full([], (1 << (dtype.primitive_bitwidth - 1)) - 1, dtype)
 
 
-@triton.jit(do_not_specialize=["num_outer", "num_inner", "num_inner_rows", "apart", "step"])
+@triton.jit(do_not_specialize=["num_outer", "num_inner", "num_inner_rows", "step"])
 def blocks_kernel(
     outer,
     outer_ids,
@@ -92,7 +92,6 @@ def blocks_kernel(
     num_outer,
     num_inner,
     num_inner_rows,
-    apart,
     step,
     INNER_KEYS: tl.constexpr,
     OUTER: tl.constexpr,
@@ -103,8 +102,8 @@ def blocks_kernel(
 
     Masked blocks are listed from the front, full blocks from the back; counts [.., 2] are the numbers of both. An outer
     block is OUTER grains, an inner one INNER grains or INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains.
-    If ``runs`` of outer and inner rows are given, a full block is listed as masked unless its distances are affine, of
-    one sign and at least ``apart`` (1 or more), and its keys pass the test of `_run` for ``step``.
+    If ``runs`` of outer and inner rows are given, a full block is listed as masked unless its distances are affine and
+    of one sign, not 0, and its keys pass the test of `_run` for ``step``.
     """
     block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_masks = tl.num_programs(1).to(tl.int64)
@@ -135,9 +134,7 @@ def blocks_kernel(
             full = full & (other_least == other_greatest) & (least == greatest)
         if runs is not None:
             other_lowest, other_highest, other_affine = _run(runs[1], places, num_inner, step if INNER_KEYS else 0)
-            full = (
-                full & affine & other_affine & ((lowest - other_highest >= apart) | (other_lowest - highest >= apart))
-            )
+            full = full & affine & other_affine & ((lowest > other_highest) | (other_lowest > highest))
         full = visit & full & ((other + 1) * INNER_ROWS <= num_inner_rows)
         partial = visit & (full == 0)
         index = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
@@ -188,35 +185,6 @@ def _run(runs, grains, num_grains, step):
         tl.max(tl.load(pointers + num_grains, mask=inside, other=-1), 1),
         (slowest == tl.max(tl.load(steps, mask=inside, other=NOWHERE), 1)) & wanted,
     )
-
-
-@triton.jit
-def diagonal_visits(
-    diagonal, mask_row, num_masks, bounds, runs, radius, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k,
-    Q: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Begin and end of the query blocks i that may see key block i - ``diagonal``.
-
-    Blocks are Q and K grains; ``bounds`` and ``runs`` of queries and of keys are written by `grains_kernel`. If
-    ``runs`` is given, some rows of both blocks must also be less than ``radius`` apart.
-    """
-    first = tl.maximum(diagonal, 0)
-    last = tl.maximum(tl.minimum(num_q_blocks, num_k_blocks + diagonal), first)
-    begin, end = last, first
-    for chunk in range(first, last, CHUNK):
-        blocks = chunk + tl.arange(0, CHUNK)
-        rows = blocks[:, None] * Q + tl.arange(0, Q)[None, :]
-        keys = (blocks - diagonal)[:, None] * K + tl.arange(0, K)[None, :]
-        q_first, q_last, _, _ = _bounds(bounds[0], rows, mask_row, num_masks, num_grains_q)
-        k_first, k_last, _, _ = _bounds(bounds[1], keys, mask_row, num_masks, num_grains_k)
-        visit = (blocks < last) & (k_first <= q_last) & (k_last >= q_first)
-        if runs is not None:
-            q_low, q_high, _ = _run(runs[0], rows, num_grains_q, 0)
-            k_low, k_high, _ = _run(runs[1], keys, num_grains_k, 0)
-            visit = visit & (q_low - k_high < radius) & (k_low - q_high < radius)
-        begin = tl.minimum(begin, tl.min(tl.where(visit, blocks, last), 0))
-        end = tl.maximum(end, tl.max(tl.where(visit, blocks + 1, first), 0))
-    return begin, end
 
 
 @triton.jit

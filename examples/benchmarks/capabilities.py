@@ -66,7 +66,6 @@ FEATURES: dict[str, Feature] = {
     "softcap": Feature(scores="softcap"),
     "sinks": Feature(scores="sinks"),
     "ALiBi": Feature(scores="alibi_slopes"),
-    "relative bias": Feature(scores="relative_bias"),
     "dense bias": Feature(scores="bias"),
     "dropout": Feature(scores="dropout_p"),
     "`score_mod` of `flex_attention`": Feature(scores="score_mod"),

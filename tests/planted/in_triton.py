@@ -73,7 +73,7 @@ plant("the derivative of softcap is left out in Triton", "triton_tiles:scored", 
 
 
 def with_score_arguments(change: Any) -> Any:
-    """Of what kernels are given of scores: (softcap, slopes, table, bias, dropout) and numbers."""
+    """Of what kernels are given of scores: (softcap, slopes, bias, dropout) and numbers."""
     return lambda score_arguments: with_result(score_arguments, lambda found: change(*found))
 
 
@@ -81,7 +81,7 @@ plant("softcap is lost on the way to Triton", "triton_attention:_score_arguments
     with_score_arguments(lambda tensors, numbers: ((None, *tensors[1:]), numbers))
 )
 plant("kept weights are not scaled in Triton", "triton_attention:_score_arguments", "scores in Triton")(
-    with_score_arguments(lambda tensors, numbers: ((*tensors[:4], tensors[4] and (*tensors[4][:3], 1.0)), numbers))
+    with_score_arguments(lambda tensors, numbers: ((*tensors[:3], tensors[3] and (*tensors[3][:3], 1.0)), numbers))
 )
 plant("dropout counts heads from this rank's first", "triton_attention:_dropout_words", "scores in Triton")(
     lambda dropout_words: lambda cover, scores, q: dropout_words(cover, replace(scores, first_head=0), q)
@@ -111,23 +111,6 @@ plant("the next position is taken for one step away", "triton_visits:_steps", "s
 )
 plant("a block that two runs share counts as one run", "triton_visits:_run", "scores in Triton")(
     lambda run: result(lambda found: (found[0], found[1], found[2] | True))(run)
-)
-plant("a table is read around another middle", "triton_attention:_score_arguments", "scores in Triton")(
-    with_score_arguments(lambda tensors, numbers: (tensors, (numbers[0] - 1, *numbers[1:])))
-)
-
-
-@plant("clipped distances have no gradient in Triton", "triton_attention:_ScoreParts.sum", "scores in Triton")
-def _(add_up: Any) -> Any:
-    def mutant(self: Any) -> Any:
-        self.ends = None
-        return add_up(self)
-
-    return mutant
-
-
-plant("diagonals of blocks are begun one late", "triton_visits:diagonal_visits", "scores in Triton")(
-    lambda diagonal_visits: result(lambda found: (found[0] + 1, found[1]))(diagonal_visits)
 )
 
 

@@ -397,31 +397,12 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("tables of the first heads in every chunk", "scores:Scores.heads", "scores")
-def _(heads: Any) -> Any:
-    def mutant(self: Any, begin: int, end: int) -> Any:
-        part = heads(self, begin, end)
-        return part if part.relative_bias is None else replace(part, relative_bias=self.relative_bias[: end - begin])
-
-    return mutant
-
-
 plant("dropout of the first heads in every chunk", "scores:Scores.heads", "scores")(
     lambda heads: lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
 )
 plant("gradients of slopes land on the first heads", "scores:ScoreGradients.part", "scores")(
     lambda part: with_arguments(part, heads=lambda heads: heads and (0, heads[1] - heads[0]))
 )
-
-
-@plant("gradients of a table are those of the last tile", "scores:ScoreGradients.add_", "scores")
-def _(add: Any) -> Any:
-    def mutant(self: Any, other: Any) -> None:
-        if "relative_bias" in self:
-            self["relative_bias"].zero_()
-        add(self, other)
-
-    return mutant
 
 
 plant("every tile has the first rows of a bias", "scores:Scores.rows", "scores")(
@@ -433,19 +414,6 @@ plant("distances of local rows", "scores:Where.distance", "scores")(
 plant("dropout by local rows", "kernels.reference:_dropout_factors", "scores")(
     lambda factors: with_arguments(factors, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
 )
-plant("the distances of a table are clipped one early", "relative_bias:added", "scores")(
-    lambda added: with_arguments(added, x=lambda table: torch.cat([table[:, 1:2], table[:, 1:]], 1))
-)
-
-
-@plant("clipped distances have no gradient", "relative_bias:add_gradient", "scores")
-def _(add_gradient: Any) -> Any:
-    def unclipped(total: Any, dscores: Any, where: Any) -> dict[str, Any]:
-        return {"dscores": dscores * (where.distance.abs() < total.shape[1] // 2)}
-
-    return with_call(add_gradient, unclipped)
-
-
 plant("columns of a bias in the order of the tile", "scores.bias:added", "scores")(
     lambda added: lambda x, where: x[..., : len(where.k_pos)]
 )

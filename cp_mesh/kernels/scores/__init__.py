@@ -38,7 +38,7 @@ class Term:
 
     Attributes:
         name: the name of the argument, of the field of `Scores` and of the file.
-        dims: of the tensor: "batch", "heads", "rows" of q, "keys" by position, or an odd number of "distances".
+        dims: of the tensor: "batch", "heads", "rows" of q, "keys" by position.
         broadcasts: whether the batch, heads and rows dims may have size 1.
         of_keys: whether it is added to scores, by positions; else the pass applies it at its end.
     """
@@ -56,11 +56,9 @@ class Term:
         return import_module(f"{__name__}.{self.name}")  # lazily, in the first call that uses it
 
     def sizes(self, of_q: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-        """The allowed sizes of each dim, given q's sizes and the number of keys; empty: any odd size."""
+        """The allowed sizes of each dim, given q's sizes and the number of keys."""
         one = (1,) if self.broadcasts else ()
-        return tuple(
-            () if dim == "distances" else (of_q[dim],) if dim == "keys" else (*one, of_q[dim]) for dim in self.dims
-        )
+        return tuple((of_q[dim],) if dim == "keys" else (*one, of_q[dim]) for dim in self.dims)
 
     def dim_of(self, what: str, shape: Sequence[int]) -> int | None:
         """The dim of this shape for "batch", "heads" or "rows"; None if it is missing, or of size 1 by broadcasting."""
@@ -76,7 +74,6 @@ class Term:
 TERMS: dict[str, Term] = {
     "sinks": Term("sinks", ("heads",), of_keys=False),
     "alibi_slopes": Term("alibi_slopes", ("heads",)),
-    "relative_bias": Term("relative_bias", ("heads", "distances")),
     "bias": Term("bias", ("batch", "heads", "rows", "keys"), broadcasts=True),
 }
 """In the order of the ops' arguments and of their gradients."""
@@ -96,7 +93,7 @@ POSITIONAL = frozenset({*ADDED, *FUNCTIONS, "dropout"})
 class Scores:
     """The score of head h at query position p and key position t, before the mask:
 
-        softcap(scale · q·k) - slope[h] · |p - t| + table[h, clip(p - t, -R, R) + R] + bias[b, h, row, t]
+        softcap(scale · q·k) - slope[h] · |p - t| + bias[b, h, row, t]
 
     with softcap(x) = cap · tanh(x / cap). A ``score_mod`` is applied to the result.
 
@@ -107,7 +104,6 @@ class Scores:
             Tile kernels ignore them: `MergingForward.finish` scales out and leaves lse unchanged, and a backward gets
             an lse that includes them or, if lse has a gradient, a dout scaled by `sinks.share_of_keys`.
         alibi_slopes: [H], accumulation dtype.
-        relative_bias: the table [H, 2R + 1], accumulation dtype.
         bias: [1 or B, 1 or H, 1 or rows, seq_len], any floating dtype: rows of q or of the tile, by key *position*.
         dropout_p: the probability of dropping a normalised weight, 0 <= p < 1; other weights are scaled by
             1 / (1 - p); lse does not change.
@@ -118,8 +114,7 @@ class Scores:
         captured: the tensors that score_mod reads, then those that mask_mod reads, unsharded. Floating-point ones have
             at least the accumulation dtype.
         in_order: whether gradients of captured tensors must be summed in a fixed order.
-        wanted: which of alibi_slopes, relative_bias and bias need a gradient, and which captured tensors, named by
-            `name_of_captured`.
+        wanted: which of alibi_slopes and bias need a gradient, and which captured tensors, named by `name_of_captured`.
         seq_len: an upper bound of all positions, exclusive.
     """
 
@@ -127,7 +122,6 @@ class Scores:
     softcap: float | None = None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
-    relative_bias: Tensor | None = None
     bias: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None

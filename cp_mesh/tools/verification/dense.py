@@ -96,10 +96,6 @@ def _attend(
     distance = q_pos[:, None] - k_pos
     if scores.alibi_slopes is not None:
         x = x - scores.alibi_slopes[:, None, None] * distance.abs()
-    if (table := scores.relative_bias) is not None:
-        reach = table.shape[1] // 2
-        columns = distance.clamp(-reach, reach) + reach
-        x = x + table.index_select(1, columns.flatten()).unflatten(1, columns.shape)
     if (bias := scores.bias) is not None:
         x = x + (bias[:, :, rows] if bias.shape[2] > 1 else bias)
     allowed = mask.allowed(q_pos, k_pos)[:, None]

@@ -116,7 +116,7 @@ def verify(
         layout, mask, kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in
             `cp_mesh.attention`; pass the settings of your training. A mask with tensors needs ``seq_len``, their
             length.
-        scores: score options by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes, relative_bias, bias,
+        scores: score options by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes, bias,
             dropout_p, dropout_seed (default 0), and scale. Tensors must be equal on all ranks. A bias is that of the
             whole sequence, [.., S or 1, S] in original order. Gradients of these tensors are compared too.
         seq_len: tokens in the whole sequence; None: 256 per rank. Every rank does O(seq_len²) work.
