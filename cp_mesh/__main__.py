@@ -91,7 +91,6 @@ _EXPLAIN = {
     "--transport": {"choices": TRANSPORTS, "default": "auto"},
     "--head-chunks": option(number_of(), text="chunks in which heads are computed; default: automatic"),
     "--gpus-per-host": option(number_of(), text="GPUs per host; default: 8, all ranks on CPUs"),
-    "--captured-shards": option(number_of(most=1 << 40), text="elements of cp-sharded DTensors that a score_mod reads"),
     "--columns": option(
         number_of(most=OWNER_COLUMNS), text=f"width of the owner line, up to {OWNER_COLUMNS}", default=64
     ),

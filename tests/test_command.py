@@ -117,10 +117,6 @@ REFUSED = {
         ["explain", "--seq-len", "64", "--cp", "2", "--device", "cpu", "--transport", "symmetric_memory"],
         "transport='symmetric_memory': expected CUDA devices of one host, got device='cpu'; transport='functional' w",
     ),
-    "no heads for shards": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--captured-shards", "5"],
-        "captured_shards: expected num_heads, to count bytes, got None; num_heads=32 works",
-    ),
     "no heads": (
         ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"],
         "expected query heads/kv heads such as 32/8",
@@ -151,7 +147,6 @@ AT_ONCE = {  # options and variables of a launch, whatever the command would do
     f"{EXPLAIN} --batch 1e20": "argument --batch: expected at most 1048576, got 1e20",
     f"{EXPLAIN} --heads 4/2/1": "argument --heads: expected query heads/kv heads such as 32/8, got '4/2/1'",
     f"{EXPLAIN} --heads 4 --head-chunks 0": "argument --head-chunks: expected at least 1, got 0",
-    f"{EXPLAIN} --heads 4 --captured-shards 1e99": "argument --captured-shards: expected at most 1099511627776, got 1e",
     f"{EXPLAIN} --ulysses-degree x": "argument --ulysses-degree: expected a whole number (131072, 128K, 1e6), got",
     f"{EXPLAIN} --gpus-per-host 0": "argument --gpus-per-host: expected at least 1, got 0",
     f"{EXPLAIN} --window 0": "argument --window: expected at least 1, got 0",

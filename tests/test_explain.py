@@ -105,24 +105,6 @@ def test_gradients_travel_as_the_method_decides() -> None:
         assert exact.found.moved == 1024 * 3 / 4 * 128 * moved * 8
 
 
-@pytest.mark.parametrize("method", ("ring", "ulysses"))
-@pytest.mark.parametrize(("dtype", "moved", "whole"), ((torch.bfloat16, 2 + 2 + 4, 4), (torch.float64, 8 + 8 + 8, 8)))
-def test_captured_shards_move_and_take_memory(method: str, dtype: torch.dtype, moved: int, whole: int) -> None:
-    """Of 8 heads: whole in both passes; in the backward also their gradients, of a tile and summed."""
-    options = {"method": method, "num_heads": 8, "dtype": dtype, "kernel": "reference"}
-    one, two = (explain(4096, 4, captured_shards=number * 8 * 4096, **options).found for number in (1, 2))
-    assert two.moved - one.moved == 3 / 4 * 8 * 4096 * moved
-    for x, y in zip(one.ranks, two.ranks, strict=True):
-        assert x.memory and y.memory and y.memory.symmetric == x.memory.symmetric
-        assert y.memory.forward - x.memory.forward == 8 * 4096 * whole
-        assert y.memory.backward - x.memory.backward == 3 * 8 * 4096 * whole
-    (line,) = lines_of(explain(4096, 4, captured_shards=8 * 4096, **options), "captured shards")
-    kib = 3 / 4 * 32 * moved
-    assert f"receives {kib:.0f} KiB" in line and f"up to {3 * 32 * whole} KiB" in line
-    alone = explain(4096, 1, captured_shards=8 * 4096, **options | {"method": "ring"}).found
-    assert alone.moved == 0
-
-
 def test_bytes_by_link() -> None:
     """4 ranks on 2 hosts: rank 0 of contiguous fetches nothing, rank 3 one shard of its host and two of the other."""
     found = explain(4 * 4096, 4, layout=Contiguous(), gpus_per_host=2, **ON_GPU)
@@ -257,7 +239,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ulysses_degree": {"method": "hybrid", "ulysses_degree": 2},
     "transport": {"transport": "functional"},
     "gpus_per_host": {"gpus_per_host": 2},
-    "captured_shards": {"captured_shards": 16384, "kernel": "reference"},
     "columns": {"columns": 32},
 }
 
@@ -290,13 +271,7 @@ def test_every_option_counts(name: str) -> None:
         ({"mask": Mask(documents=DOCUMENTS)}, ArgumentError, "Mask.documents: expected 64 tokens, got 96"),
         ({"mask": Mask(blocks=DOCUMENTS)}, ArgumentError, "Mask.blocks: expected 64 tokens, got 96"),
         ({"scores": ["cap"]}, ArgumentError, "names of softcap, sinks.*got 'cap'"),
-        ({"captured_shards": 0}, ArgumentError, "captured_shards: expected at least 1, got 0; None means no"),
-        ({"captured_shards": 64}, ArgumentError, "captured_shards: expected num_heads.*got None; num_heads=32 works"),
-        (
-            ON_GPU | {"captured_shards": 64},
-            UnsupportedError,
-            "kernel='fa4' lacks .*scores with score_mod.*kernel='auto' works",
-        ),
+        (ON_GPU | {"scores": ["bias"]}, UnsupportedError, "kernel='fa4' lacks .*scores with bias.*kernel='auto' works"),
         ({"columns": 0}, ArgumentError, "columns: expected at least 1, got 0; columns=64"),
         ({"batch": 0}, ArgumentError, "batch: expected at least 1, got 0; batch=1"),
         ({"head_dim": 0}, ArgumentError, "head_dim: expected at least 1, got 0; head_dim=128"),
@@ -485,16 +460,12 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "--transport": (["--transport", "functional"], {"transport": "functional"}),
     "--head-chunks": (["--heads", "4/2", "--head-chunks", "2"], {"num_heads": 4, "num_kv_heads": 2, "head_chunks": 2}),
     "--gpus-per-host": (["--gpus-per-host", "2"], {"gpus_per_host": 2}),
-    "--captured-shards": (
-        ["--heads", "4/2", "--captured-shards", "16384"],
-        {"num_heads": 4, "num_kv_heads": 2, "captured_shards": 16384},
-    ),
     "--columns": (["--columns", "20"], {"columns": 20}),
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.quick("--documents", "--captured-shards")
+@pytest.mark.quick("--documents")
 def test_command_says_what_the_function_says(name: str, capsys: Any) -> None:
     words, options = COMMANDS[name]
     if name == "--documents":

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import FakeTensor, local_tensor
-from cp_mesh.call.captures import place_captured
 from cp_mesh.call.dtensor import (
     CPAxis,
     check_dtensors,
@@ -264,9 +263,6 @@ def _make_call(
     given = compiling or {*map(type, tensors)} != {type(None)}  # tensors beside q, k and v
     if given:
         check_score_placements(tensors._asdict(), query, form)
-    if captured:
-        captured, cuts = place_captured(captured, query, axis, seq_len)
-        spec = spec._replace(captured_cuts=cuts)
     if sources is not None:
         spec = spec._replace(sources=sources(axis.group.group_name, layout, seq_len))
     call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, spec, captured)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import resolve_group
-from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_whole
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
@@ -62,7 +61,6 @@ def check_length(seq_len: int, expected: int) -> None:
 def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, str]:
     """Everything that must be equal on all cp ranks."""
     options, given = plan.options, call.tensors._asdict()
-    cuts = cuts_of(options.captured_cuts)
     graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
     found = [(name, functions.find(getattr(options, name))) for name in FUNCTIONS]
     # each rank has its own rows of these terms, so only their other dims must agree
@@ -76,10 +74,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
         **{name: str(alike.get(name)) for name in OF_ROWS},
         **{name: function.said for name, function in found if function is not None},
-        **{
-            f"captured tensor {i} of score_mod and mask_mod": told(x, cuts.get(i, ()))
-            for i, x in enumerate(call.captured)
-        },
+        **{f"captured tensor {i} of score_mod and mask_mod": fingerprint(x) for i, x in enumerate(call.captured)},
         "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
         "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends the gradient of a bias
         "requires_grad of any input": str(options.keeps),  # False in all DTensors and compiled code
@@ -122,8 +117,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
             check_length(call.seq_len, root.seq_len)
         plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
-        if call.options.captured_cuts:
-            check_rows(plan, call)
     except Exception as error:
         announce_refusal(group, error)
         raise
@@ -135,8 +128,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         note_callers()
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
     with passing(group, "forward", kind), _no_autocast(q):
-        given = with_whole(plan, call) if call.options.captured_cuts else plan
-        out, lse, *kept = given.method.forward(q, k, v, given, group)
+        out, lse, *kept = plan.method.forward(q, k, v, plan, group)
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
     return (call.as_asked(out), lse, *(kept or nothing_kept(q, lse))), None if plan.of_call else plan
 
@@ -181,11 +173,8 @@ def backward(
                 raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
             dlse = form.lse_to_bhs(dlse)
         names = wanted.split(",") if wanted else ()
-        whole = with_whole(plan, call) if call.options.captured_cuts else plan
         keywords = {} if kept is None else {"kept": kept}
-        *grads, of_scores = whole.method.backward(dout, q, k, v, out, lse, dlse, whole, group, names, **keywords)
-        if call.options.captured_cuts:
-            of_scores = to_shards(of_scores, plan, call)
+        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
     dq, dk, dv = map(call.as_asked, grads)
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
     flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))

@@ -55,7 +55,6 @@ class AttentionSpec(NamedTuple):
         of_root: the sequence must be the one of the `ShardedModel` in whose forward the call is.
         keeps: the method may save tensors of the forward for the backward (`Method.kept_shapes`).
         score_mod, mask_mod: handles of `cp_mesh.kernels.functions`, or "".
-        captured_cuts: which dims of captured tensors are sharded over which groups; see `call.captures`.
         sources: which ranks' keys mask_mod shows to each rank, "" for all; see `cp_mesh.geometry.survey.say_sources`.
     """
 
@@ -78,7 +77,6 @@ class AttentionSpec(NamedTuple):
     keeps: bool = False
     score_mod: str = ""
     mask_mod: str = ""
-    captured_cuts: str = ""
     sources: str = ""
 
     def text(self) -> str:
@@ -278,8 +276,7 @@ NUM_ARGUMENTS = NUM_TENSORS + len(_OTHERS.split(", "))
 class Call(NamedTuple):
     """One call without q, k and v: the arguments that an op takes after its own tensors.
 
-    ``seq_len``: of the whole sequence. ``captured``: the tensors that score_mod reads, then those of mask_mod; this
-    rank's shard if `AttentionSpec.captured_cuts` has the tensor.
+    ``seq_len``: of the whole sequence. ``captured``: the tensors that score_mod reads, then those of mask_mod.
     """
 
     tensors: Tensors

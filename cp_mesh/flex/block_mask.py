@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import SLICED_MASK_MOD
 from cp_mesh.errors import UnsupportedError, refuse
@@ -61,7 +60,7 @@ def create_block_mask(
 
     Raises:
         ArgumentError: if ``sequence`` has another length.
-        UnsupportedError: if Q_LEN and KV_LEN differ; with ``sequence``, if mask_mod reads DTensors or inference ones.
+        UnsupportedError: if Q_LEN and KV_LEN differ; with ``sequence``, if mask_mod reads inference tensors.
         RankMismatchError: with ``sequence``, if ranks differ (checked at the first call of each mask_mod, layout and
             length), or if another rank raised while it evaluated mask_mod.
     """
@@ -100,12 +99,8 @@ def read_mask(
     function.check(captured, (*sizes, sizes[2]))
     if isinstance(block_mask, PairMask) and block_mask.sources is not None:
         block_mask.sources.check(function, captured, batch, heads)
-    if isinstance(block_mask, BlockMask):
-        if any(isinstance(x, DTensor) for x in captured):
-            hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) takes DTensors"
-            refuse("block_mask", "a BlockMask of plain tensors", "a mask_mod of DTensors", hint, UnsupportedError)
-        if 0 not in sizes:
-            _check_blocks(block_mask, function, captured, sizes)
+    if isinstance(block_mask, BlockMask) and 0 not in sizes:
+        _check_blocks(block_mask, function, captured, sizes)
     return function, captured
 
 

@@ -68,12 +68,8 @@ def flex_attention(
     score_mod and mask_mod are functions of scalar tensors and get the indices that they would get on one device:
     *global* indices of batch row, query head, query and key, on every rank. (With local tensors, heads and batch rows
     count from 0 on this rank; with DTensors they are global.) The functions may read captured tensors at any index.
-    These are whole tensors, equal on all cp ranks, or DTensors. Those that score_mod reads get partial gradients, whose
-    sum over ranks is the gradient, summed in float32 (float64) and rounded once. Those of mask_mod get none.
-
-    A captured DTensor lies on query's mesh, or with local q, k and v on the cp axis alone. It may be sharded over cp
-    by its sequence dim in layout order, and over axes that shard query's heads or batch. The functions still read it by
-    global indices, and its gradient has the same shards. On an axis that shards only query, its gradient is Partial.
+    These are whole plain tensors, equal on all cp ranks. Those that score_mod reads get partial gradients, whose sum
+    over ranks is the gradient, summed in float32 (float64) and rounded once. Those of mask_mod get none.
 
     On GPUs the functions are compiled (kernel="flex"), and blocks that mask_mod hides are skipped. The reference kernel
     computes every pair that ``mask`` keeps. torch.compile breaks the graph at this call; fullgraph=True raises.

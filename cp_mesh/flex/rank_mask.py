@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol, times_written, untraced
 from cp_mesh.comm.agreement import announce_refusal, keep_to_itself, leave_word, read_word, refusing
@@ -166,8 +165,8 @@ def _checked(
     for name, number, used in zip(("B", "H"), (batch, heads), function.sizes(2, 2), strict=True):
         if number is None and used > 1:
             refuse(f"{what}: {name}", "a number, since mask_mod reads the index", None, f"pass {name}=")
-    if any(isinstance(x, DTensor) or x.is_inference() for x in read):
-        got = "DTensors, or tensors of torch.inference_mode, which do not count writes"
+    if any(x.is_inference() for x in read):
+        got = "tensors of torch.inference_mode, which do not count writes"
         refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
     function.check(read, (batch or 1, heads or 1, seq_len, seq_len))
     keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]

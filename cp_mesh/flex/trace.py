@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from cp_mesh._torch import (
     DispatchMode,
     function_modes,
-    local_tensor,
     schema_of,
     set_grad_enabled,
     to_copy,
@@ -91,8 +90,7 @@ def trace(
     with without_modes():  # such as the mode of selective checkpointing, which counts operators
         scalars = [torch.zeros((), dtype=x, device=query.device) for x in dtypes]
         recorder = _Recorder(what, dict(zip(names, scalars, strict=True)), has_pairs)
-        functions = _Reading(what, recorder)
-        with torch.no_grad(), functions, recorder:
+        with torch.no_grad(), _Reading(what), recorder:
             if last is not None:
                 scalars[-2:] = (x.clamp(max=last) for x in scalars[-2:])
             result = function(*scalars)
@@ -101,7 +99,6 @@ def trace(
             got = f"{result.dtype} {list(result.shape)}" if is_tensor else type(result).__name__
             refuse(what, f"a scalar tensor{' of bool' if what == 'mask_mod' else ''}", got, "index every dim")
         graph, captured = recorder.finish(result)
-    captured = tuple(functions.dtensors.get(id(x), x) for x in captured)
     for x in captured:
         if x.device != query.device:
             refuse(f"{what}: a captured tensor", f"a tensor on {query.device}", x.device, "move it there")
@@ -125,20 +122,18 @@ def _key(what: str, reached: Reached, query: Tensor, last: int | None, has_pairs
 
 
 class _Reading(TorchFunctionMode):
-    """Function mode of a trace: makes indexing by scalar tensors traceable, replaces DTensors, refuses grad modes.
+    """Function mode of a trace: makes indexing by scalar tensors traceable, refuses DTensors and grad modes."""
 
-    Attributes:
-        dtensors: the DTensors read, by the id of the plain tensor of their global shape that stands in for each.
-    """
-
-    def __init__(self, what: str, recorder: _Recorder) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self._what, self._recorder = what, recorder
-        self._stand_ins: dict[int, Tensor] = {}
-        self.dtensors: dict[int, DTensor] = {}
+        self._what = what
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(DTensor, self._stand_in, (args, kwargs))
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, DTensor):
+                hint = "make it whole before the call: x.full_tensor(grad_placements=[Partial()]), or of rows in layout"
+                hint += " order sequence.unshard(part, dim)"
+                refuse(self._what, "plain captured tensors", f"a DTensor, {x.placements}", hint, UnsupportedError)
         if func is set_grad_enabled:
             hint = "x.detach() has no gradient"
             refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
@@ -157,16 +152,6 @@ class _Reading(TorchFunctionMode):
             ):
                 return torch.ops.aten.index.Tensor(args[0], [self._index(args[0], i) for i in index])
         return func(*args, **(kwargs or {}))
-
-    def _stand_in(self, x: DTensor) -> Tensor:
-        if id(x) not in self._stand_ins:
-            if self._recorder.knows(local_tensor(x)):
-                hint = "make it outside of the function, as this one would get no gradient"
-                refuse(self._what, "DTensors made before the call", "a DTensor made in it", hint, UnsupportedError)
-            with without_modes():
-                self._stand_ins[id(x)] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)  # they may be indices
-            self.dtensors[id(self._stand_ins[id(x)])] = x
-        return self._stand_ins[id(x)]
 
     def _index(self, x: Tensor, i: Any) -> Tensor | None:
         """An index as aten.index takes it; PyTorch's indexing would read the value of a scalar tensor."""
@@ -207,7 +192,7 @@ class _Recorder(DispatchMode):
         ):
             got, hint = f"an operation that depends on values, {func}", BY_VALUE
         elif "c10d" in func.namespace:
-            got, hint = f"communication, {func}", "read the DTensor itself, or call x.full_tensor() before"
+            got, hint = f"communication, {func}", "call x.full_tensor(grad_placements=[Partial()]) before"
         if got:
             refuse(self._what, TRACEABLE, got, hint, UnsupportedError)
         if func is torch.ops.aten.lift_fresh.default:  # its constant is captured as it is

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from planted.seams import in_area, with_arguments, with_result
 
@@ -131,32 +130,6 @@ def _(scatter_sum: Any) -> Any:
 
 plant("shards are joined in the order of ranks", "whole:gather", "shards")(
     lambda gather: lambda x, dim, lens, inverse, *others: gather(x, dim, lens, None, *others)
-)
-
-
-@plant("heads of shards count from 0", "whole:gather", "shards of DTensors")
-def _(gather: Any) -> Any:
-    def mutant(x: Any, dim: int, lens: Any, inverse: Any, *others: Any) -> Any:
-        own_first = torch.cat([x, *[torch.zeros_like(x)] * (len(lens) - 1)], dim)
-        return own_first if inverse is None else gather(x, dim, lens, inverse, *others)
-
-    return mutant
-
-
-@plant("gradients of shards are summed in their dtype", "captures:to_shards", "shards summed in fp32")
-def _(to_shards: Any) -> Any:
-    def mutant(gradients: Any, plan: Any, call: Any) -> Any:
-        cast = {name: x.to(call.captured[int(name.partition(".")[2])].dtype) for name, x in gradients.items()}
-        return to_shards(cast, plan, call)
-
-    return mutant
-
-
-plant("gradients of replicated DTensors are told to be whole", "captures:_cuts", "shards of DTensors")(
-    lambda cuts: with_result(cuts, lambda found: (found[0], [Replicate() if p.is_partial() else p for p in found[1]]))
-)
-plant("ranks with and without a gradient of a shard are not compared", "captures:told", "shards that differ")(
-    lambda told: with_result(told, lambda said: said.partition(", with")[0])
 )
 
 

@@ -96,7 +96,6 @@ def explain(
     ulysses_degree: int | None = None,
     transport: str = "auto",
     gpus_per_host: int | None = None,
-    captured_shards: int | None = None,
     columns: int = 64,
 ) -> Explanation:
     """Show what a call will run and why, as a short text and a picture.
@@ -118,8 +117,6 @@ def explain(
             one host.
         ulysses_degree: as in `cp_mesh.attention`.
         gpus_per_host: ranks per host, in order of rank; None: 8 for "cuda", else all ranks.
-        captured_shards: elements, over all ranks, of the cp-sharded DTensors that a score_mod reads
-            (`cp_mesh.flex_attention`). Counted in ``dtype``, with gradients. Needs ``num_heads``.
         columns: width of the owner line.
 
     Returns:
@@ -159,7 +156,6 @@ def explain(
         "head_chunks": (head_chunks, "None is automatic"),
         "ulysses_degree": (ulysses_degree, "None is automatic"),
         "gpus_per_host": (gpus_per_host, "gpus_per_host=8 fits an H200 host"),
-        "captured_shards": (captured_shards, "None means no captured shards"),
         "columns": (columns, "columns=64 is the default"),
     }
     for name, (size, hint) in sizes.items():
@@ -182,8 +178,6 @@ def explain(
     if ulysses_degree is not None and method != "hybrid":
         expected, hint = "None, except with method='hybrid'", "method='hybrid' takes it"
         refuse("explain: ulysses_degree", expected, ulysses_degree, hint)
-    if captured_shards and num_heads is None:
-        refuse("explain: captured_shards", "num_heads, to count bytes", None, "num_heads=32 works")
     num_kv_heads = num_kv_heads or num_heads or 1
     if (num_heads or num_kv_heads) % num_kv_heads:
         refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
@@ -193,16 +187,14 @@ def explain(
 
     capability = compute_capability or ((9, 0) if device == "cuda" else (0, 0))
     features = {{"dropout_p": "dropout"}.get(name, name) for name in scores} - {"sinks", "dropout_seed"}
-    features |= {"score_mod"} if captured_shards else set()
     options = AttentionSpec(
         layout.spec(), mask.spec(), 1.0, ulysses_degree=ulysses_degree or 0, head_chunks=head_chunks or 0,
     )  # fmt: skip
     setting = Setting(
         seq_len, cp_size, mask, options, frozenset(features), of_heads(num_heads or num_kv_heads),
         of_heads(num_kv_heads), num_heads is not None, kernel, capability, transport, within, gpus_per_host,
-        captured_shards or 0,
     )  # fmt: skip
-    choice = setting.choose(layout, bool(scores or captured_shards)) if method == "auto" else None
+    choice = setting.choose(layout, bool(scores)) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else method)
     others = list(_others(setting, found))
     text = text_of(setting, found, others, choice, columns)

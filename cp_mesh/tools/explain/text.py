@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from cp_mesh.call.choose import Choice
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners, sampled
 
 WIDTH = 100  # columns of the text
@@ -22,7 +21,6 @@ def text_of(setting: Setting, found: Variant, others: Sequence[Variant], choice:
         *_head(setting, found, choice),
         *_owners(found.layout, setting.seq_len, setting.cp_size, columns),
         *_ranks(setting, found),
-        *_captured(setting),
         *_alternatives(found, others),
         *_advice(setting, found, others),
     ]
@@ -99,15 +97,6 @@ def _rank_table(
         line += [as_bytes(x.near * row_bytes)] * with_bytes + [as_bytes(x.far * row_bytes)] * (with_bytes and far)
         lines.append(line + ([as_bytes(x.memory.peak)] if x.memory else []))
     return head, lines
-
-
-def _captured(setting: Setting) -> list[str]:
-    if not setting.captured:
-        return []
-    held = ExtraMemory(0, 0, 0).with_captured(setting.captured, setting.q.dtype.itemsize).peak
-    text = f"captured shards: a GPU receives {as_bytes(setting.captured_moved)} in both passes"
-    text += f", and holds up to {as_bytes(held)}; moved bytes and memory include them"
-    return wrapped(f"{text}, the table of ranks (except its memory) does not")
 
 
 def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:

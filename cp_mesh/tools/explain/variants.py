@@ -113,7 +113,6 @@ class Setting:
         compute_capability: of the device.
         transport, within: "symmetric_memory" or "functional", between all ranks and between ranks of a host.
         gpus_per_host: ranks that share a host.
-        captured: elements of the captured shards of all ranks.
     """
 
     seq_len: int
@@ -129,7 +128,6 @@ class Setting:
     transport: str
     within: str
     gpus_per_host: int
-    captured: int
 
     @cached_property
     def seen(self) -> Array:
@@ -140,12 +138,6 @@ class Setting:
     def seen_rows(self) -> int:
         """Number of batch rows that `seen` sums."""
         return len(self.mask.runs()) if self.mask.documents is not None else 1
-
-    @property
-    def captured_moved(self) -> float:
-        """Bytes of captured shards that a GPU receives: the shards in each pass, and sums of their gradients."""
-        itemsize = self.q.dtype.itemsize
-        return self.captured * (self.cp_size - 1) / self.cp_size * (2 * itemsize + max(4, itemsize))
 
     def work(self, layout: Layout) -> NDArray[np.float64]:
         """Query-key pairs of each rank over their mean; padding keys count."""
@@ -203,7 +195,7 @@ class Setting:
         row_bytes = 2 * batch * kv_heads * dim * sizes.itemsize
         moved: float = first.route.num_rows / len(first.route.needed)
         if self.knows_heads:
-            moved = self._bytes_moved(sizes, moved, inner, kernel) + self.captured_moved
+            moved = self._bytes_moved(sizes, moved, inner, kernel)
         steps = tuple(stage.steps for stage in first.route.stages)
         of_layout = layout, method, kernel, degree, work, figures
         return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps)
@@ -244,7 +236,7 @@ class Setting:
         near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
         held = None
         if self.knows_heads:
-            held = memory(schedule, setup).with_captured(self.captured, self.q.dtype.itemsize)
+            held = memory(schedule, setup)
         return RankFigures(
             rank, rows, work, calls, tuple(stage.num_fetched for stage in stages),
             tuple(tuple(source for source, _ in stage.fetch) for stage in stages),

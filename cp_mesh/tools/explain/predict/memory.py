@@ -50,9 +50,6 @@ lse have arrived. Functional collectives hold the sent buffer once more beside t
 reordering. The hybrid has the rows of an inner group in place of S, and a ring's memory over these rows in place of the
 results of one device.
 
-Captured shards of `cp_mesh.flex_attention` are gathered whole in both passes, in the dtype of sums. The backward holds
-two more tensors of that size for each: the summed gradient, and the gradient of a tile.
-
 Not counted: gradients of the scores' other tensors while they are summed in fp32. A dense bias needs 4 bytes per
 element beside its result. With kernel="flex" also copies of gradients of elements that many pairs read.
 """
@@ -100,11 +97,6 @@ class ExtraMemory:
     def peak(self) -> int:
         """The larger of the two passes, plus ``symmetric``."""
         return max(self.forward, self.backward) + self.symmetric
-
-    def with_captured(self, num: int, itemsize: int) -> ExtraMemory:
-        """Add captured shards that have ``num`` elements over all ranks."""
-        whole = num * max(4, itemsize)
-        return replace(self, forward=self.forward + whole, backward=self.backward + 3 * whole)
 
 
 def extra_memory(
