@@ -246,17 +246,19 @@ AT = {
 }
 
 
-def affine_and_apart(q_pos: Tensor, k_pos: Tensor, q: int, k: int, apart: int) -> Tensor:
+def affine_of_one_sign(q_pos: Tensor, k_pos: Tensor, q: int, k: int) -> Tensor:
     """Of blocks of q and k rows, bool [q blocks, k blocks], by every distance, which must be of one sign."""
 
     def even(x: Tensor) -> bool:
         return len(x) > 1 and len((x[1:] - x[:-1]).unique()) == 1
 
-    def far(distances: Tensor) -> bool:
-        return bool((distances >= apart).all() or (distances <= -apart).all())
+    def one_sign(distances: Tensor) -> bool:
+        return bool((distances > 0).all() or (distances < 0).all())
 
     found = [
-        [even(rows) and even(keys) and far(rows[:, None] - keys)] for rows in q_pos.split(q) for keys in k_pos.split(k)
+        [even(rows) and even(keys) and one_sign(rows[:, None] - keys)]
+        for rows in q_pos.split(q)
+        for keys in k_pos.split(k)
     ]
     return torch.tensor(found).view(-(-len(q_pos) // q), -(-len(k_pos) // k))
 
@@ -267,11 +269,11 @@ def affine_and_apart(q_pos: Tensor, k_pos: Tensor, q: int, k: int, apart: int) -
     ("at", "stride"), [("a run", 1), ("a run", 3), ("two runs", 1), ("two runs", 2), ("shuffled", 1)]
 )
 @pytest.mark.parametrize("keys_inside", [True, False])
-@pytest.mark.parametrize("apart", [None, 1, 40], ids=["", "affine", "far"])
-def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: bool, apart: int | None) -> None:
+@pytest.mark.parametrize("affine", [False, True], ids=["", "affine"])
+def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: bool, affine: bool) -> None:
     """Those with an allowed pair, each once; those of which all pairs are allowed need no mask.
 
-    If distances must be affine and ``apart``, no other block goes without a mask. Bounds of two runs know less than
+    If distances must be ``affine``, of one sign, no other block goes without a mask. Bounds of two runs know less than
     pairs do.
     """
     torch.manual_seed(0)
@@ -279,9 +281,9 @@ def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: b
     cover = Pairs(mask, q_pos, k_pos)
     blocks = Blocks(16, 32)
     rows = triton_attention._MaskRows(cover, (blocks, Blocks(32, 16)))
-    *_, listed, counts, _ = rows.visits(blocks, keys_inside, apart)
+    *_, listed, counts, _ = rows.visits(blocks, keys_inside, affine)
     none, every = excluded(mask.allowed(q_pos, k_pos), 16, 32)
-    even = affine_and_apart(q_pos, k_pos, 16, 32, apart or 1)
+    even = affine_of_one_sign(q_pos, k_pos, 16, 32)
     if not keys_inside:
         none, every, even = none.transpose(1, 2), every.transpose(1, 2), even.T
     visits, unmasked = torch.zeros_like(none, dtype=torch.int), torch.zeros_like(none)
@@ -295,11 +297,11 @@ def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: b
         assert torch.equal(visits, (~none).int())
     else:
         assert visits.max() == 1 and ((visits == 1) | none).all()
-    assert not (unmasked & ~every).any() and not (apart and (unmasked & ~even).any())
+    assert not (unmasked & ~every).any() and not (affine and (unmasked & ~even).any())
     every[..., -1] = False  # incomplete, which needs a mask in any case
     whole_blocks = slice(None) if keys_inside else slice(-1)  # keys past the end are seen by none
     if at == "a run":
-        wanted = every & even if apart else every
+        wanted = every & even if affine else every
         assert torch.equal(unmasked[:, whole_blocks], wanted[:, whole_blocks])
 
 
