@@ -292,7 +292,7 @@ def others_wrong(rank: int) -> list[str]:
     return [
         told(spread(crossing, sequence), {"tokens": tokens_of(), "context": torch.randn(2, S // 2, C)}),
         told(spread(registers, sequence), {"tokens": tokens_of()}),
-        told(spread(OnlySharded(), sequence), {"tokens": tokens_of()}),
+        *(told(spread(Only(rows), sequence), {"tokens": tokens_of()}) for rows in (16, 8, 0)),
     ]
 
 
@@ -305,20 +305,28 @@ class Crossing(Net):
         return self.head(core(q, k, k, torch.zeros(1, D // 2)).transpose(1, 2).flatten(2))
 
 
-class OnlySharded(Net):
-    """Of fewer than 16 rows it raises."""
+class Only(Net):
+    """Of another number of rows it raises; the piece has 16, and a rank half of them."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
-        if tokens.shape[1] < 16:
-            raise ValueError("too few rows")
+        if tokens.shape[1] != self.rows:
+            raise ValueError("other rows")
         return super().forward(tokens, positions)
 
 
 def test_what_is_no_difference_of_rows(pool):
-    for cross, registers, alone in pool(2).run(others_wrong):
+    for cross, registers, alone, sharded, neither in pool(2).run(others_wrong):
         assert "whose keys are not rows of the sequence" in cross and "leave cross-attention out" in cross
         assert "outputs of shapes (2, 9, 40), sharded, and (2, 17, 40), whole" in registers
-        assert "the sharded run alone raised ValueError: too few rows" in alone
+        assert "the sharded run alone raised ValueError: other rows" in alone
+        assert (
+            "with all rows of the piece on one rank the model raised ValueError: other rows; sharded it did" in sharded
+        )
+        assert neither == "with all rows of the piece on one rank the model raised ValueError: other rows"
 
 
 # What is right.
@@ -380,8 +388,20 @@ def batch_layout(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) 
 def padded(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
     sequence = ShardedSequence(sequence.mesh, length=61)
     ids = torch.arange(61).ge(5).long()[None]
-    spread(net, sequence, mask=lambda q, k, v, rope, documents: Mask(documents=documents))
-    return told(net, {"tokens": tokens_of(length=61), "documents": ids, "positions": torch.arange(61)})
+    packed = {"ids": ids, "features": torch.ones(2, 3, 64)}  # as many as tokens with padding
+
+    def mask(q: Any, k: Any, v: Any, rope: Any, documents: Any) -> Mask:
+        assert documents["features"].shape == (2, 3, 64)
+        return Mask(documents=documents["ids"])
+
+    spread(net, sequence, mask=mask)
+    return told(net, {"tokens": tokens_of(length=61), "documents": packed, "positions": torch.arange(61)})
+
+
+def few(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
+    """The piece is as long as a rank's rows of the batch."""
+    spread(net, ShardedSequence(sequence.mesh, Contiguous()), {"probe": True})(tokens_of(length=16))
+    return ""
 
 
 def plain(net: nn.Module, sequence: ShardedSequence, dtype: torch.dtype) -> str:
@@ -400,6 +420,7 @@ RIGHT: dict[str, Callable[..., str]] = {
     "ulysses": of_layout(ZigZag(), method="ulysses", head_chunks=2),
     "a layout for each batch": batch_layout,
     "padded": padded,
+    "few tokens": few,
 }
 
 

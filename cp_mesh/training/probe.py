@@ -185,9 +185,11 @@ class _Probe:
         said = "skipped: " + _words("with all rows of the piece on one rank the model", raised) if raised else ""
         if _CROSS in str(raised):
             said = f"found: a core whose keys are not rows of the sequence: {raised}"
-        if said := self._vote(said):
-            return said
+        if (failed := self._vote(said)).startswith("found"):
+            return failed
         rows, raised = self._attempt(None)
+        if failed:
+            return failed if self._vote("raised" if raised else "") else f"found: {failed[9:]}; sharded it did not"
         said = "found: " + _words("the sharded run alone", raised) if raised else self._difference(rows, whole)
         said = self._vote(said)
         if not said.startswith("differ"):
@@ -237,7 +239,10 @@ class _Probe:
         raise _Skip(f"no piece can be cut of {name}, of type {type(x).__name__}")
 
     def _cut_tensor(self, name: str, x: Tensor) -> Tensor:
-        """Cut a tensor by its name; under an unknown name, cut every dim that has the length of the sequence."""
+        """Cut a tensor by its name; under an unknown name, cut every dim that has the length of the sequence.
+
+        The last dim of floating [B, rows, C], or [n, C], is of features, which may be as many.
+        """
         length, (batch, whole) = self.length, self.sizes
         if name.startswith("cu_seq"):
             return torch.cat([x[x < length], x.new_tensor([length])])
@@ -245,7 +250,8 @@ class _Probe:
             return x[:, :length]
         if name in (self.root.positions, *WHOLE):
             return x[..., :length]
-        for dim in range(x.ndim):
+        of_features = x.is_floating_point() and x.ndim == (3 if x.shape[:1] in ((1,), (batch,)) else 2)
+        for dim in range(x.ndim - of_features):
             if x.shape[dim] in (whole, self.sequence.seq_len) and not (dim == 0 < x.ndim - 1 and x.shape[0] == batch):
                 x = x.narrow(dim, 0, length)
         return x
@@ -408,6 +414,8 @@ def _unchanged(module: nn.Module, told: list[Any], device: torch.device) -> Iter
     stance: Any = nullcontext() if loaded_dynamo() is None else torch.compiler.set_stance("force_eager")
     try:
         _set_modes(parts, [False] * len(parts))
+        for cuts in states_of_all(Cuts):  # the piece may equal this rank's rows of the batch
+            vars(cuts).update(vars(Cuts()))
         with fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), stance:
             warnings.simplefilter("ignore")  # the next forward repeats them
             yield
