@@ -34,7 +34,7 @@ from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.explain.explain import explain
+from cp_mesh.tools.explain.explain import MOST_RANKS, MOST_TOKENS, explain
 from cp_mesh.tools.explain.picture import check_picture
 from cp_mesh.tools.explain.step import PRESETS, explain_step
 from cp_mesh.tools.factory import arguments_of, split
@@ -58,12 +58,10 @@ from cp_mesh.tools.verification.verify_model import verify_model
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 OWNER_COLUMNS = WIDTH - len("owner ")
-MOST_PLANNED = 1 << 27  # most tokens of explain, which takes 6 GB for them
-MOST_RANKS = 1 << 13  # most ranks of explain, whose tables have an entry for each pair of ranks
 
 _KERNEL, _METHOD = one_of("auto", *KERNELS, default="auto"), one_of("auto", *METHODS, default="auto")
 _DEGREE = {"--ulysses-degree": option(number_of(), text="method hybrid: ranks that exchange heads by all-to-all")}
-_TOKENS = number_of(most=MOST_PLANNED)
+_TOKENS = number_of(most=MOST_TOKENS)
 
 
 # python -m cp_mesh explain
@@ -80,7 +78,7 @@ _EXPLAIN = {
     },
     "--full": {"action": "store_true", "help": "full attention instead of causal"},
     "--window": option(_TOKENS, text="a query sees the last N tokens, itself included"),
-    "--prefix": option(number_of(0, MOST_PLANNED), text="all queries see the first N tokens", default=0),
+    "--prefix": option(number_of(0, MOST_TOKENS), text="all queries see the first N tokens", default=0),
     "--documents": option(_TOKENS, text="lengths of packed documents, repeated up to --seq-len", nargs="+"),
     "--scores": option(str, "NAME", "score options of the call, such as alibi_slopes", nargs="+", default=()),
     "--device": {"choices": ("cpu", "cuda"), "default": "cuda"},

@@ -593,6 +593,7 @@ def refused_calls(rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
         "key padding": (call(mask=Mask(key_padding=ids == 0)), "without documents, key_padding"),
         "blocks": (call(mask=Mask(blocks=ids)), "key_padding and blocks"),
         "no mask": (call(mask=None), "a Mask"),
+        "positions in a list": (call(q_positions=[7]), "decode: q_positions: expected Tensor | None, got list"),
         "scale": (call(scale=-1.0), "positive"),
         "softcap": (call(softcap=0.0), "positive"),
         "sinks": (call(sinks=torch.zeros(3)), "sinks"),

@@ -255,7 +255,7 @@ def test_every_option_counts(name: str) -> None:
         ({"transport": "nccl"}, ArgumentError, "transport='functional' works"),
         ({"transport": "symmetric_memory"}, UnsupportedError, "of one host, got device='cpu'.*'functional' works"),
         (ON_GPU | {"transport": "symmetric_memory", "gpus_per_host": 2}, UnsupportedError, "got 2 hosts"),
-        ({"gpus_per_host": 0}, ArgumentError, "gpus_per_host: expected at least 1, got 0; gpus_per_host=8"),
+        ({"gpus_per_host": 0}, ArgumentError, "gpus_per_host: expected an int of 1 to 1048576, got 0; gpus_per_host=8"),
         ({"kernel": "flash"}, ArgumentError, "one of auto, fa4.*got 'flash'; kernel='auto' works"),
         ({"kernel": "fa4"}, UnsupportedError, "kernel='fa4' lacks device cpu.*kernel='auto' works"),
         ({"method": "tree"}, ArgumentError, "method='ring' works"),
@@ -272,17 +272,23 @@ def test_every_option_counts(name: str) -> None:
         ({"mask": Mask(blocks=DOCUMENTS)}, ArgumentError, "Mask.blocks: expected 64 tokens, got 96"),
         ({"scores": ["cap"]}, ArgumentError, "names of softcap, sinks.*got 'cap'"),
         (ON_GPU | {"scores": ["bias"]}, UnsupportedError, "kernel='fa4' lacks .*scores with bias.*kernel='auto' works"),
-        ({"columns": 0}, ArgumentError, "columns: expected at least 1, got 0; columns=64"),
-        ({"batch": 0}, ArgumentError, "batch: expected at least 1, got 0; batch=1"),
-        ({"head_dim": 0}, ArgumentError, "head_dim: expected at least 1, got 0; head_dim=128"),
-        ({"head_dim": -8}, ArgumentError, "head_dim: expected at least 1, got -8"),
-        ({"num_heads": 0}, ArgumentError, "num_heads: expected at least 1, got 0; num_heads=32"),
-        ({"num_heads": -4}, ArgumentError, "num_heads: expected at least 1, got -4"),
-        ({"num_heads": 8, "num_kv_heads": 0}, ArgumentError, "num_kv_heads: expected at least 1, got 0; None means"),
+        ({"device": "gpu"}, ArgumentError, "device: expected one of cpu, cuda, got 'gpu'"),
+        ({"num_heads": 2**70}, ArgumentError, "num_heads: expected an int of 1 to"),
+        ({"columns": 0}, ArgumentError, "columns: expected an int of 1 to 1048576, got 0; columns=64"),
+        ({"batch": 0}, ArgumentError, "batch: expected an int of 1 to 1048576, got 0; batch=1"),
+        ({"head_dim": 0}, ArgumentError, "head_dim: expected an int of 1 to 1048576, got 0; head_dim=128"),
+        ({"head_dim": -8}, ArgumentError, "head_dim: expected an int of 1 to 1048576, got -8"),
+        ({"num_heads": 0}, ArgumentError, "num_heads: expected an int of 1 to 1048576, got 0; num_heads=32"),
+        ({"num_heads": -4}, ArgumentError, "num_heads: expected an int of 1 to 1048576, got -4"),
+        (
+            {"num_heads": 8, "num_kv_heads": 0},
+            ArgumentError,
+            "num_kv_heads: expected an int of 1 to 1048576, got 0; None means",
+        ),
         (
             {"num_heads": 8, "head_chunks": 0},
             ArgumentError,
-            "head_chunks: expected at least 1, got 0; None is automatic",
+            "head_chunks: expected an int of 1 to 1048576, got 0; None is automatic",
         ),
     ),
 )
@@ -292,7 +298,7 @@ def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -
 
 
 def test_no_ranks_and_no_tokens_are_refused() -> None:
-    for sizes in ((0, 2), (16, 0)):
+    for sizes in ((0, 2), (16, 0), ("128K", 2), (16, 2**70)):
         with pytest.raises(ArgumentError, match=r"explain\(16, 2\) works"):
             explain(*sizes)
 

@@ -259,11 +259,20 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         "model: expected the key vocab_size, got ['h",
     ),
     "no layers": (SMALL | {"num_hidden_layers": None}, {}, "expected the key num_hidden_layers"),
+    "half a layer": (SMALL | {"num_hidden_layers": 2.5}, {}, "num_hidden_layers: expected an int of 1 to"),
+    "text for a size": (
+        SMALL | {"hidden_size": "64"},
+        {},
+        "hidden_size: expected an int of 1 to 1099511627776, got '64'",
+    ),
+    "text for a switch": (SMALL | {"tie_word_embeddings": "yes"}, {}, "tie_word_embeddings: expected true or false"),
+    "less than no memory": (SMALL, {"gpu_memory": -3}, "gpu_memory: expected a number above 0, in GiB, got -3"),
+    "memory that is none": (SMALL, {"gpu_memory": float("nan")}, "gpu_memory: expected a number above 0"),
     "recompute": (SMALL, {"recompute": "all"}, "recompute: expected one of selective, full, got 'all'"),
-    "rows": (SMALL, {"mlp_rows": 0}, "explain_step: mlp_rows: expected at least 1, got 0; mlp_rows=1 works"),
-    "dp": (SMALL, {"dp_size": 0}, "explain_step: dp_size: expected at least 1, got 0"),
+    "rows": (SMALL, {"mlp_rows": 0}, "explain_step: mlp_rows: expected an int of 1 to 1099511627776, got 0; 1 works"),
+    "dp": (SMALL, {"dp_size": 0}, "explain_step: dp_size: expected an int of 1 to 1099511627776, got 0"),
     "the host's alone": (SMALL, {"host_memory": 4.0}, "host_memory: expected gpu_memory with it"),
-    "cp": (SMALL, {"cp_size": 0}, "at least 1 token and 1 rank"),
+    "cp": (SMALL, {"cp_size": 0}, "cp_size: expected an int of 1 to 8192, got 0"),
     "a kernel": (SMALL, {"kernel": "fa5"}, "kernel: expected"),
 }
 
@@ -274,6 +283,13 @@ def test_others_are_refused_by_name(name: str) -> None:
     with pytest.raises(ArgumentError) as refused:
         explain_step(model, 512, **options)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "says"), [("x", "JSONDecodeError"), ("[" * 10**5, "RecursionError"), ("[]", "list")])
+def test_files_that_are_no_config(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ArgumentError, match=f"expected a config.json of Transformers, got .*: {says}"):
+        explain_step(tmp_path, 512)
 
 
 # ---- what fits

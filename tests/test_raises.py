@@ -844,6 +844,12 @@ CASES: dict[str, Case] = {
     "a negative softcap inside": refused(ARGUMENT, "softcap", "got -1.0")(
         lambda: run_core(Core(), scores={"softcap": -1.0})
     ),
+    "a tp plan of no model": refused(ARGUMENT, "tensor_parallel_plan: model", "Module", "DeviceMesh")(
+        lambda: cp_mesh.tensor_parallel_plan(cp(), cp())  # type: ignore[arg-type]
+    ),
+    "linears of no transport": refused(ARGUMENT, "OverlappedColwise: transport", "None", "functional")(
+        lambda: OverlappedColwise(transport=None)  # type: ignore[arg-type]
+    ),
     "a bad option of explain": refused(ARGUMENT, "explain: scores", "softcap, sinks", "'cap'")(
         lambda: cp_mesh.explain(64, 2, scores=["cap"])
     ),

@@ -373,10 +373,17 @@ def make_scores(
     )
 
 
+def check_sizes(what: str, hint: str, most: int = 1 << 20, **sizes: Any) -> None:
+    """Refuse sizes that are no ints from 1 to ``most``."""
+    for name, size in sizes.items():
+        if type(as_int(size)) is not int or not 1 <= size <= most:
+            refuse(f"{what}: {name}", f"an int of 1 to {most}", shown(size), hint)
+
+
 def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) -> None:
     """Refuse a name that is not in ``allowed``."""
     if got not in allowed:
-        close = get_close_matches(got.lower().replace("-", "_"), allowed, 1, cutoff=0.8)
+        close = get_close_matches(str(got).lower().replace("-", "_"), allowed, 1, cutoff=0.8)
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")
 
 

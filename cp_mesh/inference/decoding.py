@@ -33,7 +33,7 @@ from cp_mesh.call.spec import AttentionSpec, Tensors, check_dense, check_scores,
 from cp_mesh.comm.agreement import announce_refusal, checking, require_agreement
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.waiting import wait_for
-from cp_mesh.errors import UnsupportedError, as_int, refuse
+from cp_mesh.errors import UnsupportedError, as_int, refuse, typed
 from cp_mesh.geometry.mask import FULL, NONE, Mask
 from cp_mesh.inference.split_kv import MAX_ROWS, attend_few
 from cp_mesh.kernels.combine import OutputSum, accumulation_dtype
@@ -57,6 +57,7 @@ class Where(NamedTuple):
     num_keys: Tensor | None
 
 
+@typed
 def decode(
     query: Tensor,
     key: Tensor,

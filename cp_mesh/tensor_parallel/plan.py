@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from cp_mesh._torch import Dropout
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, typed
 from cp_mesh.tensor_parallel.styles import (
     Mode,
     OverlappedColwise,
@@ -43,6 +43,7 @@ _HINT = "write this model's plan by hand, or use PyTorch's styles"
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
 
+@typed
 def tensor_parallel_plan(
     model: nn.Module,
     mesh: DeviceMesh,

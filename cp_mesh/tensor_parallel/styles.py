@@ -57,16 +57,15 @@ class _OverTP(ParallelStyle):
 
     transport: str  # only of styles that take one
 
-    def __init__(self, mode: str, transport: str | None = None) -> None:
+    def __init__(self, mode: str, *transport: str) -> None:
         super().__init__()
         style = type(self).__name__
         check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
-        if transport is not None:
-            check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
-            self.transport = transport
-        if transport == "symmetric_memory" and mode == "all_reduce":
+        for self.transport in transport:
+            check_choice(f"{style}: transport", self.transport, TRANSPORTS, "functional")
+        if transport == ("symmetric_memory",) and mode == "all_reduce":
             hint = "mode='reduce_scatter', or transport='auto', works"
-            refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(transport), hint)
+            refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(*transport), hint)
         self.mode = self.mode_over_tp = mode
         self.sharded = mode == "reduce_scatter"
 

@@ -14,7 +14,7 @@ import torch
 
 from cp_mesh.call.choose import Choice
 from cp_mesh.call.methods import METHODS, choose_method
-from cp_mesh.call.spec import SCORE_OPTIONS, AttentionSpec, Operand, check_choice
+from cp_mesh.call.spec import SCORE_OPTIONS, AttentionSpec, Operand, check_choice, check_sizes
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, typed
 from cp_mesh.geometry.balance import balance
@@ -25,6 +25,8 @@ from cp_mesh.tools.explain.predict.methods import degrees
 from cp_mesh.tools.explain.text import as_bytes, text_of
 from cp_mesh.tools.explain.variants import ALL_RANKS, Setting, Variant
 
+MOST_TOKENS = 1 << 27  # which take 6 GB
+MOST_RANKS = 1 << 13  # tables have an entry for each pair of ranks
 MOST_CUTS = 100_000  # documents times ranks; above it, planning striped layouts takes many seconds
 
 
@@ -146,8 +148,9 @@ def explain(
     striped all_gather         1.06               8
     contiguous ring would move 0.67 of the bytes, but its slowest rank has 1.47 times the mean work.
     """
-    if cp_size < 1 or seq_len < 1:
-        refuse("explain", "at least 1 token and 1 rank", f"{seq_len} and {cp_size}", "explain(16, 2) works")
+    check_sizes("explain", "explain(16, 2) works", MOST_TOKENS, seq_len=seq_len)
+    check_sizes("explain", "explain(16, 2) works", MOST_RANKS, cp_size=cp_size)
+    check_choice("explain: device", device, ("cpu", "cuda"), "cuda")
     sizes = {
         "batch": (batch, "batch=1 is the default"),
         "head_dim": (head_dim, "head_dim=128 is the default"),
@@ -159,8 +162,8 @@ def explain(
         "columns": (columns, "columns=64 is the default"),
     }
     for name, (size, hint) in sizes.items():
-        if size is not None and size < 1:
-            refuse(f"explain: {name}", "at least 1", size, hint)
+        if size is not None or "default" in hint:
+            check_sizes("explain", hint, **{name: size})  # type: ignore[arg-type]
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding), ("blocks", mask.blocks)):
         if tensor is not None and tensor.shape[-1] != seq_len:
             refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], f"seq_len={tensor.shape[-1]} works")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cp_mesh.call.spec import check_choice
+from cp_mesh.call.spec import check_choice, check_sizes, shown
 from cp_mesh.errors import refuse, typed
 from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.predict.memory import ExtraMemory
@@ -54,12 +54,22 @@ class ModelSizes:
             path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
             if str(model) not in PRESETS and not path.is_file():
                 refuse(what, "a config.json of Transformers, or its folder", str(model), known)
-            model = PRESETS.get(str(model)) or json.loads(path.read_text())
+            try:
+                model = PRESETS.get(str(model)) or json.loads(path.read_text())
+            except (ValueError, RecursionError) as error:
+                refuse(what, "a config.json of Transformers", f"{path}: {type(error).__name__}: {error}", known)
+            if not isinstance(model, Mapping):
+                refuse(what, "a config.json of Transformers", f"{path}: {type(model).__name__}", known)
         if (family := model.get("model_type")) not in FAMILIES:
             refuse(f"{what}: model_type", f"one of {', '.join(FAMILIES)}", repr(family), known)
-        heads = model.get("num_attention_heads") or 1
-        given = {"num_key_value_heads": heads, "head_dim": model.get("hidden_size", 0) // heads}
-        given |= {x.name: model[x.name] for x in fields(cls) if model.get(x.name) is not None}
+        given = {x.name: model[x.name] for x in fields(cls) if model.get(x.name) is not None}
+        for name, x in given.items():
+            if name != "tie_word_embeddings":
+                check_sizes(what, known, 1 << 40, **{name: x})
+            elif not isinstance(x, bool):
+                refuse(f"{what}: {name}", "true or false", shown(x), known)
+        heads = given.get("num_attention_heads", 1)
+        given = {"num_key_value_heads": heads, "head_dim": given.get("hidden_size", 0) // heads} | given
         if missing := {x.name for x in fields(cls)} - {*given, "tie_word_embeddings"}:
             refuse(what, f"the key {min(missing)}", sorted(model), known)
         return cls(**given)
@@ -232,10 +242,11 @@ def explain_step(
     >>> print(explain_step("llama-3-8b", 65536, tiled_loss=True, kernel="fa4"))  # doctest: +SKIP
     """
     check_choice("recompute", recompute, ("selective", "full"), "selective")
-    sizes = {"dp_size": dp_size, "batch": batch, "mlp_rows": 1 if mlp_rows is None else mlp_rows}
-    for name, size in sizes.items():
-        if size < 1:
-            refuse(f"explain_step: {name}", "at least 1", size, f"{name}=1 works")
+    tile = 1 if mlp_rows is None else mlp_rows
+    check_sizes("explain_step", "1 works", 1 << 40, dp_size=dp_size, batch=batch, mlp_rows=tile)
+    for name, memory in {"gpu_memory": gpu_memory, "host_memory": host_memory}.items():
+        if memory is not None and not memory > 0:
+            refuse(f"explain_step: {name}", "a number above 0, in GiB", shown(memory), "gpu_memory=77 fits an H100")
     if gpu_memory is None and host_memory is not None:
         refuse("explain_step: host_memory", "gpu_memory with it", None, "gpu_memory=77 fits an H100 of 80 GB")
     m = ModelSizes.read(model)
