@@ -99,6 +99,18 @@ def as_int(x: Any) -> Any:
     return x
 
 
+MOST = 1 << 20
+"""Most ranks, heads and the like: what is done for each of them must end."""
+
+
+def check_int(what: str, x: Any, least: int = 1, most: int = MOST, hint: str = "pass an int") -> Any:
+    """Return an integer of any type as an int; refuse other values, and those out of bounds."""
+    number = as_int(x)
+    if isinstance(number, bool) or not isinstance(number, int | torch.SymInt) or not least <= number <= most:
+        refuse(what, f"an int of {least} to {most}", repr(x), hint)
+    return number
+
+
 def typed(function: Made) -> Made:
     """Decorate a public function: if a call fails and an argument is not of the annotated type, say so.
 

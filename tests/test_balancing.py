@@ -31,7 +31,7 @@ def schedules(layout, mask: Mask, S: int, cp_size: int) -> list:
     return [make_schedule(layout, mask, S, cp_size, rank, segments=True) for rank in range(cp_size)]
 
 
-@pytest.mark.parametrize(("S", "cp_size"), [(65536, 2), (65536, 4), (65536, 8), (131072, 16), (1 << 20, 8)])
+@pytest.mark.parametrize(("S", "cp_size"), [(1048576, 2), (1048576, 4), (1048576, 8), (131072, 16), (1 << 20, 8)])
 @pytest.mark.parametrize("seed", range(6))
 def test_packed_documents(S, cp_size, seed):
     """Work within 1 % of equal, equal shards, and hardly more rows fetched than in zigzag, which is far from equal."""
@@ -51,7 +51,7 @@ def test_packed_documents(S, cp_size, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_most_documents_stay_whole(seed):
-    S, cp_size = 65536, 8
+    S, cp_size = 1048576, 8
     lens = lognormal(S, seed)
     layout = balance(Mask(documents=ids_of(lens)), S, cp_size)
     owner = torch.empty(S, dtype=torch.int64)
@@ -139,6 +139,12 @@ def test_no_batch_row_and_no_token():
 def test_another_length_is_refused():
     with pytest.raises(ArgumentError, match=r"Balanced: expected seq_len 4, the length of its runs, got 5"):
         Balanced([[0, 4]]).positions(5, 2, 0)
+
+
+@pytest.mark.parametrize("cp_size", [0, -1, 1.5, 2**70])
+def test_ranks_that_do_not_exist_are_refused(cp_size):
+    with pytest.raises(ArgumentError, match=r"balance: cp_size: expected an int of 1 to 1048576"):
+        balance(Mask(), 16, cp_size)
 
 
 def test_masks_that_are_not_read_are_refused():

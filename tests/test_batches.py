@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -378,7 +379,10 @@ def seeds(rank: int) -> tuple[int, dict[Any, int]]:
     assert (
         torch.equal(sequence.for_batch(9).dropout_seed(1, replica=replica), found[1,])
         and sequence.dropout_seed(3, device="meta").is_meta
+        and {int(sequence.dropout_seed(x)) for x in (3, np.int64(3), tensor(3))} == {int(sequence.dropout_seed(3))}
     )
+    with pytest.raises(ArgumentError, match="dropout_seed: step: expected an int"):
+        sequence.dropout_seed(3.0)
     return replica, {key: int(x) for key, x in found.items()}
 
 

@@ -75,7 +75,7 @@ def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
 
 def refused(rank: int) -> list[str]:
     axis, words = mesh((2,), ("cp",)), []
-    for head_chunks in (3, 0, 2.0, True):
+    for head_chunks in (3, 0, 2.0, True, 2**70):
         q, k, v, _ = local_inputs(rank, "zigzag")
         try:
             cp_mesh.attention(q, k, v, mesh=axis, layout=ZigZag(), mask=Mask(), seq_len=S, head_chunks=head_chunks)
@@ -86,9 +86,9 @@ def refused(rank: int) -> list[str]:
 
 def test_what_cannot_be_divided_is_refused(pool):
     for words in pool(2).run(refused):
-        assert len(words) == 4
+        assert len(words) == 5
         assert words[0] == "head_chunks: expected a divisor of the 4 kv heads, got 3; head_chunks=2 works"
-        assert all(word.startswith("head_chunks: expected a positive int or None, got") for word in words[1:])
+        assert all(x.startswith("head_chunks: expected a positive int up to 1048576 or None, got") for x in words[1:])
 
 
 def verified(rank: int) -> list[str]:

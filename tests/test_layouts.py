@@ -173,6 +173,23 @@ def test_zigzag_documents_refuse_what_are_no_cumulative_lengths(edges):
         ZigZagDocuments(given)
 
 
+@pytest.mark.parametrize("layout", [Contiguous(), ZigZag(), Striped()])
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ((16, 2, 2), "cp_rank: expected an int of 0 to 1, got 2"),
+        ((16, 2, -1), "cp_rank: expected an int of 0 to 1, got -1"),
+        ((-16, 2, 0), "seq_len: expected an int of 0 to"),
+        ((16, 1.5, 0), "cp_size: expected an int of 1 to"),
+        ((16, 2**70, 0), "cp_size: expected an int of 1 to"),
+    ],
+)
+def test_places_that_do_not_exist(layout, place, says):
+    for of in (layout.positions, layout.shard_len):
+        with pytest.raises(ArgumentError, match=says):
+            of(*place)
+
+
 def test_zigzag_documents_refuse_another_length():
     with pytest.raises(ArgumentError, match=r"ZigZagDocuments: expected seq_len 8, .* cumulative lengths, got 9"):
         ZigZagDocuments([0, 8]).positions(9, 2, 0)

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh._torch import is_batched, resolve_group
 from cp_mesh.call.formats import FORMATS, Format
-from cp_mesh.errors import UnsupportedError, as_int, refuse, written
+from cp_mesh.errors import MOST, UnsupportedError, as_int, check_int, refuse, written
 from cp_mesh.geometry.layouts import LAYOUTS, Layout, ZigZag, parse_layout
 from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.kernels import functions
@@ -200,8 +200,8 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
         ("scale", _is_positive, "a positive number or None",
          "multiply q by a learned or negative scale instead, and call item() on a GPU tensor"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
-        *((name, lambda x: x is None or (type(x) is int and x > 0), "a positive int or None", "None is automatic")
-          for name in _COUNTS),
+        *((name, lambda x: x is None or (type(x) is int and 0 < x <= MOST), f"a positive int up to {MOST} or None",
+           "None is automatic") for name in _COUNTS),
         ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
          "None follows torch.use_deterministic_algorithms"),
         ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
@@ -373,11 +373,10 @@ def make_scores(
     )
 
 
-def check_sizes(what: str, hint: str, most: int = 1 << 20, **sizes: Any) -> None:
+def check_sizes(what: str, hint: str, most: int = MOST, **sizes: Any) -> None:
     """Refuse sizes that are no ints from 1 to ``most``."""
     for name, size in sizes.items():
-        if type(as_int(size)) is not int or not 1 <= size <= most:
-            refuse(f"{what}: {name}", f"an int of 1 to {most}", shown(size), hint)
+        check_int(f"{what}: {name}", size, 1, most, hint)
 
 
 def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_mesh.errors import UnsupportedError, refuse, typed
+from cp_mesh.errors import UnsupportedError, check_int, refuse, typed
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Balanced, chunk_bounds
 from cp_mesh.geometry.mask import NONE, Documents, Mask
@@ -51,6 +51,7 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     >>> [layout.positions(16, 2, rank).tolist() for rank in range(2)]
     [[0, 1, 2, 3, 4, 7, 8, 9], [5, 6, 10, 11, 12, 13, 14, 15]]
     """
+    seq_len, cp_size = check_int("balance: seq_len", seq_len, 0, NONE), check_int("balance: cp_size", cp_size)
     given = {name: x for name, x in (("documents", mask.documents), ("blocks", mask.blocks)) if x is not None}
     if mask.key_padding is not None or any(x.is_meta for x in given.values()):
         what = "key_padding" if mask.key_padding is not None else "meta tensors"

@@ -7,11 +7,14 @@ positions from here.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from cp_mesh.errors import check_int
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Layout(ABC):
 
     def shard_len(self, seq_len: int, cp_size: int, cp_rank: int) -> int:
         """Return the number of tokens that ``cp_rank`` of ``cp_size`` holds of a sequence of ``seq_len``."""
+        _check_place(seq_len, cp_size, cp_rank)
         return sum(piece.length for piece in self.runs(seq_len, cp_size, cp_rank))
 
     def positions(self, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
@@ -107,6 +111,7 @@ class Layout(ABC):
             seq_len: tokens in the whole sequence, padding included.
             cp_size, cp_rank: number of ranks, and the rank.
         """
+        _check_place(seq_len, cp_size, cp_rank)
         pieces = self.runs(seq_len, cp_size, cp_rank)
         return torch.cat([p.positions() for p in pieces]) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -128,6 +133,11 @@ class Layout(ABC):
         """
         held, rows = self.permutation(seq_len, cp_size).sort(stable=True)
         return rows[held.diff(prepend=held.new_tensor([-1])) > 0] if self.replicated else rows
+
+
+def _check_place(seq_len: int, cp_size: int, cp_rank: int) -> None:
+    check_int("seq_len", seq_len, 0, sys.maxsize, "tokens in the whole sequence")
+    check_int("cp_rank", cp_rank, 0, check_int("cp_size", cp_size) - 1, "rank r of n is r of range(n)")
 
 
 def chunk_bounds(seq_len: int, num_chunks: int, chunk: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.comm.whole import gather, scatter_sum
-from cp_mesh.errors import as_int, refuse, typed
+from cp_mesh.errors import as_int, check_int, refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.layouts import Contiguous, Layout, Run, ZigZag
@@ -256,8 +256,9 @@ class ShardedSequence:
         Returns:
             int64 [1], for ``dropout_seed`` of `cp_mesh.attention` and of ``ContextParallel(scores=...)``.
         """
-        told = repr((seed, replica, step)).encode()
-        return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device)
+        given = {"seed": seed, "replica": replica, "step": step}
+        told = repr(tuple(check_int(f"dropout_seed: {name}", x, -(2**63), 2**63) for name, x in given.items())).encode()
+        return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device or "cpu")
 
     @typed
     def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:

@@ -182,7 +182,7 @@ class ContextParallel(ParallelStyle):
         if isinstance(self.scores, Mapping):  # Dynamo cannot evaluate callable() on a dict
             scores = self.scores
         else:
-            scores = _check_scores(ask("ContextParallel.scores", self.scores, module, *args, **kwargs))
+            scores = _check_scores(ask(self, "scores", self.scores, module, *args, **kwargs))
         first = torch.compiler.is_compiling() or ref(module) not in self._looked_at
         stated = self._first(module, (*args, *kwargs.values())) if first else None
         sequence = self.sequence

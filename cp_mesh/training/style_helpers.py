@@ -30,7 +30,7 @@ def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:
     """Return the layout that the style's function gives for these arguments, or the layout of its sequence."""
     if style.layout is None:
         return style.sequence.layout
-    found = style.layout(*args, **kwargs)
+    found = ask(style, "layout", style.layout, *args, **kwargs)
     if not isinstance(found, Layout):
         name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"
         refuse(f"{name}.layout", "a function that returns a Layout", type(found).__name__, hint)
@@ -51,24 +51,25 @@ def check_mask(style: str, mask: Any) -> None:
 def mask_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Mask:
     """Return the style's mask, or the one that its function gives for the arguments of a module's call."""
     name = type(style).__name__
-    mask = style.mask if isinstance(style.mask, Mask) else ask(f"{name}.mask", style.mask, *args, **kwargs)
+    mask = style.mask if isinstance(style.mask, Mask) else ask(style, "mask", style.mask, *args, **kwargs)
     if not isinstance(mask, Mask):
         refuse(f"{name}.mask", "a function that returns a Mask", type(mask).__name__, "return one")
     return mask
 
 
-def ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a style's function with the arguments of a module's call."""
+def ask(style: Any, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a style's function with the arguments of a module's call; its errors are sent to the other ranks."""
     try:
         return function(*args, **kwargs)
-    except TypeError as error:
+    except Exception as error:
         try:
             inspect.signature(function).bind(*args, **kwargs)
         except TypeError:
             given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
             expected, hint = f"a function of the core's call arguments, ({', '.join(given)})", "take *args, **kwargs"
             got = f"one of {inspect.signature(function)}"
-            raise ArgumentError(describe(name, expected, got, hint)) from error
+            raise ArgumentError(describe(f"{type(style).__name__}.{name}", expected, got, hint)) from error
+        announce(style.sequence, error)
         raise
 
 

@@ -373,8 +373,12 @@ plant("only the first of the arguments is compared", "agreement:require_agreemen
 plant("a rank keeps to itself what it refuses", "agreement:announce_refusal", "check mode")(
     lambda announce_refusal: lambda group, error: None
 )
-plant("verify passes whatever it measured", "verification.verify:Report.passed", "verify")(lambda passed: lambda self: True)
-plant("verify allows what the kernel does on one device", "verification.verify:PLAIN_FACTOR", "verify")(lambda factor: 1e9)
+plant("verify passes whatever it measured", "verification.verify:Report.passed", "verify")(
+    lambda passed: lambda self: True
+)
+plant("verify allows what the kernel does on one device", "verification.verify:PLAIN_FACTOR", "verify")(
+    lambda factor: 1e9
+)
 plant("verify_model passes whatever it found", "report:ModelReport.passed", "verify_model")(
     lambda passed: lambda self: True
 )
