@@ -114,8 +114,8 @@ _STEP = {
 
 
 def explain_step_command(argv: Sequence[str]) -> None:
-    """Print the text of `cp_mesh.explain_step`."""
-    text = "Predict the memory of a training step, and the longest sequence that fits; see cp_mesh.explain_step."
+    """Print the text of `cp_mesh.tools.explain_step`."""
+    text = "Predict the memory of a training step, and the longest sequence that fits; see cp_mesh.tools.explain_step."
     parser = Parser("explain", text, _STEP)
     args = vars(parser.parse_args(argv))
     causal, window = not args.pop("full"), args.pop("window")
@@ -131,7 +131,7 @@ def explain_step_command(argv: Sequence[str]) -> None:
 
 
 def explain_command(argv: Sequence[str]) -> None:
-    """Print the text of `cp_mesh.explain`, or with ``--model`` that of `cp_mesh.explain_step`."""
+    """Print the text of `cp_mesh.explain`, or with ``--model`` that of `cp_mesh.tools.explain_step`."""
     if any(word.partition("=")[0] == "--model" for word in argv):
         return explain_step_command(argv)
     text = "Show what an attention call will run and why; see cp_mesh.explain. Needs no GPU."
@@ -250,9 +250,9 @@ def verify_command(argv: Sequence[str]) -> None:
     """Print a line for each configuration, and a verdict; exit with 1 if any is wrong, with 2 if any is refused."""
     cuda = torch.cuda.is_available()
     text = (
-        "Compare cp_mesh with one device on the ranks of this launch: three layouts, causal and full. cp_mesh.verify "
-        "takes other masks and settings. Start it with torchrun. Other commands, each with --help: verify (tests your "
-        "trainer), explain (shows what a call will run)."
+        "Compare cp_mesh with one device on the ranks of this launch: three layouts, causal and full. "
+        "cp_mesh.tools.verify takes other masks and settings. Start it with torchrun. Other commands, each with "
+        "--help: verify (tests your trainer), explain (shows what a call will run)."
     )
     options = {
         "--device": {"choices": ("cpu", "cuda"), "default": "cuda" if cuda else "cpu"},

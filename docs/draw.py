@@ -16,7 +16,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout that is not installed
 
-from cp_mesh import Contiguous, Joint, Layout, Mask, Permuted, Striped, ZigZag, ZigZagDocuments, balance  # noqa: E402
+from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, balance  # noqa: E402
+from cp_mesh.geometry import Joint, Permuted, ZigZagDocuments  # noqa: E402
 from cp_mesh.tools.explain import picture  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout th
 
 from llama import Llama, LlamaConfig
 
-from cp_mesh import Layout, ShardedCache, ShardedSequence, ZigZag, attention
+from cp_mesh import Layout, ShardedSequence, ZigZag, attention
+from cp_mesh.inference import ShardedCache
 
 ZIGZAG = ZigZag()
 

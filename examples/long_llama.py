@@ -12,9 +12,10 @@ FSDP2 shards weights, gradients and AdamW's states over all ranks; cp_mesh shard
 a plan that saves memory: see docs/long.md. `--plain` is PyTorch alone, without any of them: each rank holds whole
 sequences. Only the norm of gradients is cp_mesh's in both.
 
-Before a length runs, `cp_mesh.explain_step` predicts its memory; one that does not fit is skipped unless `--force` is
-given. `--ladder` runs several lengths, from short to long, with one model; it ends where memory does. `--gate 8192`
-first compares loss and gradient norm of two layers and 8,192 tokens with the plain model; if they differ, nothing runs.
+Before a length runs, `cp_mesh.tools.explain_step` predicts its memory; one that does not fit is skipped unless
+`--force` is given. `--ladder` runs several lengths, from short to long, with one model; it ends where memory does.
+`--gate 8192` first compares loss and gradient norm of two layers and 8,192 tokens with the plain model; if they differ,
+nothing runs.
 
 Columns: `seconds`: forward, backward, clipping and AdamW on the slowest rank, the last of `--steps`. `peak_gib`: the
 peak of PyTorch's allocator on any rank, with cp_mesh's symmetric memory. `host_gib`: pinned host memory of a rank, and
@@ -236,7 +237,7 @@ def over_ranks(value: float, how: dist.ReduceOp.RedOpType, device: torch.device)
 
 
 def predict(args: argparse.Namespace, sizes: ModelSizes, seq_len: int, mesh: DeviceMesh) -> StepExplanation:
-    return cp_mesh.explain_step(
+    return cp_mesh.tools.explain_step(
         vars(sizes) | {"model_type": "llama"}, seq_len, mesh["cp"].size(), dp_size=mesh["dp"].size(),
         dtype=DTYPES[args.precision], optimizer_dtype=DTYPES[args.optimizer_dtype], recompute=args.recompute,
         tiled_loss=args.tiled_loss, mlp_rows=args.mlp_rows, offload_checkpoints=args.offload_checkpoints,

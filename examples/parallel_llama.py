@@ -89,7 +89,7 @@ def apply_overlapped(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> N
     The model returns deferred logits, which `cp_mesh.cross_entropy` computes in chunks.
     """
     mode = "reduce_scatter" if sequence_parallel else "all_reduce"
-    cp_mesh.parallelize(model, tp, cp_mesh.tensor_parallel_plan(model, tp, mode=mode))
+    cp_mesh.parallelize(model, tp, cp_mesh.tensor_parallel.tensor_parallel_plan(model, tp, mode=mode))
 
 
 def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
@@ -180,7 +180,7 @@ def pipeline(
     def run(batch: dict[str, Tensor]) -> Tensor:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         tokens, labels = batch.pop("tokens"), sequence.shard({"labels": batch.pop("labels")})["labels"]
-        counts[:], losses = [cp_mesh.valid_tokens(labels, data)], []
+        counts[:], losses = [cp_mesh.training.valid_tokens(labels, data)], []
         first = [tokens] if number == 0 else []
         last = {"target": labels, "losses": losses} if number == pp.size() - 1 else {}
         step = schedule.step if torch.is_grad_enabled() else schedule.eval

@@ -179,7 +179,7 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     else:
         parallel.apply_context_parallel(model, mesh["cp"], sequence)
     selective = args.checkpoint_activations == "selective"
-    checkpoint_and_compile(model, args, **{"context_fn": cp_mesh.checkpoint_context_fn} if selective else {})
+    checkpoint_and_compile(model, args, **{"context_fn": cp_mesh.training.checkpoint_context_fn} if selective else {})
     parallel.apply_fsdp(model, data, args.precision)
     rows = args.batch_size // dp
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
+from cp_mesh.training import checkpoint_context_fn
 
 SEQ_LEN, ROWS = 125, 2  # a length that few numbers of ranks divide; batch rows per data-parallel rank
 
@@ -56,7 +57,7 @@ def setup(
         parallel.apply_context_parallel(model, mesh["cp"], sequence)
         if checkpoint_activations:
             for block in model.layers:
-                block.checkpoint = partial(checkpoint, use_reentrant=False, context_fn=cp_mesh.checkpoint_context_fn)
+                block.checkpoint = partial(checkpoint, use_reentrant=False, context_fn=checkpoint_context_fn)
         parallel.apply_fsdp(model, data, "fp32")
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from dense import dense_mask
 from torch import Tensor
 
-from cp_mesh import Contiguous, Joint, Layout, Mask, Permuted, Striped, ZigZag, ZigZagDocuments, balance
+from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, balance
+from cp_mesh.geometry import Joint, Permuted, ZigZagDocuments
 
 LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "contiguous": lambda S: Contiguous(),

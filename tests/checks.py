@@ -40,7 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import Contiguous, Layout, Mask, Permuted
+from cp_mesh import Contiguous, Layout, Mask
+from cp_mesh.geometry import Permuted
 from cp_mesh.geometry.layouts import Run
 
 geometry = room("survey")
@@ -442,7 +443,7 @@ def _checkpointed(*qkv: Tensor, **options: Any) -> Any:
 
 
 def _saved(*qkv: Tensor, **options: Any) -> Any:
-    given = {"use_reentrant": False, "context_fn": cp_mesh.checkpoint_context_fn}
+    given = {"use_reentrant": False, "context_fn": cp_mesh.training.checkpoint_context_fn}
     return checkpoint(lambda *x: cp_mesh.attention(*x, **options), *qkv, **given)
 
 
@@ -485,7 +486,7 @@ def _with_mask_mod(*qkv: Tensor, mask: Mask, seq_len: int, **options: Any) -> An
     def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
 
-    block_mask = cp_mesh.create_block_mask(causal, None, None, seq_len, seq_len)
+    block_mask = cp_mesh.flex.create_block_mask(causal, None, None, seq_len, seq_len)
     return cp_mesh.flex_attention(*qkv, None, block_mask, enable_gqa=True, seq_len=seq_len, **options)
 
 
@@ -520,7 +521,7 @@ def _with_functions(
             seen = seen & (ids[row, q_idx] == ids[row, kv_idx]) & (ids[row, kv_idx] >= 0)
         return seen if keep is None else seen & keep[b % len(keep), kv_idx]
 
-    block_mask = cp_mesh.create_block_mask(mask_mod, None, None, seq_len, seq_len)
+    block_mask = cp_mesh.flex.create_block_mask(mask_mod, None, None, seq_len, seq_len)
     return cp_mesh.flex_attention(
         *qkv, score_mod, block_mask, mask=Mask(causal=False), enable_gqa=True, seq_len=seq_len, **options
     )

@@ -30,24 +30,10 @@ from ranks import mesh
 from test_parity import dtensors
 from torch import Tensor
 
-from cp_mesh import (
-    Balanced,
-    Contiguous,
-    Joint,
-    Layout,
-    Permuted,
-    ShardedCache,
-    ShardedSequence,
-    Striped,
-    ZigZag,
-    ZigZagDocuments,
-    attention,
-    balance,
-    cross_entropy,
-    decode,
-    mixers,
-)
+from cp_mesh import Contiguous, Layout, ShardedSequence, Striped, ZigZag, attention, balance, cross_entropy, mixers
+from cp_mesh.geometry import Balanced, Joint, Permuted, ZigZagDocuments
 from cp_mesh.geometry.layouts import LAYOUTS, Run, chunk_bounds
+from cp_mesh.inference import ShardedCache, decode
 
 EXCLUDED = inner("mask", "EXCLUDED")
 

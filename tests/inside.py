@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "table": ("KERNELS",),
     "kernels.contract": ("Capability", "KernelTile", "Pairs", "Request", "shortfalls"),
     "layouts": ("parse_layout",),
+    "_names": ("homes",),
     "mask": ("Band", "CAUSAL", "FULL", "NONE"),
     "memory": ("ExtraMemory", "Sizes", "extra_memory"),
     "merge": ("BackwardTile", "Kernel", "MergingForward", "SummingBackward"),

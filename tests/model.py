@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from cp_mesh import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
+from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 
 V, C, H, K, D, LAYERS = 24, 32, 8, 4, 4, 2
 

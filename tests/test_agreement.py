@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, Striped, attention, check_mode
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, Striped, attention, check_mode
+from cp_mesh.geometry import Permuted
 
 agreement, first_calls = room("agreement"), room("first_calls")
 passes = room("passes")
@@ -227,13 +228,13 @@ def test_every_rank_raises(name: str, raised: list[dict[str, tuple[str, str] | N
 
 def differ(rank: int, name: str) -> None:
     sequence = ShardedSequence(dist.new_group(), length=16)
-    cache = cp_mesh.ShardedCache(sequence)
+    cache = cp_mesh.inference.ShardedCache(sequence)
     key = torch.ones(1, 2, 8, 4)
     cache.prefill(key, key)
     DIFFERENT[name][0](sequence, cache, rank)
 
 
-DIFFERENT: dict[str, tuple[Callable[[ShardedSequence, cp_mesh.ShardedCache, int], Any], str]] = {
+DIFFERENT: dict[str, tuple[Callable[[ShardedSequence, cp_mesh.inference.ShardedCache, int], Any], str]] = {
     "dim": (lambda sequence, cache, i: sequence.unshard(torch.ones(8, 8), i), "unshard: expected the same shape"),
     "shape": (lambda sequence, cache, i: sequence.gather(torch.ones(2, 8, 3 + i)), "gather: expected the same shape"),
     "function": (
@@ -474,13 +475,13 @@ def refused_words(rank: int) -> list[tuple[str, int]]:
     sequence, given = cp_mesh.ShardedSequence(axis), tensors() | {"mesh": axis}
     root = cp_mesh.ShardedModel(sequence, inputs=("input",), positions=None)
     model = cp_mesh.parallelize(torch.nn.Embedding(8, 4), axis, {"": root})
-    cache = cp_mesh.ShardedCache(sequence)
+    cache = cp_mesh.inference.ShardedCache(sequence)
     row = torch.zeros(1, 1, 1, 4)
     calls: list[tuple[str, Callable[[], Any]]] = [
         *[(word, lambda: attention(**given)) for word in ("2", "ture", "1 ")],
         ("x", torch.compile(lambda: attention(**given), backend="eager", fullgraph=True)),
         ("x", lambda: model(torch.zeros(1, 6, dtype=torch.int64))),
-        ("x", lambda: cp_mesh.decode(row, row, row, mesh=axis)),
+        ("x", lambda: cp_mesh.inference.decode(row, row, row, mesh=axis)),
         ("x", lambda: cache.append(row, row)),
         ("x" if rank == ODD else "", lambda: attention(**given)),
     ]

@@ -10,7 +10,8 @@ from checks import num_pairs
 from dense import dense_mask
 from inside import make_schedule, room
 
-from cp_mesh import ArgumentError, Balanced, Mask, UnsupportedError, ZigZag, balance
+from cp_mesh import ArgumentError, Mask, UnsupportedError, ZigZag, balance
+from cp_mesh.geometry import Balanced
 from cp_mesh.geometry.layouts import Run, chunk_bounds
 
 

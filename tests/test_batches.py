@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from cp_mesh import (
     ArgumentError,
-    Balanced,
     Contiguous,
     Mask,
     ShardedSequence,
@@ -26,8 +25,9 @@ from cp_mesh import (
     batch_mask,
     cross_entropy,
     document_positions,
-    valid_tokens,
 )
+from cp_mesh.geometry import Balanced
+from cp_mesh.training import valid_tokens
 
 tensor, CLOSE = torch.tensor, {"rtol": 1e-10, "atol": 1e-10}
 

@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inside import NONE, Distances, Index, block_table, inner, make_schedule, num_rows, pieces_of, room
 
-from cp_mesh import Balanced, Contiguous, Layout, Mask, Striped, ZigZag, balance
+from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, balance
+from cp_mesh.geometry import Balanced
 from cp_mesh.geometry.layouts import Run
 
 geometry = room("survey")

@@ -21,18 +21,17 @@ from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Contiguous,
-    GatherOutput,
     Layout,
     Mask,
     RankMismatchError,
     ShardedModel,
     ShardedSequence,
-    ShardInput,
     Striped,
     ZigZag,
     check_mode,
     parallelize,
 )
+from cp_mesh.training import GatherOutput, ShardInput
 
 SIZE = 3
 

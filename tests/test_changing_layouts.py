@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 import cp_mesh
 from cp_mesh import (
     ArgumentError,
-    Balanced,
     ContextParallel,
     Contiguous,
     Layout,
@@ -29,6 +28,7 @@ from cp_mesh import (
     ZigZag,
     parallelize,
 )
+from cp_mesh.geometry import Balanced
 
 enclosing = inner("schedule", "enclosing")
 

@@ -26,20 +26,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import (
-    ContextParallel,
-    Contiguous,
-    Mask,
-    OverlappedColwise,
-    OverlappedRowwise,
-    Permuted,
-    ShardedModel,
-    ShardedSequence,
-    Striped,
-    VocabParallelEmbedding,
-    ZigZag,
-    attention,
-)
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh.geometry import Permuted
+from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding
 
 token_losses = room("token_losses")
 
@@ -199,7 +188,7 @@ def packed_blocks(rank: int, per_document: bool) -> int:
         packed = sequence.balanced(Mask(documents=ids))
         if per_document:
             edges = torch.cat([torch.zeros(1, dtype=torch.int64), ids[0].bincount().cumsum(0)]) // 4 * 4
-            packed = replace(packed, layout=cp_mesh.ZigZagDocuments(edges))
+            packed = replace(packed, layout=cp_mesh.geometry.ZigZagDocuments(edges))
         runs.add(len(packed.layout.tensor))
         whole = make_qkv(1, H, K, S, D)
         q, k, v, dout = (packed.shard(x, dim=2).requires_grad_() for x in whole)
@@ -249,8 +238,8 @@ def compiled_before(rank: int, what: str) -> None:
     arguments = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
     plan: dict[str, Any] = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence)}
     if what == "ends":
-        plan[""] = cp_mesh.ShardInput(sequence, ("tokens", "positions"))
-        plan["norm"] = cp_mesh.GatherOutput(sequence, gradient="sum")
+        plan[""] = cp_mesh.training.ShardInput(sequence, ("tokens", "positions"))
+        plan["norm"] = cp_mesh.training.GatherOutput(sequence, gradient="sum")
     over_tp = {
         "embedding": VocabParallelEmbedding(mode="all_reduce"),
         "layers.*.w[qkv]": OverlappedColwise(mode="all_reduce"),
@@ -432,7 +421,7 @@ def recomputed(rank: int, how: str, backend: str | None) -> tuple[int, int]:
     arguments = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
     want = gradients(make_model(axes), arguments)
     model = make_model(axes)
-    options = {"context_fn": cp_mesh.checkpoint_context_fn} if how == "selective" else {}
+    options = {"context_fn": cp_mesh.training.checkpoint_context_fn} if how == "selective" else {}
 
     def recomputing(forward: Callable) -> Callable:
         return lambda *args: checkpoint(forward, *args, use_reentrant=False, **options)

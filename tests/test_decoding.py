@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cp_mesh import Mask, ShardedCache, ShardedSequence, ZigZag, check_mode, decode
+from cp_mesh import Mask, ShardedSequence, ZigZag, check_mode
+from cp_mesh.inference import ShardedCache, decode
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))

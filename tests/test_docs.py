@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_dropout, dense_mask
+from test_pins import PACKAGES
 from test_structure import FLOORS
 from torch import Tensor, nn
 
@@ -89,10 +90,8 @@ def test_links_and_names_in_the_documents_exist() -> None:
 
 def test_every_public_name_is_in_the_api() -> None:
     listed = re.findall(r"^::: cp_mesh\.([\w.]+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert sorted(name for _, name in listed) == sorted([*cp_mesh.__all__, *cp_mesh.mixers.__all__])
-    for module, name in listed:
-        home = cp_mesh.mixers if module.startswith("mixers") else cp_mesh
-        assert getattr(home, name).__module__ == f"cp_mesh.{module}", name
+    public = {(getattr(package, name).__module__, name) for package in PACKAGES.values() for name in package.__all__}
+    assert sorted((f"cp_mesh.{module}", name) for module, name in listed) == sorted(public)
 
 
 def navigation() -> list[str]:
@@ -644,7 +643,7 @@ def check_verify(names: dict[str, Any]) -> None:
         "gradients of ranks": {"DistributedDataParallel": lambda model, **options: model},
     }
     for check, mistake in mistakes.items():
-        with mock.patch.dict(names, mistake), pytest.raises(cp_mesh.VerificationError) as caught:
+        with mock.patch.dict(names, mistake), pytest.raises(cp_mesh.tools.VerificationError) as caught:
             cp_mesh.verify_model(
                 names["own_model"],
                 lambda model: names["DistributedDataParallel"](model, process_group=names["group"]),
@@ -969,7 +968,7 @@ def refusals(rank: int) -> dict[str, str]:
         found["fewer queries than keys"] = type(error).__name__
     try:
         keep = torch.tensor([True] * 5 + [False] * 3)
-        cp_mesh.decode(q[:, :, :1], k, v, mesh=mesh, mask=cp_mesh.Mask(key_padding=keep))
+        cp_mesh.inference.decode(q[:, :, :1], k, v, mesh=mesh, mask=cp_mesh.Mask(key_padding=keep))
         found["rows of unequal lengths"] = "nothing"
     except Exception as error:
         found["rows of unequal lengths"] = type(error).__name__

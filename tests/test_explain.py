@@ -16,7 +16,8 @@ import torch
 from dense import dense_mask
 from inside import inner, make_schedule, path_of, room
 
-from cp_mesh import ArgumentError, Contiguous, Mask, Permuted, Striped, UnsupportedError, ZigZag, balance, explain
+from cp_mesh import ArgumentError, Contiguous, Mask, Striped, UnsupportedError, ZigZag, balance, explain
+from cp_mesh.geometry import Permuted
 
 command = room("__main__")
 MASKED, stages_of_pairs = inner("picture", "MASKED", "stages_of_pairs")

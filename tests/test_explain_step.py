@@ -1,4 +1,4 @@
-"""`cp_mesh.explain_step` against what steps allocate, and the longest sequences that it names.
+"""`cp_mesh.tools.explain_step` against what steps allocate, and the longest sequences that it names.
 
 Steps of `examples/long_llama.py` run on CPU ranks in bfloat16, with a kernel that allocates what FlashAttention does
 and norms that save what those of GPUs save. PyTorch's profiler counts every byte of its allocator. What is to wait in
@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import cp_mesh
-from cp_mesh import ArgumentError, explain_step
+from cp_mesh import ArgumentError
+from cp_mesh.tools import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples")]

@@ -476,7 +476,7 @@ def mistaken_later(rank: int, what: str, counts: bool, root: bool) -> int:
         whole = {"labels": labels} if root else {"tokens": tokens, "labels": labels}
         own = {"tokens": tokens} | sequence.shard(whole)
         try:
-            count = cp_mesh.valid_tokens(own["labels"], axis) if counts else None
+            count = cp_mesh.training.valid_tokens(own["labels"], axis) if counts else None
             logits = model(own["tokens"], Mask(causal=True, documents=ids))
             cp_mesh.cross_entropy(logits, own["labels"], axis, count=count)
         except (ValueError, RuntimeError) as error:

@@ -29,7 +29,9 @@ from torch.nn.attention import flex_attention as of_torch
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ArgumentError, Mask, RankMismatchError, UnsupportedError, ZigZag, create_block_mask, flex_attention
+from cp_mesh import ArgumentError, Mask, RankMismatchError, UnsupportedError, ZigZag, flex_attention
+from cp_mesh.flex import create_block_mask
+from cp_mesh.training import checkpoint_context_fn
 
 ops = room("op")
 read_mask = inner("block_mask", "read_mask")
@@ -525,7 +527,7 @@ def ways(rank: int) -> dict[str, list[Tensor]]:
     of = {
         "eager": step,
         "checkpoint": lambda q: checkpoint(step, q, use_reentrant=False),
-        "selective": lambda q: checkpoint(step, q, use_reentrant=False, context_fn=cp_mesh.checkpoint_context_fn),
+        "selective": lambda q: checkpoint(step, q, use_reentrant=False, context_fn=checkpoint_context_fn),
         "check mode": checked,
         "compiled": torch.compile(step, backend="aot_eager"),
     }

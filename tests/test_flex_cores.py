@@ -23,14 +23,14 @@ from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Mask,
-    OverlappedColwise,
     ShardedSequence,
     UnsupportedError,
     ZigZag,
-    create_block_mask,
     flex_attention,
     parallelize,
 )
+from cp_mesh.flex import create_block_mask
+from cp_mesh.tensor_parallel import OverlappedColwise
 
 B, H, K, D = 2, 4, 2, 5
 ALL = Mask(causal=False)

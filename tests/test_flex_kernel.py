@@ -30,7 +30,8 @@ from ranks import mesh
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import FxGraphCache
 
-from cp_mesh import Mask, ShardedSequence, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
+from cp_mesh import Mask, ShardedSequence, Striped, UnsupportedError, ZigZag, flex_attention
+from cp_mesh.flex import create_block_mask
 
 compiling = room("compiling")
 flex = room("kernel")

@@ -14,7 +14,8 @@ from ranks import mesh, num_collectives
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from cp_mesh import Contiguous, ShardedSequence, UnsupportedError, create_block_mask, flex_attention
+from cp_mesh import Contiguous, ShardedSequence, UnsupportedError, flex_attention
+from cp_mesh.flex import create_block_mask
 
 B, H, S, D = 2, 4, 24, 5
 

@@ -26,17 +26,16 @@ from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Contiguous,
-    Joint,
     Mask,
     RankMismatchError,
-    Replicated,
     ShardedSequence,
     UnsupportedError,
     ZigZag,
-    create_block_mask,
     flex_attention,
     parallelize,
 )
+from cp_mesh.flex import create_block_mask
+from cp_mesh.geometry import Joint, Replicated
 
 passes = room("passes")
 sources = room("rank_mask")

@@ -9,8 +9,8 @@
 Errors are RMS over blocks of 128 rows of a head, against fp64, of the sequence in its original order. They are compared
 with those of the same kernel on a mesh of one rank that sees the whole sequence, and both with those of plain matrix
 products of the same dtype, which share no code with the kernel: an error of the kernel itself must not pass for
-rounding. Masks and scores are compared by `cp_mesh.verify`, whose rules differ for few rows, and for blocks that one
-device rounded by luck. Functions of users, and gradients of what they read, are compared with plain products alone;
+rounding. Masks and scores are compared by `cp_mesh.tools.verify`, whose rules differ for few rows, and for blocks that
+one device rounded by luck. Functions of users, and gradients of what they read, are compared with plain products alone;
 `test_flex_gpu.py` has one GPU's flex_attention.
 """
 
@@ -41,18 +41,9 @@ from inside import KERNELS as TABLE
 from inside import METHODS, Scores
 from inside import dense_attention as plain_products
 
-from cp_mesh import (
-    Contiguous,
-    Mask,
-    Striped,
-    VerificationError,
-    ZigZag,
-    attention,
-    balance,
-    create_block_mask,
-    flex_attention,
-    verify,
-)
+from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, flex_attention
+from cp_mesh.flex import create_block_mask
+from cp_mesh.tools import VerificationError, verify
 
 BLOCK = 128
 FACTOR = 1.5
@@ -208,7 +199,7 @@ def line(case: Case, figures: dict[str, tuple[float, float, float]]) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """A mask and features of the scores for `cp_mesh.verify`."""
+    """A mask and features of the scores for `cp_mesh.tools.verify`."""
 
     kernel: str
     dtype: str
@@ -525,7 +516,7 @@ def main() -> None:
         hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         print(f"{dist.get_world_size()} ranks on {hardware}, torch {torch.__version__}")
         rule = f"error over that of one rank, allowed is {FACTOR}, plus {FP32_ROUNDING} of the signal"
-        rule = "error over what `cp_mesh.verify` allows" if args.scores else rule
+        rule = "error over what `cp_mesh.tools.verify` allows" if args.scores else rule
         rule = f"Worst block's {rule} / error of one rank over {PLAIN_FACTOR} times that of plain products."
         rule = f"Error over {FUNCTION_FACTOR} times that of plain products." if args.flex else rule
         print(rule)

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 from cp_mesh import (
-    Balanced,
     Checkpointed,
     ContextParallel,
     Contiguous,
@@ -33,6 +32,7 @@ from cp_mesh import (
     TiledMLP,
     ZigZag,
 )
+from cp_mesh.geometry import Balanced
 
 B = 4  # rows of all data-parallel ranks
 TOLERANCE = 1e-10  # relative to the largest entry of each parameter's gradient
@@ -182,7 +182,7 @@ def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Modu
         styles["layers.*"] = Checkpointed(offload=True, keep_attention="all" not in setup.checkpoint)
     cp_mesh.parallelize(model, axes["cp"], styles)
     if setup.checkpoint in ("full", "selective"):
-        options = {"context_fn": cp_mesh.checkpoint_context_fn} if setup.checkpoint == "selective" else {}
+        options = {"context_fn": cp_mesh.training.checkpoint_context_fn} if setup.checkpoint == "selective" else {}
         for layer in model.layers:
             layer.forward = recomputing(layer.forward, options)
     if setup.fsdp:

@@ -290,7 +290,7 @@ def last_row_apart(rank: int, counts: str, length: int) -> None:
     model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
     batch = sequence.shard({"tokens": tokens, "labels": next_tokens(tokens)})
     logits, labels = model(batch["tokens"]), batch["labels"]
-    count = cp_mesh.valid_tokens({"whole": labels, "short": labels[:, 1:], "none": labels}[counts], axis)
+    count = cp_mesh.training.valid_tokens({"whole": labels, "short": labels[:, 1:], "none": labels}[counts], axis)
     parts = zip(logits.tensor_split([-1], dim=1), labels.tensor_split([-1], dim=1), strict=True)
     sum(cp_mesh.cross_entropy(*part, axis, count=None if counts == "none" else count) for part in parts).backward()
 
@@ -357,7 +357,7 @@ def test_a_loss_that_one_rank_refuses(pool: Any, what: str, options: dict[str, A
 
 
 def count_of_none(rank: int) -> None:
-    cp_mesh.valid_tokens(None if rank == 1 else torch.ones(2, 3, dtype=torch.int64), mesh((3,), ("cp",)))  # type: ignore[arg-type]
+    cp_mesh.training.valid_tokens(None if rank == 1 else torch.ones(2, 3, dtype=torch.int64), mesh((3,), ("cp",)))  # type: ignore[arg-type]
 
 
 def test_a_count_that_one_rank_refuses(pool: Any) -> None:

@@ -101,29 +101,29 @@ def verified(rank: int) -> list[str]:
         return made
 
     with mock.patch(f"{path_of('passes')}.make_plan", spied):
-        report = cp_mesh.verify(
+        report = cp_mesh.tools.verify(
             axis, seq_len=31, head_chunks=2, method="all_gather", transport="functional", deterministic=True
         )
     assert report.passed
     sinks = torch.linspace(-1, 1, 4)
     for kernel in ("reference", "cpu_flash"):
-        report = cp_mesh.verify(axis, seq_len=31, kernel=kernel, scores={"sinks": sinks})
+        report = cp_mesh.tools.verify(axis, seq_len=31, kernel=kernel, scores={"sinks": sinks})
         assert report.passed and set(report.errors) == {"out", "lse", "dq", "dk", "dv", "dsinks"}
-    report = cp_mesh.verify(axis, dtype=torch.bfloat16, scores={"sinks": sinks, "softcap": 2.0}, head_chunks=2)
+    report = cp_mesh.tools.verify(axis, dtype=torch.bfloat16, scores={"sinks": sinks, "softcap": 2.0}, head_chunks=2)
     assert report.passed and report.kernel == "reference" and "dsinks" in str(report)
     tensors = {"alibi_slopes": sinks, "bias": torch.linspace(-1, 1, 31 * 31).view(1, 1, 31, 31)}
-    report = cp_mesh.verify(axis, seq_len=31, scores=tensors | {"dropout_p": 0.2, "dropout_seed": 3})
+    report = cp_mesh.tools.verify(axis, seq_len=31, scores=tensors | {"dropout_p": 0.2, "dropout_seed": 3})
     assert set(report.errors) == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in tensors)}
     with mock.patch(f"{path_of('ring_loop')}.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
         try:
-            cp_mesh.verify(axis, seq_len=31, scores={"sinks": sinks})
-        except cp_mesh.VerificationError as error:
+            cp_mesh.tools.verify(axis, seq_len=31, scores={"sinks": sinks})
+        except cp_mesh.tools.VerificationError as error:
             assert [name for name, ratio in error.report.ratios.items() if ratio > 1] == ["dsinks"]
         else:
             return ["a wrong gradient of sinks passed"]
     del seen[3:]
     try:
-        cp_mesh.verify(axis, seq_len=31, head_chunks=3)
+        cp_mesh.tools.verify(axis, seq_len=31, head_chunks=3)
     except ArgumentError as error:
         return [str(error), *map(str, sorted(set(seen)))]
     return ["not refused"]

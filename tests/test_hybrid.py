@@ -31,9 +31,9 @@ from cp_mesh import (
     ZigZag,
     attention,
     parallelize,
-    verify,
 )
 from cp_mesh.geometry.layouts import Run
+from cp_mesh.tools import verify
 
 join, pieces_of_group, rows_of_group = inner("joined_layout", "join", "pieces_of_group", "rows_of_group")
 

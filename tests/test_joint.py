@@ -21,11 +21,7 @@ from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Contiguous,
-    Joint,
     Layout,
-    Permuted,
-    Replicated,
-    ShardedCache,
     ShardedSequence,
     Striped,
     UnsupportedError,
@@ -34,8 +30,10 @@ from cp_mesh import (
     cross_entropy,
     explain,
     parallelize,
-    verify,
 )
+from cp_mesh.geometry import Joint, Permuted, Replicated
+from cp_mesh.inference import ShardedCache
+from cp_mesh.tools import verify
 
 B, H, K, D = 2, 6, 3, 4
 LAYOUTS = {

@@ -9,18 +9,8 @@ import torch
 from cases import LAYOUTS
 from inside import Index, parse_layout, room
 
-from cp_mesh import (
-    ArgumentError,
-    Balanced,
-    Contiguous,
-    Joint,
-    Layout,
-    Permuted,
-    Replicated,
-    Striped,
-    ZigZag,
-    ZigZagDocuments,
-)
+from cp_mesh import ArgumentError, Contiguous, Layout, Striped, ZigZag
+from cp_mesh.geometry import Balanced, Joint, Permuted, Replicated, ZigZagDocuments
 from cp_mesh.geometry.layouts import LAYOUTS as BY_NAME
 from cp_mesh.geometry.layouts import Run
 

@@ -22,14 +22,14 @@ from cp_mesh import (
     Mask,
     ShardedSequence,
     Striped,
-    VocabParallelHead,
     ZigZag,
     cross_entropy,
-    document_sums,
     parallelize,
     sum_gradients,
     token_log_probs,
 )
+from cp_mesh.tensor_parallel import VocabParallelHead
+from cp_mesh.training import document_sums
 
 ops = room("token_losses")
 Cuts, state_of = inner("cuts", "Cuts"), inner("group_state", "state_of")

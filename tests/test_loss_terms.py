@@ -18,15 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from cp_mesh import (
-    ArgumentError,
-    ShardedSequence,
-    UnsupportedError,
-    VocabParallelHead,
-    cross_entropy,
-    parallelize,
-    sum_gradients,
-)
+from cp_mesh import ArgumentError, ShardedSequence, UnsupportedError, cross_entropy, parallelize, sum_gradients
+from cp_mesh.tensor_parallel import VocabParallelHead
 
 ops, vocabulary = room("token_losses"), room("vocab_parallel")
 TERMS: dict[str, tuple[float, float, bool]] = {

@@ -17,20 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_mesh
-from cp_mesh import (
-    Balanced,
-    ContextParallel,
-    Contiguous,
-    Joint,
-    Mask,
-    Permuted,
-    Replicated,
-    ShardedSequence,
-    Striped,
-    ZigZag,
-    ZigZagDocuments,
-    attention,
-)
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh.geometry import Balanced, Joint, Permuted, Replicated, ZigZagDocuments
 
 warn, written = inner("errors", "warn", "written")
 

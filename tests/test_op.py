@@ -24,7 +24,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, ZigZag, attention
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, ZigZag, attention
+from cp_mesh.geometry import Permuted
 
 ops, passes = room("op"), room("passes")
 

@@ -15,7 +15,9 @@ from inside import inner, make_schedule
 from ranks import mesh
 from torch import Tensor
 
-from cp_mesh import Balanced, Mask, Permuted, ShardedSequence, ZigZag, attention, balance, document_sums, mixers
+from cp_mesh import Mask, ShardedSequence, ZigZag, attention, balance, mixers
+from cp_mesh.geometry import Balanced, Permuted
+from cp_mesh.training import document_sums
 
 settle = inner("spec", "settle")
 Content, is_owned, read_once = inner("host_tensors", "Content", "is_owned", "read_once")

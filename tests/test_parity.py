@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cp_mesh
-from cp_mesh import ZigZag, ZigZagDocuments
+from cp_mesh import ZigZag
+from cp_mesh.geometry import ZigZagDocuments
 
 score_placements = inner("dtensor", "score_placements")
 

@@ -111,12 +111,11 @@ def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 # The public API.
 
+ROOMS = ("flex", "geometry", "inference", "mixers", "tensor_parallel", "tools", "training")
+PACKAGES = {"": cp_mesh} | {room: importlib.import_module(f"cp_mesh.{room}") for room in ROOMS}
+"""Packages that have public names."""
 SUBMODULES = {
     "geometry.layouts": ("LAYOUTS", "Run", "chunk_bounds"),
-    "mixers": (
-        *("Options", "causal_conv1d", "delta_rule", "gated_delta_rule", "gla", "kda", "roll", "ssd"),
-        "token_shift",
-    ),
     "comm.exchange": ("release", "symmetric_memory_bytes"),
     "integrations.diffusers": ("parallelize",),
     "integrations.torchtitan": ("context_parallel",),
@@ -189,8 +188,9 @@ def described(name: str, thing: Any) -> Record:
 
 def public_names(rank: int) -> Record:
     found: Record = {}
-    for name in cp_mesh.__all__:
-        found |= described(name, getattr(cp_mesh, name))
+    for room, package in PACKAGES.items():
+        for name in package.__all__:
+            found |= described(f"{room}.{name}".removeprefix("."), getattr(package, name))
     for module, names in SUBMODULES.items():
         try:
             imported = importlib.import_module(f"cp_mesh.{module}")

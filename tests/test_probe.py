@@ -24,7 +24,6 @@ import cp_mesh
 from cp_mesh import (
     ContextParallel,
     Contiguous,
-    GatherOutput,
     Mask,
     ShardedModel,
     ShardedSequence,
@@ -34,6 +33,7 @@ from cp_mesh import (
     parallelize,
     sum_gradients,
 )
+from cp_mesh.training import GatherOutput
 
 V, C, H, D, S = 40, 32, 4, 8, 64
 Cuts, widened = inner("cuts", "Cuts"), inner("widening", "widened")

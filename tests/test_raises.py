@@ -30,18 +30,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import (
-    ContextParallel,
-    Mask,
-    OverlappedColwise,
-    Permuted,
-    ShardedModel,
-    ShardedSequence,
-    ShardInput,
-    Striped,
-    ZigZag,
-    attention,
-)
+from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh.geometry import Permuted
+from cp_mesh.tensor_parallel import OverlappedColwise
+from cp_mesh.training import ShardInput
 
 groups = room("groups")
 check_tensors = inner("spec", "check_tensors")
@@ -288,7 +280,7 @@ CASES: dict[str, Case] = {
         lambda: run_core(Core(), (nested(torch.strided),) * 3)
     ),
     "a nested query of decode": refused(UNSUPPORTED, "query", "a nested one")(
-        lambda: cp_mesh.decode(*[nested(torch.strided)] * 3, mesh=cp())
+        lambda: cp_mesh.inference.decode(*[nested(torch.strided)] * 3, mesh=cp())
     ),
     "nested sinks": refused(UNSUPPORTED, "sinks", "a nested one")(lambda: attend(sinks=nested(torch.strided))),
     "a sparse value": refused(UNSUPPORTED, "value", "layout torch.sparse_coo", "x.to_dense() makes one")(
@@ -825,7 +817,7 @@ CASES: dict[str, Case] = {
     ),
     "flex_attention with a mask of the shard": refused(ARGUMENT, "block_mask", "whole sequence", "global length")(
         lambda: run_core(
-            Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i >= j, None, None, ROWS, ROWS)),
+            Flex(block_mask=cp_mesh.flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, ROWS, ROWS)),
             mask=Mask(causal=False),
         )
     ),
@@ -845,7 +837,7 @@ CASES: dict[str, Case] = {
         lambda: run_core(Core(), scores={"softcap": -1.0})
     ),
     "a tp plan of no model": refused(ARGUMENT, "tensor_parallel_plan: model", "Module", "DeviceMesh")(
-        lambda: cp_mesh.tensor_parallel_plan(cp(), cp())  # type: ignore[arg-type]
+        lambda: cp_mesh.tensor_parallel.tensor_parallel_plan(cp(), cp())  # type: ignore[arg-type]
     ),
     "linears of no transport": refused(ARGUMENT, "OverlappedColwise: transport", "None", "functional")(
         lambda: OverlappedColwise(transport=None)  # type: ignore[arg-type]
@@ -1061,13 +1053,13 @@ def other_numbers(rank: int) -> None:
     for kind in (np.int64, torch.tensor):
         whole = sequence(length=kind(21))
         assert whole == sequence(length=21) and whole.seq_len == 24 and whole.for_batch(kind(5)).length == 5
-        assert cp_mesh.Joint(kind(4), (kind(12), ZigZag())) == cp_mesh.Joint(4, (12, ZigZag()))
-        assert type(cp_mesh.ShardedCache(whole, kind(9)).capacity) is int
+        assert cp_mesh.geometry.Joint(kind(4), (kind(12), ZigZag())) == cp_mesh.geometry.Joint(4, (12, ZigZag()))
+        assert type(cp_mesh.inference.ShardedCache(whole, kind(9)).capacity) is int
         run_core(Core(scale=kind(1)), ulysses_degree=kind(2), method="hybrid")
     q, k, v = (local()[name] for name in ("query", "key", "value"))
-    want = cp_mesh.decode(q, k, v, mesh=cp(), q_lens=[ROWS] * WORLD_SIZE)
-    assert torch.equal(cp_mesh.decode(q, k, v, mesh=cp(), q_lens=[np.int64(ROWS)] * WORLD_SIZE), want)
-    assert cp_mesh.verify(cp(), seq_len=np.int64(64), scores={"scale": torch.tensor(0.5)}).passed
+    want = cp_mesh.inference.decode(q, k, v, mesh=cp(), q_lens=[ROWS] * WORLD_SIZE)
+    assert torch.equal(cp_mesh.inference.decode(q, k, v, mesh=cp(), q_lens=[np.int64(ROWS)] * WORLD_SIZE), want)
+    assert cp_mesh.tools.verify(cp(), seq_len=np.int64(64), scores={"scale": torch.tensor(0.5)}).passed
 
 
 def test_numbers_of_other_kinds_are_taken_as_they_are(pool: Any) -> None:

@@ -13,7 +13,8 @@ from dense import dense_mask
 from inside import Band, Distances, Schedule, inner, make_schedule, num_rows, split_causal, tiles_by_source, tiles_of
 from torch import Tensor
 
-from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.geometry import Permuted
 
 Tile = inner("schedule", "Tile")
 

@@ -24,7 +24,8 @@ from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.geometry import Permuted
 
 plan = room("call.plan")
 flash_attn_4 = room("flash_attn_4")
@@ -503,7 +504,7 @@ def test_fa4_on_gpu(layout: str, condition: str, heads: tuple[int, int]) -> None
         assert torch.equal(x.isneginf(), blind), f"{name}: rows without a key"
         want, single, x = (y.double().masked_fill(blind, 0) for y in (want, single, x))
         assert x.isfinite().all() and block_rms(single - want).max() <= 2e-2 * block_rms(want).max(), name
-        # a block that one device rounded by luck counts as the head's mean, as in `cp_mesh.verify`
+        # a block that one device rounded by luck counts as the head's mean, as in `cp_mesh.tools.verify`
         signal, relative = block_rms(want), block_rms(single - want, S) / block_rms(want, S).clamp(min=1e-30)
         allowed = 1.5 * torch.maximum(block_rms(single - want), relative * signal) + 1e-6 * signal + 1e-30
         assert (block_rms(x - want) / allowed).max() <= 1, f"{name}: {(block_rms(x - want) / allowed).max():.2f}"

@@ -12,7 +12,8 @@ from dense import dense_attention, dense_mask, make_qkv
 from ranks import mesh
 from torch import Tensor
 
-from cp_mesh import Contiguous, Layout, Mask, Permuted, ShardedSequence, Striped, ZigZag, attention, cross_entropy
+from cp_mesh import Contiguous, Layout, Mask, ShardedSequence, Striped, ZigZag, attention, cross_entropy
+from cp_mesh.geometry import Permuted
 
 WORLD_SIZE = 3
 B = 2

@@ -280,7 +280,7 @@ def layout_with_a_parameter(rank: int) -> None:
     layouts_module.LAYOUTS["cyclic"] = Cyclic
     try:
         axis = mesh((2,), ("cp",))
-        assert cp_mesh.verify(axis, layout=Cyclic(2), seq_len=21).passed
+        assert cp_mesh.tools.verify(axis, layout=Cyclic(2), seq_len=21).passed
         q = torch.randn(1, 1, 8, 4)
         with pytest.raises(cp_mesh.ArgumentError, match="from its spec"):
             attention(q, q, q, mesh=axis, layout=Cyclic(2, in_spec=False))
@@ -411,7 +411,7 @@ def test_check_mode_under_fsdp_and_of_tokens(pool: Any) -> None:
 
 def other_scales(rank: int) -> None:
     for scale in (0.5, None):
-        assert cp_mesh.verify(mesh((2,), ("cp",)), scores={"scale": scale}, seq_len=24).passed
+        assert cp_mesh.tools.verify(mesh((2,), ("cp",)), scores={"scale": scale}, seq_len=24).passed
 
 
 def test_verify_follows_its_scale(pool: Any) -> None:

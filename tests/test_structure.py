@@ -15,8 +15,8 @@ from typing import Any
 
 import inside
 import pytest
-from inside import NAMES
-from test_pins import SUBMODULES
+from inside import NAMES, homes
+from test_pins import PACKAGES, SUBMODULES
 
 import cp_mesh
 
@@ -26,6 +26,7 @@ PACKAGE = Path(cp_mesh.__file__).parent
 
 FLOORS: dict[str, int] = {
     "errors": 0,
+    "_names": 0,
     "_torch": 0,
     "geometry": 1,
     "kernels": 2,
@@ -122,6 +123,7 @@ def test_the_reference_stands_alone() -> None:
 def inner_names(path: Path) -> set[str]:
     """What a test reads of the inside by itself: all but public names, and those of modules that the documents name."""
     documented = {f"cp_mesh.{module}.{name}" for module, names in SUBMODULES.items() for name in names}
+    documented |= {f"{package.__name__}.{name}" for package in PACKAGES.values() for name in package.__all__}
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -134,7 +136,7 @@ def inner_names(path: Path) -> set[str]:
             found |= {node.value} if node.value.removeprefix("cp_mesh.") in FILES else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a program
             found |= {f"cp_mesh.{name}" for name in re.findall(r"^(?:from|import) cp_mesh\.([\w.]+)", node.value, re.M)}
-    public = {f"cp_mesh.{name}" for name in (*cp_mesh.__all__, *SUBMODULES)}
+    public = {f"cp_mesh.{name}" for name in (*cp_mesh.__all__, *SUBMODULES, *PACKAGES)}
     return found - public - documented
 
 
@@ -214,14 +216,15 @@ def test_cold_import() -> None:
     ]
 
 
-def test_names_that_are_loaded_later() -> None:
-    """Type checkers see them where they are loaded from."""
-    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
-    (checked,) = (node for node in body if isinstance(node, ast.If))
-    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
-    told = {alias.name: f"{node.module}" for node in imports for alias in node.names}
-    tables = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
-    assert told == {name: f"cp_mesh.{module}" for name, module in ast.literal_eval(tables["_HOMES"]).items()}
+def test_names_are_where_the_stubs_say() -> None:
+    """Each in one stub, of a package that loads what its stub names; at the top what a training script needs."""
+    told = {name: home for package in PACKAGES.values() for name, home in homes(package.__name__).items()}
+    assert sum(len(package.__all__) for package in PACKAGES.values()) == len(told.keys() - set(FLOORS))
+    for package in PACKAGES.values():
+        assert all(getattr(package, name).__module__ == told[name] for name in package.__all__ if name != "LAYOUTS")
+    assert len(cp_mesh.__all__) <= 28
+    with pytest.raises(AttributeError, match=r"no attribute 'decode': import it from cp_mesh\.inference$"):
+        cp_mesh.__getattr__("decode")
 
 
 FACTORIES = re.compile(

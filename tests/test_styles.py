@@ -29,9 +29,9 @@ from cp_mesh import (
     Striped,
     ZigZag,
     parallelize,
-    verify,
     verify_model,
 )
+from cp_mesh.tools import verify
 
 STYLE = inner("wrap", "STYLE")
 

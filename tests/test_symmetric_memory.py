@@ -629,8 +629,8 @@ class Linears(torch.nn.Module):
 
 
 def over_tp(axis: Any, transport: Any, recompute: bool) -> torch.nn.Module:
-    columns = cp_mesh.OverlappedColwise("a", "b", recompute_all_gather=recompute, transport=transport)
-    styles = {"": columns, "c": cp_mesh.OverlappedRowwise(transport=transport)}
+    columns = cp_mesh.tensor_parallel.OverlappedColwise("a", "b", recompute_all_gather=recompute, transport=transport)
+    styles = {"": columns, "c": cp_mesh.tensor_parallel.OverlappedRowwise(transport=transport)}
     for style in styles.values():
         style.src_data_rank = None  # every rank has made the same weights
     return cp_mesh.parallelize(Linears(), axis, styles)

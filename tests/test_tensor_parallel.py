@@ -37,13 +37,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cp_mesh import (
     ArgumentError,
     ContextParallel,
-    OverlappedColwise,
-    OverlappedRowwise,
     RankMismatchError,
     ShardedSequence,
     UnsupportedError,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     attention,
     check_mode,
     cross_entropy,
@@ -51,6 +47,7 @@ from cp_mesh import (
     sum_gradients,
 )
 from cp_mesh.comm.exchange import release, symmetric_memory_bytes
+from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 
 agreement, first_calls = room("agreement"), room("first_calls")
 column_linears = room("colwise")

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from cp_mesh import (
     ArgumentError,
     ContextParallel,
-    GatherOutput,
     ShardedModel,
     ShardedSequence,
     TiledMLP,
@@ -36,6 +35,7 @@ from cp_mesh import (
     sum_gradients,
     verify_model,
 )
+from cp_mesh.training import GatherOutput
 
 B, S, C = 2, 13, 8
 

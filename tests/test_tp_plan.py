@@ -27,16 +27,18 @@ from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Mask,
-    OverlappedColwise,
-    OverlappedRowwise,
     ShardedModel,
     ShardedSequence,
     UnsupportedError,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     cross_entropy,
     parallelize,
     sum_gradients,
+)
+from cp_mesh.tensor_parallel import (
+    OverlappedColwise,
+    OverlappedRowwise,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     tensor_parallel_plan,
 )
 

@@ -304,7 +304,7 @@ def checkpointed(rank: int, method: str = "auto", backend: str | None = None) ->
         return cp_mesh.attention(q * 2, k * 2, v * 2, mesh=axis, method=method) * 2
 
     block = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
-    selective = {"context_fn": cp_mesh.checkpoint_context_fn}
+    selective = {"context_fn": cp_mesh.training.checkpoint_context_fn}
     counts, gradients = {}, []
     for name, options in (("none", None), ("full", {}), ("selective", selective)):
         with recording(axis) as notes:

@@ -1,4 +1,4 @@
-"""What `cp_mesh.verify` compares with, and that a bug which one device has too is found in every dtype."""
+"""What `cp_mesh.tools.verify` compares with, and that a bug which one device has too is found in every dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from scripts import run_script
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, VerificationError
+from cp_mesh import Contiguous, Mask, Striped, UnsupportedError
+from cp_mesh.tools import VerificationError
 
 plan = room("call.plan")
 Dense, compare = inner("tools.verification.verify", "Dense", "_compare")
@@ -155,8 +156,8 @@ def verified(rank: int, bug: str, kernel: str, dtypes: Sequence[torch.dtype]) ->
     axis, words = mesh((2,), ("cp",)), {}
     for dtype in dtypes:
         call = partial(
-            cp_mesh.verify, axis, seq_len=384, num_heads=2, num_kv_heads=1, head_dim=32, dtype=dtype, kernel=kernel,
-            **BUGS[bug][0],
+            cp_mesh.tools.verify, axis, seq_len=384, num_heads=2, num_kv_heads=1, head_dim=32, dtype=dtype,
+            kernel=kernel, **BUGS[bug][0],
         )  # fmt: skip
         assert call().passed
         with planted(bug, kernel):
@@ -239,7 +240,7 @@ def test_errors_of_few_rows_may_scatter_and_no_head_hides(pool: Any, seq_len: in
 
 def rowless(rank: int, dtype: torch.dtype) -> bool:
     scores = {"bias": torch.randn(1, 4, 3, 3, generator=torch.Generator().manual_seed(0))}
-    return cp_mesh.verify(
+    return cp_mesh.tools.verify(
         mesh((4,), ("cp",)), layout=Contiguous(), seq_len=3, scores=scores, dtype=dtype, head_dim=8
     ).passed
 
@@ -251,7 +252,7 @@ def test_a_rank_may_have_no_rows(pool: Any, dtype: torch.dtype) -> None:
 
 def of_short_shards(rank: int) -> str:
     with pytest.raises(UnsupportedError) as refused:
-        cp_mesh.verify(mesh((2,), ("cp",)), mask=Mask(window=(0, 0)), seq_len=2, dtype=torch.float32)
+        cp_mesh.tools.verify(mesh((2,), ("cp",)), mask=Mask(window=(0, 0)), seq_len=2, dtype=torch.float32)
     return str(refused.value)
 
 

@@ -38,7 +38,6 @@ from cp_mesh import (
     ShardedModel,
     ShardedSequence,
     Striped,
-    VerificationError,
     ZigZag,
     cross_entropy,
     mixers,
@@ -46,6 +45,7 @@ from cp_mesh import (
     sum_gradients,
     verify_model,
 )
+from cp_mesh.tools import VerificationError
 
 S, B = 24, 2
 Kwargs = dict[str, Any]
@@ -148,7 +148,7 @@ class FlexCore(nn.Module):
         def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return q_idx >= kv_idx
 
-        mask = cp_mesh.create_block_mask(causal, None, None, S, S)
+        mask = cp_mesh.flex.create_block_mask(causal, None, None, S, S)
         out: Tensor = cp_mesh.flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
         return out
 

@@ -1,4 +1,4 @@
-"""`cp_mesh.warm_up`: what it runs, what it refuses, and on GPUs that nothing is compiled after it."""
+"""`cp_mesh.tools.warm_up`: what it runs, what it refuses, and on GPUs that nothing is compiled after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from inside import room
 from ranks import mesh
 
-from cp_mesh import ArgumentError, Mask, Striped, ZigZag, attention, balance, warm_up
+from cp_mesh import ArgumentError, Mask, Striped, ZigZag, attention, balance
+from cp_mesh.tools import warm_up
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 16, "batch": 2, "dtype": torch.float32}
 

@@ -13,7 +13,8 @@ from dense import make_qkv
 from ranks import mesh
 from torch import Tensor
 
-from cp_mesh import Balanced, Mask, Permuted, ZigZag, ZigZagDocuments, attention, balance
+from cp_mesh import Mask, ZigZag, attention, balance
+from cp_mesh.geometry import Balanced, Permuted, ZigZagDocuments
 
 B, H, K, S, D = 1, 2, 1, 16, 4
 FIRST, NEXT = np.repeat(np.arange(4), 4), np.repeat(np.arange(2), 8)  # documents of a batch and of the next one

@@ -416,8 +416,8 @@ def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor,
         refuse("k and v", "equal heads and lengths", both, "only the head dim may differ")
     if q.shape[2] != k.shape[2] and not decoding:
         hint = (
-            "pass seq_dim=1 for [B, S, H, D]; cp_mesh.decode takes few queries; leave cross-attention out of the plan,"
-            " with keys replicated over cp"
+            "pass seq_dim=1 for [B, S, H, D]; cp_mesh.inference.decode takes few queries; leave cross-attention out of "
+            "the plan, with keys replicated over cp"
         )
         got = q.shape[2], k.shape[2]
         refuse("q and k", "equal sequence lengths (self-attention)", got, hint, UnsupportedError)

@@ -3,9 +3,9 @@
 The first call of each kind (`first_calls`) is compared through the store with which the process group was made. That
 needs no collective: a rank that refuses its arguments writes its error to the store and raises, without waiting.
 
-Check mode compares every call, by a collective. It is on in `cp_mesh.verify`, inside ``with check_mode():``, and if the
-environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` also turn off the comparison of
-first calls. Values of the variable that are not in `WORDS` are refused, unless a `check_mode` is active.
+Check mode compares every call, by a collective. It is on in `cp_mesh.tools.verify`, inside ``with check_mode():``, and
+if the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` also turn off the comparison
+of first calls. Values of the variable that are not in `WORDS` are refused, unless a `check_mode` is active.
 """
 
 from __future__ import annotations

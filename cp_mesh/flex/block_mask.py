@@ -85,7 +85,7 @@ def read_mask(
             refuse("block_mask", "a whole mask", "a slice of one, block_mask[...]", hint)
         given = *block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths
     else:
-        hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
+        hint = "cp_mesh.flex.create_block_mask(mask_mod, B, H, S, S)"
         refuse("block_mask", "a mask of create_block_mask", type(block_mask).__name__, hint)
     batch, heads, length = sizes
     if given[0] not in (None, 1, batch) or given[1] not in (None, 1, heads) or set(given[2:]) != {length}:
@@ -132,7 +132,7 @@ def _check_blocks(
             all_of = torch.stack([x.all(-1).all(-1) for x in blocks], -1)
             alike = not (whole[:, :, i, : len(blocks)] & ~all_of).any()
         if not alike:
-            hint = "express the whole mask in mask_mod: cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
+            hint = "express the whole mask in mask_mod: cp_mesh.flex.create_block_mask(mask_mod, B, H, S, S)"
             refuse("block_mask", "blocks that follow from its mask_mod", "others", hint, UnsupportedError)
     _checked[block_mask] = key
 

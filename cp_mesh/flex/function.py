@@ -83,9 +83,9 @@ def flex_attention(
         score_mod: (score, b, h, q_idx, kv_idx) -> the new score, all scalars. score is scale · q·k in float32
             (float64), the indices are int64. torch must be able to trace it: no branch on values, no writes, no random
             numbers. None: the score is unchanged.
-        block_mask: from `cp_mesh.create_block_mask`, or a `BlockMask` from torch's function of the same name, built for
-            the whole sequence. Its mask_mod decides; blocks that contradict mask_mod are refused. None: every query
-            sees all keys. With ``sequence=`` given there, ranks are not sent shards that it hides from them.
+        block_mask: from `cp_mesh.flex.create_block_mask`, or a `BlockMask` from torch's function of the same name,
+            built for the whole sequence. Its mask_mod decides; blocks that contradict mask_mod are refused. None: every
+            query sees all keys. With ``sequence=`` given there, ranks are not sent shards that it hides from them.
         scale: factor on q·k; None: 1 / sqrt(D).
         enable_gqa: must be True if there are fewer kv heads than query heads, as in torch.
         return_lse: as in `cp_mesh.attention`.

@@ -5,3 +5,7 @@ masks. `block_table` and `survey` compute which rows of each rank see which keys
 this into tiles and stages, `varlen` turns documents into variable-length sequences. `balance` makes layouts for uneven
 masks. `host_tensors` caches what was computed from the content of a tensor.
 """
+
+from cp_mesh._names import lazy as _lazy
+
+__getattr__, __dir__, __all__ = _lazy(__name__)

@@ -204,7 +204,7 @@ def _refuse_in_capture(x: Tensor) -> None:
             "CUDA graph capture",
             "kernels that are compiled already",
             "a FlashAttention-4 call whose kernel is not compiled",
-            "run one forward and backward with these shapes before the capture, or cp_mesh.warm_up",
+            "run one forward and backward with these shapes before the capture, or cp_mesh.tools.warm_up",
             UnsupportedError,
         )
 

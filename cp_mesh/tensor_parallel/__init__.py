@@ -3,3 +3,7 @@
 Read `styles` (the public styles) and `plan` (which module gets which style). Then read `matmul` and `overlap`, which
 `colwise` and `rowwise` share, and `vocab_parallel`, which shards the vocabulary.
 """
+
+from cp_mesh._names import lazy as _lazy
+
+__getattr__, __dir__, __all__ = _lazy(__name__)

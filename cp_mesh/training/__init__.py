@@ -7,3 +7,7 @@ training step; `log_probs` is for other losses. `token_losses` and `compare_inpu
 mistakes in a training set-up. `probe` (with `widening`) compares the sharded model with the unsharded one on the first
 tokens of a batch.
 """
+
+from cp_mesh._names import lazy as _lazy
+
+__getattr__, __dir__, __all__ = _lazy(__name__)

@@ -39,8 +39,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from attention import PLAIN_FACTOR, Ranks, milliseconds  # noqa: E402
 from report import append, machine  # noqa: E402
 
-from cp_mesh import ShardedCache, ShardedSequence  # noqa: E402
+from cp_mesh import ShardedSequence  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
+from cp_mesh.inference import ShardedCache  # noqa: E402
 from cp_mesh.kernels.scores import Scores  # noqa: E402
 from cp_mesh.tools.verification.dense import dense_attention  # noqa: E402
 

@@ -49,8 +49,12 @@ from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
 
-from cp_mesh import OverlappedColwise, OverlappedRowwise, parallelize  # noqa: E402
-from cp_mesh.tensor_parallel import overlap  # noqa: E402
+from cp_mesh import parallelize  # noqa: E402
+from cp_mesh.tensor_parallel import (  # noqa: E402
+    OverlappedColwise,
+    OverlappedRowwise,
+    overlap,
+)
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),

@@ -328,7 +328,7 @@ class CPMeshVariant:
 
     @staticmethod
     def context_fn() -> Any:
-        return cp_mesh.checkpoint_context_fn()
+        return cp_mesh.training.checkpoint_context_fn()
 
     def loss_and_backward(self, tokens: Tensor, labels: Tensor, share_of_loss: ShareOfLoss) -> Tensor:
         labels = self.sequence.shard({"labels": labels})["labels"]

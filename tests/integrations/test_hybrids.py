@@ -34,12 +34,12 @@ from cp_mesh import (  # noqa: E402
     Contiguous,
     Striped,
     UnsupportedError,
-    VerificationError,
     ZigZag,
     sum_gradients,
     verify_model,
 )
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
+from cp_mesh.tools import VerificationError  # noqa: E402
 
 check_model = inner("families", "check_model")
 FUNCTIONS = inner("transformers.mixers", "FUNCTIONS")

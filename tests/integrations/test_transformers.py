@@ -616,7 +616,7 @@ CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "the model's own mask": ("llama", _own_mask, {}, "got or_masks"),
     "blocks of some rows": ("llama", _blocks, {}, "blocks: expected ids of 45 tokens, got 24"),
     "a cache": ("llama", lambda m, x: m(**x, use_cache=True), {}, "pass use_cache=False"),
-    "keys of before": ("llama", lambda m, x: m(**x, cache=object()), {}, "cp_mesh.decode reads sharded ones"),
+    "keys of before": ("llama", lambda m, x: m(**x, cache=object()), {}, "cp_mesh.inference.decode reads sharded ones"),
     "last logits": ("llama", lambda m, x: m(**x, logits_to_keep=1), {}, "logits_to_keep"),
     "weights": ("llama", lambda m, x: m(**x, output_attentions=True), {}, "output_attentions"),
     "tuples": ("llama", lambda m, x: m(**x, return_dict=False), {}, "return_dict=True"),

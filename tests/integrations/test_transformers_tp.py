@@ -178,7 +178,7 @@ def adapted(cp: Any, tp: Any) -> None:
 def twice(cp: Any, tp: Any) -> None:
     model = build("llama", "eager")
     model.set_attn_implementation("eager")
-    cp_mesh.parallelize(model, tp, cp_mesh.tensor_parallel_plan(model, tp))
+    cp_mesh.parallelize(model, tp, cp_mesh.tensor_parallel.tensor_parallel_plan(model, tp))
     parallelize(model, cp, tp=tp)
 
 

@@ -202,7 +202,7 @@ def _(parse_layout: Any) -> Any:
     def mutant(spec: str, index: Any = None) -> Any:
         if spec != "balanced":
             return parse_layout(spec, index)
-        from cp_mesh import Balanced
+        from cp_mesh.geometry import Balanced
 
         layout = object.__new__(Balanced)
         object.__setattr__(layout, "table", index)

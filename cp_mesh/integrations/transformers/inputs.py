@@ -21,7 +21,9 @@ COMPARED = (*ROWS, "attention_mask", "documents", "cu_seq_lens_q", "shift_labels
 _TAKEN = {*COMPARED, *PACKED, "position_ids", "labels", "num_items_in_batch"}
 _TAKEN |= {"output_hidden_states", "output_router_logits", "fused_lm_head"}
 _REFUSED = {
-    **dict.fromkeys(("cache", "past_key_values"), "a cache of this rank's rows; cp_mesh.decode reads sharded ones"),
+    **dict.fromkeys(
+        ("cache", "past_key_values"), "a cache of this rank's rows; cp_mesh.inference.decode reads sharded ones"
+    ),
     "use_cache": "pass use_cache=False: a cache would hold this rank's rows",
     "logits_to_keep": "leave it out: the last rows of a shard are not those of the sequence",
     "output_attentions": "leave it out: attention weights are never stored",

@@ -81,8 +81,8 @@ def parallelize(
         model: changed in place; its attention implementation becomes "cp_mesh".
         mesh: the cp axis, as in `ShardedSequence`.
         data: the ranks that hold distinct tokens, over which the loss is a mean; None: the ranks of ``mesh``.
-        tp: the tp axis, whose ranks hold the same tokens. `cp_mesh.tensor_parallel_plan` shards linears over it, and
-            each rank computes some heads. The loss is computed over shards of the vocabulary, in chunks of rows, so
+        tp: the tp axis, whose ranks hold the same tokens. `tensor_parallel_plan` shards linears over it, and each
+            rank computes some heads. The loss is computed over shards of the vocabulary, in chunks of rows, so
             ``logits`` is an argument for `cp_mesh.cross_entropy`; ``logits.whole()`` returns logits of local rows.
         linears: with ``tp``, mode, recompute_all_gather and transport of that plan.
         layout: the layout; "balanced" makes one for each batch of packed documents, and is zigzag for other batches.

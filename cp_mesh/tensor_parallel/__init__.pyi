@@ -1,0 +1,5 @@
+from cp_mesh.tensor_parallel.plan import tensor_parallel_plan as tensor_parallel_plan
+from cp_mesh.tensor_parallel.styles import OverlappedColwise as OverlappedColwise
+from cp_mesh.tensor_parallel.styles import OverlappedRowwise as OverlappedRowwise
+from cp_mesh.tensor_parallel.styles import VocabParallelEmbedding as VocabParallelEmbedding
+from cp_mesh.tensor_parallel.styles import VocabParallelHead as VocabParallelHead
