@@ -102,7 +102,7 @@ _STEP = {
     "--gpu-memory": option(float, "GiB", "of a GPU; adds the longest sequence that fits"),
     "--host-memory": option(float, "GiB", "of the host, for each GPU; default: as much as it takes"),
     "--recompute": {"choices": ("selective", "full"), "default": "selective", "help": "full: attention too"},
-    "--tiled-loss": {"action": "store_true", "help": "token_log_probs with weight="},
+    "--tiled-loss": {"action": "store_true", "help": "the loss is cross_entropy with weight="},
     "--mlp-rows": option(_TOKENS, text="tile_rows of TiledMLP"),
     "--offload-checkpoints": {"action": "store_true", "help": "Checkpointed(offload=True)"},
     "--offload-optimizer": {"action": "store_true", "help": "CPUOffloadPolicy of FSDP2"},

@@ -921,6 +921,12 @@ CASES: dict[str, Case] = {
     "tokens without a batch dim": refused(ARGUMENT, "tokens", "[B, S, ...], got (24,)", "tokens[None]")(
         lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence())})(torch.zeros(S, dtype=torch.int64))
     ),
+    "a length that changes": refused(ARGUMENT, "sequence length", "of 8, got 9", "at their end, labels with -100")(
+        lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence())})(torch.zeros(1, 9).long())
+    ),
+    "a length that changes, of several": refused(ARGUMENT, "expected 8, got 9", "leave length= out, and pad")(
+        lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence(length=8))})(torch.zeros(1, 9).long())
+    ),
     "an input that the model lacks": refused(ARGUMENT, "ShardedModel(Model)", "named 'ids'", "['tokens', 'positions']")(
         lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence(), inputs=("ids",))})
     ),

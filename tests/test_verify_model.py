@@ -1149,7 +1149,7 @@ SAID = {
         r"forward: layers\.0\.core, .* window or scores; its style in the plan has mask=Mask\(causal=True, "
         r"window=\(3, 0\)\): if the model's own code does not apply it, pass a make_reference= that does"
     ),
-    "windows of the plan, by probes": r"pass mask=, one for each layer; its style in the plan has .*make_reference=",
+    "windows of the plan, by probes": r"or documents, pass mask=, one for each layer.* has .*make_reference=",
 }
 
 

@@ -319,7 +319,8 @@ class ShardedSequence:
                 "sequence length",
                 f"a multiple of {multiple}",
                 length,
-                f"ShardedSequence(..., length={length}) pads it, and with pad=False shards it unequally",
+                f"ShardedSequence(..., length={length}) pads it, and with pad=False shards it unequally; "
+                "if lengths change, pad batches at their end, labels with -100",
             )
         return -(-length // multiple) * multiple
 
@@ -338,7 +339,7 @@ class ShardedSequence:
                 f"length of dim {dim}",
                 self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding",
                 x.shape[dim],
-                "pass the whole sequence, and shard it once",
+                "pass the whole sequence, and shard it once; if lengths change, leave length= out, and pad batches",
             )
         shape = list(x.shape)
         shape[dim] = seq_len - self.length

@@ -138,7 +138,7 @@ def _judge(
             return Finding(what, False, where=where, note="the token is in another document: packed documents leak")
         return Finding(what, False, where=where, note="the token is outside of the window of that position")
     where = f"logits at position {deaf_from} do not change with token {token}, which that position should see"
-    note = f"if attention has windows, pass mask=, one for each layer{of_styles(step)}"
+    note = f"if attention has windows or documents, pass mask=, one for each layer{of_styles(step)}"
     return Finding(what, False, where=where, note=note)
 
 
