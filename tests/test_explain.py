@@ -129,7 +129,7 @@ def test_kernel_and_what_was_passed_over() -> None:
     capped = str(explain(96, 3, scores={"softcap": 30.0}, **on_gpu))
     assert "kernel auto = triton; kernels rejected for what they lack:\n" in capped
     assert "cudnn" in capped and "scores with softcap" in capped
-    lacking = capped.partition("kernels rejected for what they lack:\n")[2].partition("\nmethod")[0].splitlines()
+    lacking = capped.partition("kernels rejected for what they lack:\n")[2].partition("\nowner")[0].splitlines()
     assert len(lacking) > 1 and all(re.fullmatch(r"  [a-z_\d, ]+: \S.*", line) for line in lacking)  # a reason a line
     assert "kernel auto = reference" in str(explain(96, 3, scores=["softcap", "sinks"]))
     named = explain(96, 3, mask=Mask(documents=DOCUMENTS), kernel="fa4", **on_gpu)

@@ -29,7 +29,6 @@ import test_blocks
 import test_boundaries
 import test_changing_layouts
 import test_checkpointed
-import test_choosing
 import test_clipping
 import test_copies
 import test_decoding
@@ -312,9 +311,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "outside of the plan": on(2, test_watching.found, "not", False, ("MHA",)),
     "outside of the plan, compiled": on(2, test_watching.found, "blocks in place", True, ("SDPA",)),
     "checkpoints in cores": of(test_styles.test_checkpoint_inside_a_core_is_refused, False),
-    "one choice": of(test_choosing.test_every_rank_and_pass_takes_the_same, "4/4", "ulysses", ""),
-    "the rule": alone((test_choosing.test_the_rule, ())),
-    "hosts": alone((test_choosing.test_hosts_are_counted, ("", range(8), []))),
     "allocations": of(test_allocations.test_formulas_are_what_is_allocated, "functional"),
     "release": test_symmetric_memory.test_release_gives_back_the_memory_of_groups_within_a_group,
     "decoding": on(

@@ -112,8 +112,7 @@ def attention(
             computed. "all_gather": in one stage, fetched while the local blocks are computed; fewest kernel calls.
             "ulysses": an all-to-all gives each rank some heads of the whole sequence; cp_size must divide the query
             heads. "hybrid": Ulysses within groups of ``ulysses_degree`` neighbouring cp ranks, a ring between groups.
-            "auto" picks "ring", "all_gather" or "ulysses" by a rule from measurements (`call/choose.py`); `explain`
-            reports which and why. It is "ring" on fewer than 8 ranks, on CPUs or several hosts, and with score terms.
+            "auto" is "ring"; docs/performance.md says where others were faster.
         kernel: "auto", "fa4", "cudnn", "fa2", "triton", "cpu_flash" or "reference".
             "auto" takes the first that supports the call; all ranks must have the same packages installed.
         transport: "auto", "functional" (collectives) or "symmetric_memory" (needs GPUs of one NVLink host; "auto" takes

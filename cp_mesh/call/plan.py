@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.choose import choose, ranks_by_host
 from cp_mesh.call.method import Plan, covers_of, stream_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, check_scores, check_tensors, make_scores
@@ -86,10 +85,7 @@ def make_plan(
         Operand(v.shape, v.dtype, v.device),
     )
     features = None if scores is None else scores.features
-    if options.method == "auto" and plans.num_hosts is None:
-        plans.num_hosts = len(ranks_by_host(group))
-    hosts = plans.num_hosts if options.method == "auto" else None
-    plan: Plan = resolve(contents, *shapes, features, seq_len, group.size(), group.rank(), hosts, options)
+    plan: Plan = resolve(contents, *shapes, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)
     if plan.reads_tensors:
@@ -119,7 +115,6 @@ def _resolve(
     seq_len: int,
     cp_size: int,
     cp_rank: int,
-    num_hosts: int | None,
     options: AttentionSpec,
 ) -> Plan:
     """The plan with scores without tensors. ``of_tensors``: the features of the scores with their tensors, if any."""
@@ -127,10 +122,6 @@ def _resolve(
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
     kind = options._replace(sources="some" if options.sources else ""), seq_len, heads
     options = options.with_scale(q.shape[3])
-    if options.method == "auto":
-        scored = bool(options.softcap) or of_tensors is not None
-        choice = choose(q, k, contents, scored, seq_len, cp_size, num_hosts or 0, options)
-        options = options._replace(method=choice.method)
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
     features = scores.features if of_tensors is None else of_tensors
     method = choose_method(options.method)
@@ -191,7 +182,6 @@ class Plans:
     def __init__(self) -> None:
         self.many = lru_cache(256, typed=True)(_resolve)
         self._few: dict[tuple[Any, ...], Plan] = {}
-        self.num_hosts: int | None = None  # None until a call asks
 
     def few(self, contents: tuple[Content | None, ...], *others: Any) -> Plan:
         """The plan for these contents, which holds their copies on the device."""

@@ -162,8 +162,8 @@ def _settle(
         refuse("layout", f"{layout} from its spec", parse_layout(spec), hint)
     factors = {name: _as_float(others.get(name)) for name in FACTORS}
     sizes = {name: others.get(name) or 0 for name in _COUNTS}
-    # A trace must know the sizes of kept tensors. In compiled code it knows them only for Ulysses: "auto" chooses at
-    # run time, and sizes in inner groups differ between ranks. DTensors keep nothing.
+    # A trace must know the sizes of kept tensors. In compiled code it knows only those of Ulysses: in inner groups they
+    # differ between ranks. DTensors keep nothing.
     keeps = graded and others.get("as_inputs", False) and (chosen == "ulysses" or not compiling)
     settled = {"deterministic": deterministic, "differentiable_lse": return_lse and graded, "keeps": keeps}
     return AttentionSpec(spec, mask, **others | factors | sizes | settled)

@@ -369,6 +369,13 @@ def _(method: Any) -> Any:
 # --- the transport
 plant = in_area("the transport")
 
+plant("rows that were fetched are held nowhere", "memory:_held_keys", "allocations")(
+    lambda keys: with_result(keys, lambda found: [0] * len(found))
+)
+plant("groups within a group keep their memory", "symmetric_memory:release", "release")(
+    lambda release: lambda group, within=(): release(group)
+)
+
 
 plant("a missing wait", "waiting:wait_for", "parity")(lambda wait_for: lambda started, *told: started)
 plant("NaN that arrives is taken for 0", "waiting:wait_for", "NaN")(

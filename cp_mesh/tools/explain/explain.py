@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from cp_mesh.call.choose import Choice
 from cp_mesh.call.methods import METHODS, choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, AttentionSpec, Operand, check_choice, check_sizes
 from cp_mesh.comm.exchange import TRANSPORTS
@@ -37,14 +36,12 @@ class Explanation:
     Attributes:
         found: figures of the requested layout and method.
         others: figures of other layouts and methods, for the same mask.
-        choice: the method that "auto" chooses, and why; None if the method was named.
         seq_len, cp_size, mask: the arguments.
         text: the whole text.
     """
 
     found: Variant
     others: list[Variant]
-    choice: Choice | None
     seq_len: int
     cp_size: int
     mask: Mask
@@ -134,7 +131,6 @@ def explain(
     >>> print(explain(16, 2, layout=ZigZag(), columns=16))
     zigzag layout, 16 tokens on 2 ranks, method ring, functional
     kernel auto = cpu_flash
-    method auto = ring: others were measured on GPUs in half precision alone
     owner 0000111111110000
     rank  rows  work  calls   stage 1
     0        8  1.00      2  8 from 1
@@ -197,11 +193,10 @@ def explain(
         seq_len, cp_size, mask, options, frozenset(features), of_heads(num_heads or num_kv_heads),
         of_heads(num_kv_heads), num_heads is not None, kernel, capability, transport, within, gpus_per_host,
     )  # fmt: skip
-    choice = setting.choose(layout, bool(scores)) if method == "auto" else None
-    found = setting.look_at(layout, choice.method if choice else method)
+    found = setting.look_at(layout, choose_method(method).name)
     others = list(_others(setting, found))
-    text = text_of(setting, found, others, choice, columns)
-    return Explanation(found, others, choice, seq_len, cp_size, mask, text)
+    text = text_of(setting, found, others, columns)
+    return Explanation(found, others, seq_len, cp_size, mask, text)
 
 
 def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:

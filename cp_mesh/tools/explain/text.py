@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from cp_mesh.call.choose import Choice
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners, sampled
 
@@ -15,10 +14,10 @@ FASTER = 0.97  # ratios between this and its inverse count as equal
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def text_of(setting: Setting, found: Variant, others: Sequence[Variant], choice: Choice | None, columns: int) -> str:
+def text_of(setting: Setting, found: Variant, others: Sequence[Variant], columns: int) -> str:
     """The whole text."""
     lines = [
-        *_head(setting, found, choice),
+        *_head(setting, found),
         *_owners(found.layout, setting.seq_len, setting.cp_size, columns),
         *_ranks(setting, found),
         *_alternatives(found, others),
@@ -27,7 +26,7 @@ def text_of(setting: Setting, found: Variant, others: Sequence[Variant], choice:
     return "\n".join(lines)
 
 
-def _head(setting: Setting, found: Variant, choice: Choice | None) -> list[str]:
+def _head(setting: Setting, found: Variant) -> list[str]:
     """Lines about layout, method and kernel."""
     kernel = f"kernel {setting.kernel}{f' = {found.kernel.name}' * (setting.kernel == 'auto')}"
     by_reason: dict[str, list[str]] = {}
@@ -40,8 +39,7 @@ def _head(setting: Setting, found: Variant, choice: Choice | None) -> list[str]:
     chunks = f", {found.chunks} head chunks" if found.chunks > 1 else ""
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
     first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
-    method = f"method auto = {choice.method}: {choice.why}" if choice else ""
-    lines = [first, kernel, *reasons, method]
+    lines = [first, kernel, *reasons]
     return [line for text in lines for line in wrapped(text)]
 
 

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_mesh.call.choose import Choice, choose
 from cp_mesh.call.method import as_one_tile
 from cp_mesh.call.methods import METHODS
 from cp_mesh.call.plan import choose_schedule, request_of
-from cp_mesh.call.spec import AttentionSpec, Operand, Tensors
+from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.balance import keys_seen
 from cp_mesh.geometry.block_table import Array
@@ -149,18 +148,6 @@ class Setting:
                 else:
                     pairs[rank] += self.seen[piece.values.numpy()].sum()
         return pairs / max(1.0, pairs.mean())
-
-    def choose(self, layout: Layout, scored: bool) -> Choice:
-        """The method that "auto" chooses; ``scored``: whether the call has any score option, sinks included."""
-        mask, hosts = self.mask, -(-self.cp_size // self.gpus_per_host)
-        tensors = Tensors.of(mask, layout)
-        options = self._call(layout)[0]._replace(transport=self.transport)
-        given = tensors, scored, self.seq_len, self.cp_size, hosts, options
-        found = choose(self.q, self.k, *given)
-        heads = self.q._replace(shape=type(self.q.shape)((1, self.cp_size, 1, 1)))  # for q and for k
-        if self.knows_heads or choose(heads, heads, *given).method == found.method:
-            return found
-        return found._replace(why=f"{found.why}; num_heads= may change it")
 
     def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
         """Compute the figures of a layout and method; ``degree`` 0: as requested, or as `cp_mesh.attention` chooses."""
