@@ -134,5 +134,7 @@ def torch_home() -> Path:
 
 
 def run(command: list[str], failure: str) -> None:
-    if subprocess.call(command) != 0:
-        sys.exit(failure)
+    """Run a command; print what it says only if it fails: pip warns of indexes even if all is well."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{done.stdout.decode(errors='replace')}{failure}")

@@ -17,6 +17,7 @@ from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "examples"))
+import environment  # noqa: E402
 import quickstart  # noqa: E402
 
 # 61 tokens: neither cp nor tp divides them.
@@ -108,6 +109,18 @@ def test_the_quick_start_prints_no_warnings(tmp_path: Path, monkeypatch: Any, ca
     printed = capfd.readouterr()
     assert "it/s" in printed.err and words_of(printed.err) == []
     assert [line for line in printed.out.splitlines() if line and line[0] != " "] == ["four ranks:", "one rank:"]
+
+
+def test_a_command_that_fails_says_why_and_one_that_works_nothing(capfd: Any) -> None:
+    warns = [
+        sys.executable,
+        "-c",
+        "import sys; print('an index is ignored', file=sys.stderr); sys.exit(int(sys.argv[1]))",
+    ]
+    environment.run([*warns, "0"], "pip could not install")
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(SystemExit, match="an index is ignored\npip could not install"):
+        environment.run([*warns, "1"], "pip could not install")
 
 
 @pytest.mark.full
