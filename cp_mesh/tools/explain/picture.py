@@ -15,7 +15,8 @@ from cp_mesh.tools.explain.variants import Variant, owners, sampled
 
 MASKED = -1
 COLORS = {"blue": "#56B4E9", "orange": "#E69F00", "green": "#009E73", "pink": "#CC79A7"}
-"""Colors of up to 4 ranks, here and in the pictures of docs/; distinct for colour-blind readers."""
+"""Colors of up to 4 ranks, here and in the pictures of docs/; distinct for colour-blind readers. More ranks have
+colors between them."""
 HIDDEN = "#EEEEEE"
 """Color of pairs that the mask hides."""
 
@@ -25,7 +26,7 @@ def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: 
     check_picture(path)
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import ListedColormap
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -36,9 +37,10 @@ def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: 
     owner = owners(variant.layout, seq_len, cp_size, position)
     stage = stages_of_pairs(variant, mask, owner, position)
     edges = 0, seq_len
-    few = cp_size <= len(COLORS)
-    ranks = ListedColormap([*COLORS.values()][:cp_size]) if few else colormaps["turbo"].resampled(cp_size)
-    shades = [*COLORS][:cp_size] if few else ["dark blue", "red"]
+    shades = [*COLORS][:cp_size]
+    ranks = LinearSegmentedColormap.from_list(
+        "ranks", [COLORS[name] for name in shades] * (1 + (cp_size == 1)), cp_size
+    )
     limits: dict[str, Any] = {"vmin": -0.5, "vmax": cp_size - 0.5, "extent": (*edges, 0, 1)}
     strip.imshow(owner[None], aspect="auto", cmap=ranks, interpolation="nearest", **limits)
     owners_of = f"rank 0 ({shades[0]})" + f" to {cp_size - 1} ({shades[-1]})" * (cp_size > 1)
