@@ -21,6 +21,7 @@ RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     "README.md",
     "docs/support.md",
+    "docs/kernels.md",
     "docs/performance.md",
     "docs/decoding.md",
     "docs/linears.md",
@@ -424,7 +425,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "training on 2 GPUs": lambda: turned(steps_table(read("training_2xh200.csv"))),
 }
 """Tables that stand in `DOCUMENTS`, by the name in their first line; `ASKED` has those that ask the code."""
-ASKED = {"support": "support_table", "supported": "supported_table"}
+ASKED = {"kernels": "kernel_table", "support": "support_table", "supported": "supported_table"}
 """Functions of capabilities.py, which needs PyTorch."""
 
 REGION = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
