@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, Striped, attention, check_mode
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, Striped, attention, check_mode, mixers
 from cp_mesh.geometry import Permuted
+from cp_mesh.training import document_sums
 
 agreement, first_calls = room("agreement"), room("first_calls")
 passes = room("passes")
@@ -678,3 +679,28 @@ def plan_again(rank: int) -> None:
 
 def test_a_new_plan_hears_of_nothing_before(pool: Any) -> None:
     pool(2).run(plan_again)
+
+
+def later(rank: int, what: str) -> None:
+    """Of two equal calls in check mode the second has other documents, or another shape, on one rank."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=16)
+    x = torch.randn(2, 8, 2, 4, dtype=torch.float64)
+    calls = {
+        "document_sums": lambda mask, n: document_sums(x[..., 0, 0], sequence=sequence, mask=mask),
+        "causal_conv1d": lambda mask, n: mixers.causal_conv1d(x.flatten(2), x[0, :, 0], sequence=sequence, mask=mask),
+        "gated_delta_rule": lambda mask, n: mixers.gated_delta_rule(
+            x, x, x, -x[..., 0].abs(), x[..., 0], sequence=sequence, mask=mask
+        ),
+        "gla, refused": lambda mask, n: mixers.gla(x, x[..., n:], x, sequence=sequence),
+        "unshard": lambda mask, n: sequence.unshard(x[..., n:]),
+    }
+    with check_mode():
+        for n in (0, rank):
+            calls[what](Mask(documents=torch.arange(16) // (4 + n)), n)
+
+
+@pytest.mark.parametrize("what", ["document_sums", "causal_conv1d", "gated_delta_rule", "gla, refused", "unshard"])
+def test_check_mode_compares_all_calls(pool: Any, what: str) -> None:
+    for rank, raised in enumerate(pool(2).run_expecting_error(later, what)):
+        refused = rank == 1 and "refused" in what
+        assert raised is not None and raised.type == ("ArgumentError" if refused else "RankMismatchError")

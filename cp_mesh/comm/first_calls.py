@@ -130,10 +130,14 @@ def agree_once(
 ) -> None:
     """Call `agree_first` for a kind that is new since the last plan over this group; one look-up for later calls.
 
+    In check mode every call over cp is compared, by a collective, which also carries the refusals of other ranks.
+
     Raises:
         RankMismatchError: as `agree`.
     """
-    if is_first(group, kind):
+    if axis == "cp" and checking(group):
+        require_agreement(group, fields())
+    elif is_first(group, kind):
         agree_first(group, kind, fields(), axis)
 
 

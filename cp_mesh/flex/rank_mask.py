@@ -121,7 +121,7 @@ def find_sources(
     if not isinstance(sequence, ShardedSequence):
         refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it has mesh and layout")
     group = sequence.mesh.get_group()
-    with refusing(group.group_name, in_check_mode=False):
+    with refusing(group.group_name):
         asked = _checked(mask_mod, batch, heads, length, sequence, group)
     kind = "create_block_mask", *asked.said.values()
     seen = _look(asked, group, kind)

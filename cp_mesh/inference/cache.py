@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cp_mesh._torch import untraced
 from cp_mesh.call.spec import check_tensors
-from cp_mesh.comm.agreement import checking, require_agreement
+from cp_mesh.comm.agreement import checking
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.errors import UnsupportedError, as_int, refuse
@@ -146,11 +146,9 @@ class ShardedCache:
                 hint = "call prefill first; for no prompt, make the cache with a ShardedSequence without length="
                 refuse("append", f"the {prompt} tokens of the sequence in the cache", "an empty cache", hint)
             self._check_room(self.length + num_new)
-        if checking(group := self.sequence.mesh.get_group()):
-            require_agreement(group, {"key": fingerprint(key), "value": fingerprint(value)})
-        else:
-            kind = "append", shape_of(key), shape_of(value)
-            agree_once(group, kind, lambda: dict(zip(("call", "key", "value"), kind, strict=True)))
+        told = fingerprint if checking(group := self.sequence.mesh.get_group()) else shape_of
+        kind = "append", told(key), told(value)
+        agree_once(group, kind, lambda: dict(zip(("call", "key", "value"), kind, strict=True)))
         if self.capacity is None:
             self._append_from_host(key, value)
         else:
