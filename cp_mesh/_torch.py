@@ -49,7 +49,11 @@ devices_of_group = attrgetter("_device_types")  # device types that its collecti
 SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"  # buffers shared by the ranks of a host
 symmetric_memory = partial(import_module, SYMMETRIC_MEMORY)
 active_ddp = DistributedDataParallel._get_active_ddp_module  # the wrapper whose forward is running
-comm_hooks = attrgetter("_comm_hooks")  # gradient reductions that a user of DistributedDataParallel registered
+
+
+def comm_hooks(wrapper: torch.nn.Module) -> Any:
+    """Return what reduces gradients in place of DistributedDataParallel or FSDP1, if the user registered it."""
+    return getattr(wrapper, "_comm_hooks", None) or getattr(wrapper, "_comm_hook", None)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_mesh
@@ -499,3 +500,49 @@ SAYS |= {"documents": SAYS["batch"]}
 def test_mistakes_of_later_steps(pool: Any, what: str, counts: bool, root: bool) -> None:
     found = pool(2).run(mistaken_later, what, counts, root)
     assert found[0] == found[1] and found[0] in {"ahead": [-1], "labels": range(5, 9)}.get(what, range(5, 7)), found
+
+
+def stepping(rank: int, how: str) -> list[str]:
+    """Warnings of five steps of a model whose gradients are averaged, or summed by hand."""
+    axis, tokens, critic = cp(), tokens_of(12), nn.Linear(1, 1)
+    sequence, model = ShardedSequence(axis), Model()
+    root = ShardedModel(sequence, positions=None, gather_output="gathered" in how)
+    run: nn.Module = cp_mesh.parallelize(model, axis, {"": root, "core": ContextParallel(sequence)})
+    if "FSDP1" in how:
+        each = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, nn.Embedding})} if "blocks" in how else {}
+        run = FullyShardedDataParallel(model, axis.get_group(), device_id=torch.device("cpu"), **each)
+    elif "hand" not in how:
+        fully_shard(model, mesh=axis)
+    steps = [torch.optim.SGD(x.parameters(), 0.1) for x in (critic, run)]
+
+    def step(number: int) -> None:
+        steps[1].zero_grad()
+        labels = next_tokens(tokens) if "gathered" in how else labels_of(tokens, axis)
+        for _ in range(2 if "counted" in how else 1):
+            if "gathered" in how:
+                loss = F.cross_entropy(run(tokens).flatten(0, 1), labels.flatten())
+            else:
+                count = 2 * cp_mesh.valid_tokens(labels, axis) if "counted" in how else None
+                loss = cp_mesh.cross_entropy(run(tokens), labels, axis, count=count)
+            loss.backward()
+        if "hand" in how and (number < 3 or "first" not in how):
+            reduce(model)
+        if "critic" in how:
+            critic(torch.ones(1, 1)).sum().backward()
+            steps[0].step()
+        steps[1].step()
+
+    return warned(lambda: [step(number) for number in range(5)])
+
+
+@pytest.mark.parametrize("how", ["counted", "a critic", "gathered", "FSDP1", "FSDP1, blocks"])
+@pytest.mark.quick(without="counted")
+def test_averages_are_told_of_once(pool: Any, how: str) -> None:
+    for said in pool(2).run(stepping, how):
+        assert len(said) == 1 and "averages gradients over its ranks" in said[0], said
+
+
+def test_gradients_that_nobody_sums_any_more(pool: Any) -> None:
+    assert pool(2).run(stepping, "by hand, a critic") == [[], []]
+    for error in raised(pool, 2, stepping, "by hand at first"):
+        assert UNREDUCED in error.message, error.message

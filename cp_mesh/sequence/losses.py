@@ -1,4 +1,4 @@
-"""Losses that ran while a model waits for its first optimizer step; `training/checks/gradients.py` reads them.
+"""Losses since the last optimizer step of each model; `training/checks/gradients.py` reads them.
 
 The state belongs to the process, not to a context: backwards and optimizers may run in other threads than forwards.
 """
@@ -8,103 +8,141 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from cp_mesh._torch import active_ddp
 from cp_mesh.comm.agreement import capturing
 
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 MOST = 1024
-"""Losses after which models wait no longer for a first step: perhaps no PyTorch optimizer steps them."""
+"""Losses after which a model waits no longer for a step: perhaps no PyTorch optimizer steps it."""
 LOOKS = 1024
 """Optimizer steps after which a model without gradients, such as a teacher, waits no longer."""
 
 
 @dataclass
+class Losses:
+    """Losses of `cross_entropy` before a step of a model.
+
+    Attributes:
+        meshes: their ranks, where they are known.
+        factors: gradients with which their backwards began, on the device.
+        counted: whether some had ``count=``, so that they are parts of one mean.
+        ran: whether any loss ran, in compiled code too.
+    """
+
+    meshes: list[DeviceMesh | dist.ProcessGroup] = field(default_factory=list)
+    factors: list[Tensor] = field(default_factory=list)
+    counted: bool = False
+    ran: bool = False
+
+    def forget(self) -> None:
+        vars(self).update(vars(Losses()))
+
+
+@dataclass
 class Planned:
-    """A model under a plan, until the first optimizer step that takes its gradients.
+    """A model under a plan. Its 1st, 2nd, 4th, 8th, ... optimizer step is checked.
 
     Attributes:
         cp, tp: the groups of its styles; tp only if it shards the model's rows.
         number: how many plans its group had before.
-        looks: optimizer steps that are left.
-        wrapper: the DistributedDataParallel in whose forward its attention was called, if any.
+        looks: optimizer steps without its gradients that are left before its first step.
+        steps: of ``optimizer``, the first one that took its gradients.
+        losses: since it had no gradients, of all models, as a loss does not tell which one it is of.
+        wrapper: the DistributedDataParallel or FSDP1 in whose forward its attention was called, if any.
         staged: a stage of torch.distributed.pipelining called it; such a stage may have no loss.
+        told: warnings of earlier steps.
     """
 
     cp: dist.ProcessGroup | None = None
     tp: dist.ProcessGroup | None = None
     number: int = 0
     looks: int = LOOKS
-    wrapper: weakref.ref[DistributedDataParallel] | None = None
+    steps: int = 0
+    optimizer: weakref.ref[Optimizer] | None = None
+    losses: Losses = field(default_factory=Losses)
+    wrapper: weakref.ref[nn.Module] | None = None
     staged: bool = False
+    told: set[str] = field(default_factory=set)
 
-
-@dataclass
-class Losses:
-    """Losses of `cross_entropy` since the last optimizer step.
-
-    Attributes:
-        meshes: their ranks, where they are known.
-        factors: gradients with which their backwards began, on the device.
-        ran: whether any loss ran, in compiled code too.
-    """
-
-    meshes: list[DeviceMesh | dist.ProcessGroup] = field(default_factory=list)
-    factors: list[Tensor] = field(default_factory=list)
-    ran: bool = False
+    @property
+    def is_due(self) -> bool:
+        """Whether its next step is checked."""
+        return (self.steps + 1).bit_count() == 1
 
 
 WAITING: weakref.WeakKeyDictionary[nn.Module, Planned] = weakref.WeakKeyDictionary()
-LOSSES = Losses()
 
 
-def note_loss(loss: Tensor, mesh: DeviceMesh | dist.ProcessGroup | None, factor: Tensor | None = None) -> None:
+def note_loss(
+    loss: Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup | None,
+    factor: Tensor | None = None,
+    counted: bool = False,
+) -> None:
     """Record a loss in eager mode.
 
     Args:
         loss: of this rank.
         mesh: its ranks; None if all cp ranks computed it alike, from gathered logits.
         factor: the gradient to record; None: the gradient of ``loss``.
+        counted: whether it had ``count=``.
     """
-    if WAITING and loss.requires_grad and not capturing():
-        LOSSES.ran = True
-        if len(LOSSES.factors) >= MOST:
-            WAITING.clear()
-            forget_losses()
-            return
-        if mesh is not None and all(mesh is not each for each in LOSSES.meshes):
-            LOSSES.meshes.append(mesh)
-        # a step reads it later, so that nothing waits for the device here
-        loss.register_hook(lambda grad: LOSSES.factors.append(grad.detach().clone() if factor is None else factor))
+    if not WAITING or not loss.requires_grad or capturing():
+        return
+    due = []
+    for module, planned in list(WAITING.items()):
+        planned.losses.ran = True
+        if len(planned.losses.factors) >= MOST:
+            del WAITING[module]
+        elif planned.is_due:
+            due.append(planned.losses)
+
+    def keep(grad: Tensor) -> None:  # a step reads it later, so that nothing waits for the device here
+        kept = grad.detach().clone() if factor is None else factor
+        for own in due:
+            own.ran, own.counted = True, own.counted or counted
+            own.factors.append(kept)
+            if mesh is not None and all(mesh is not each for each in own.meshes):
+                own.meshes.append(mesh)
+
+    if due:
+        loss.register_hook(keep)
 
 
 def note_compiled_backward() -> None:
     """Record that the backward of a loss ran, in compiled code too."""
-    if WAITING:
-        LOSSES.ran = True
+    for planned in WAITING.values():
+        planned.losses.ran = True
+
+
+def any_ran() -> bool:
+    """Return whether a loss ran since the last step of some model."""
+    return any(planned.losses.ran for planned in WAITING.values())
 
 
 def note_callers() -> None:
-    """Record, in a first call of attention, the wrapper or pipeline stage that called the model."""
-    frame = sys._getframe(1) if WAITING else None
+    """Record the wrapper or pipeline stage that calls the model, before a step that is checked."""
+    if not any(planned.is_due for planned in WAITING.values()):
+        return
+    wrapper: nn.Module | None = active_ddp()
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.pipelining."):
+        file = frame.f_globals.get("__name__", "")
+        if file.startswith("torch.distributed.pipelining."):
             for planned in WAITING.values():
                 planned.staged = True
             break
+        if file == _FSDP1:
+            wrapper = frame.f_locals.get("self", wrapper)
         frame = frame.f_back
-    if WAITING and (wrapper := active_ddp()) is not None:
+    if wrapper is not None:
         parts = {*wrapper.modules()}
         for module, planned in WAITING.items():
             planned.wrapper = weakref.ref(wrapper) if module in parts else planned.wrapper
-
-
-def forget_losses() -> None:
-    """Drop the losses after an optimizer step."""
-    LOSSES.ran = False
-    LOSSES.meshes.clear()
-    LOSSES.factors.clear()

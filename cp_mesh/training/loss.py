@@ -150,7 +150,7 @@ def _cross_entropy(
     divisor = valid if count is None else count
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if eager:
-        note_loss(share, None if is_whole(labels) else mesh)
+        note_loss(share, None if is_whole(labels) else mesh, counted=count is not None)
     return share
 
 

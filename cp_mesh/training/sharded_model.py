@@ -19,7 +19,7 @@ from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.sequence.losses import LOSSES
+from cp_mesh.sequence.losses import any_ran, note_callers
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
@@ -164,6 +164,7 @@ class ShardedModel(ParallelStyle):
     @announced
     def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Run the eager forward of a root with this rank's ``arguments``, and send its error to the other ranks."""
+        note_callers()
         token = ROOT.set(root)
         try:
             return self._run_watched(root, module, forward, arguments)
@@ -232,7 +233,7 @@ class ShardedModel(ParallelStyle):
         """Warn if a model gets the labels of its rows and returns a loss that is not `cp_mesh.cross_entropy`."""
         labelled = [name for name in self.inputs if PADDING.get(name) == -100 and arguments.get(name) is not None]
         loss = output if isinstance(output, Tensor) else _loss_of(output)
-        if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and not LOSSES.ran:
+        if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and not any_ran():
             warn(
                 f"the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
                 "mean over these rows, with labels that it may shift within the shard. Expected this rank's share of "

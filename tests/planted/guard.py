@@ -61,14 +61,14 @@ plant(
 )(lambda gather: lambda self, x, dim=1: self.unshard(x, dim))
 
 
-plant("a loss is that of every later model", "sequence.losses:forget_losses", "models in turn")(nothing())
+plant("a loss is that of every later model", "gradients:_forget", "models in turn")(nothing())
 plant("tokens are not compared in a first call", "cuts:told_of_tokens", "tokens without a root")(nothing({}))
 plant("a word that nobody read stays in the store", "store_messages:_take_back", "words in the store")(nothing())
 plant("an optimizer in the backward comes after it", "gradients:_check", "gradients of a step")(
-    lambda check: lambda module, planned, graded, inside: check(module, planned, graded, False)
+    lambda check: lambda *given: check(*given[:-1], False)
 )
 plant("each of the accumulated losses counts alone", "gradients:_is_averaged", "gradients of a step")(
-    lambda is_averaged: lambda num_ranks: any(factor <= 1 for factor in inner("sequence.losses", "LOSSES").factors)
+    lambda is_averaged: lambda losses, num_ranks: any(factor <= 1 for factor in losses.factors)
 )
 plant("a first call waits longer than its group", "_torch:timeout_of", "patience")(
     lambda timeout_of: lambda *given: 4 * timeout_of(*given)

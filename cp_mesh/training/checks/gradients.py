@@ -1,4 +1,4 @@
-"""Check how gradients are reduced, once for each model, before the first optimizer step that uses them.
+"""Check how gradients are reduced, before the 1st, 2nd, 4th, 8th, ... optimizer step of each model.
 
 The loss of a rank is a share of a sum, so gradients must be summed over the ranks of the loss. FSDP2 and
 DistributedDataParallel show over which ranks they reduce, and whether they average. If neither is used, or neither
@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_mesh._torch import backward_number, comm_hooks, ranks_of_fsdp
@@ -26,7 +28,7 @@ from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.cuts import Cuts
-from cp_mesh.sequence.losses import LOSSES, WAITING, Planned, forget_losses
+from cp_mesh.sequence.losses import WAITING, Losses, Planned
 from cp_mesh.training.loss import groups_of, ranks_of
 from cp_mesh.training.style_helpers import SUMS, gathers
 
@@ -41,15 +43,15 @@ _hooked: list[Any] = []
 def watch_first_step(
     module: nn.Module, cp: dist.ProcessGroup | None = None, tp: dist.ProcessGroup | None = None, rows: bool = True
 ) -> None:
-    """Check the gradients of ``module`` before the first optimizer step that uses them.
+    """Check the gradients of ``module`` before its first optimizer step, and again before each 2^n-th.
 
     Args:
         module: the model, or the part of it that has a plan.
         cp, tp: the process groups of the plan's styles.
         rows: whether the styles over tp shard rows.
     """
-    forget_losses()
-    planned = WAITING.get(module, Planned())
+    before = WAITING.get(module)
+    planned = Planned() if before is None else Planned(before.cp, before.tp)
     for group in (cp, tp):
         if group is not None:
             planned.number = look_again(group)
@@ -66,26 +68,40 @@ def watch_first_step(
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or not WAITING or capturing():
         return
-    # to load a checkpoint, PyTorch creates the optimizer's state by a step with lr 0, which changes nothing
     inside = backward_number() != -1
-    if all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups):
-        if not inside:
-            forget_losses()
-        return
-    held = {id(x) for part in optimizer.param_groups for x in part["params"]}
+    # to load a checkpoint, PyTorch creates the optimizer's state by a step with lr 0, which changes nothing
+    idle = all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups)
+    held: set[int] = set()
     for module, planned in list(WAITING.items()):
+        clock = None if planned.optimizer is None else planned.optimizer()
+        if clock is not None and (clock is not optimizer or (not planned.is_due and not idle)):
+            if clock is optimizer:
+                planned.steps += 1
+                _forget(planned)
+            continue
+        held = held or {id(x) for part in optimizer.param_groups for x in part["params"]}
         graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
         taken = {name: x for name, x in graded.items() if id(x) in held}
-        planned.looks -= 1
-        if not taken and planned.looks > 0:
-            continue
-        del WAITING[module]
-        if WAITING and planned.cp is not None:
-            state_of(planned.cp, Cuts).done = False  # the next loss may belong to another waiting model
-        # in a backward, gradients of other optimizers' parameters may not be complete yet
-        _check(module, planned, taken if inside or not taken else graded, inside)
-    if not inside:
-        forget_losses()
+        if taken and not idle:
+            planned.steps, planned.optimizer = planned.steps + 1, ref(optimizer)
+            if planned.cp is not None and any(each.steps == 0 for each in WAITING.values()):
+                state_of(planned.cp, Cuts).done = False  # the next loss may belong to another waiting model
+            # in a backward, gradients of other optimizers' parameters may not be complete yet
+            _check(module, planned, taken if inside else graded, inside)
+            _forget(planned)
+        elif taken and not inside:
+            planned.losses.forget()
+        elif not idle and planned.steps == 0:
+            planned.looks -= 1
+            if planned.looks <= 0:
+                del WAITING[module]
+
+
+def _forget(stepped: Planned) -> None:
+    """Forget the losses of a model that stepped, and of models without gradients, of which no loss ran backward."""
+    for module, planned in WAITING.items():
+        if planned is stepped or (planned.losses.ran and all(x.grad is None for x in module.parameters())):
+            planned.losses.forget()
 
 
 def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], inside: bool) -> None:
@@ -105,49 +121,67 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
         _compare_norms(tp, planned, {name: x for name, x in graded.items() if not _over(tp, [x])}, over_tp=True)
     if cp is None or not graded or turned_off(cp):
         return
-    if not LOSSES.ran and not gathers(module) and not planned.staged:
-        warn(
+    gathered, losses = gathers(module), planned.losses
+    if not losses.ran and not gathered and not planned.staged:
+        _warn_once(
+            planned,
             "an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
             "be its share of a sum over all ranks, not the mean of its own rows: cross_entropy(logits, labels, data), "
-            "or the sum of its losses / the valid tokens of all ranks"
+            "or the sum of its losses / the valid tokens of all ranks",
         )
-    meshes = {tuple(ranks_of(mesh)): mesh for mesh in LOSSES.meshes}
+    meshes = {tuple(ranks_of(mesh)): mesh for mesh in losses.meshes}
     # with gathered logits all cp ranks compute the same loss; compiled code does not note its mesh
-    of_loss, mesh = next(iter(meshes.items())) if len(meshes) == 1 and not gathers(module) else ((), None)
-    wrapper = None if planned.wrapper is None else planned.wrapper()
-    if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
+    of_loss, mesh = next(iter(meshes.items())) if len(meshes) == 1 and not gathered else ((), None)
+    wrapper: Any = None if planned.wrapper is None else planned.wrapper()
+    parts = {kind: part for part in module.modules() for kind in _WRAPPERS if isinstance(part, kind)}
+    wrapper = wrapper or parts.get(FullyShardedDataParallel)
+    if (fsdp := parts.get(FSDPModule)) is not None:
         ranks = sorted(ranks_of_fsdp(fsdp))
-        averages = _is_averaged(len(ranks)) if LOSSES.ran else planned.staged
+        averages = _is_averaged(losses, len(ranks)) if losses.ran else planned.staged or gathered
         if averages and not hasattr(fsdp, SUMS):
-            _warn_of_averages("fully_shard", len(ranks), "model) after fully_shard")
+            _warn_of_averages(planned, "fully_shard", len(ranks), "call cp_mesh.sum_gradients(model) after fully_shard")
         _check_ranks(planned, ranks, of_loss, graded, "fully_shard", "mesh=")
     elif wrapper is not None and not inside:
-        ranks = dist.get_process_group_ranks(wrapper.process_group)
-        if LOSSES.ran and _is_averaged(len(ranks)) and not comm_hooks(wrapper):
-            _warn_of_averages("DistributedDataParallel", len(ranks), "ddp_model)")
-        _check_ranks(planned, ranks, of_loss, graded, "DistributedDataParallel", "process_group=")
-    elif not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+        ranks, name = dist.get_process_group_ranks(wrapper.process_group), type(wrapper).__name__
+        is_ddp = isinstance(wrapper, DistributedDataParallel)
+        averages = _is_averaged(losses, len(ranks)) if losses.ran else gathered
+        if averages and not comm_hooks(wrapper):
+            call = "cp_mesh.sum_gradients(ddp_model)" if is_ddp else "fully_shard, then cp_mesh.sum_gradients(model)"
+            _warn_of_averages(planned, name, len(ranks), f"call {call}")
+        if is_ddp:  # FSDP1 may have a second group, of its replicas
+            _check_ranks(planned, ranks, of_loss, graded, name, "process_group=")
+    else:
         for group in [cp] if mesh is None else groups_of(mesh):
             _compare_norms(group, planned, graded)
 
 
-def _warn_of_averages(by: str, num_ranks: int, call: str) -> None:
-    warn(
-        f"{by} averages gradients over its ranks, while losses of cp_mesh.cross_entropy are shares of a sum: "
-        f"call cp_mesh.sum_gradients({call}, or multiply the loss by {num_ranks}"
+_WRAPPERS = FSDPModule, FullyShardedDataParallel
+
+
+def _warn_of_averages(planned: Planned, by: str, num_ranks: int, hint: str) -> None:
+    _warn_once(
+        planned,
+        f"{by} averages gradients over its ranks, while losses of cp_mesh.cross_entropy, and of gathered outputs, are "
+        f"shares of a sum: {hint}, or multiply the loss by {num_ranks}",
     )
 
 
-def _is_averaged(num_ranks: int) -> bool:
+def _warn_once(planned: Planned, text: str) -> None:
+    if text not in planned.told:
+        planned.told.add(text)
+        warn(text)
+
+
+def _is_averaged(losses: Losses, num_ranks: int) -> bool:
     """Whether the mean of gradients over this number of ranks is too small, since no loss was scaled up.
 
     Trainers compensate for the mean by a factor on the loss, the number of ranks: on each accumulated loss or in total.
     """
-    factors = [x.item() for x in LOSSES.factors]
+    factors = [x.item() for x in losses.factors]
     total = sum(factors)
     plain = all(x == 1 for x in factors)
     # without factors, as in compiled code, nothing is known
-    return bool(factors) and (total < 1 + _APART or (plain and abs(total - num_ranks) > _APART))
+    return bool(factors) and (total < 1 + _APART or (plain and (losses.counted or abs(total - num_ranks) > _APART)))
 
 
 def _check_ranks(
@@ -170,7 +204,7 @@ def _check_ranks(
         refuse("gradients", f"a sum over the ranks of cross_entropy, {sorted(wanted)}", got, hint)
     expected, got = f"a mean over the ranks that {by} reduces over, {ranks}", f"one over ranks {sorted(wanted)}"
     hint = "give cross_entropy the mesh of all ranks with other tokens"
-    if any(x.item() != 1 for x in LOSSES.factors):  # a factor on the loss may correct this
+    if any(x.item() != 1 for x in planned.losses.factors):  # a factor on the loss may correct this
         warn(describe("cross_entropy", expected, got, hint))
         return
     refuse("cross_entropy", expected, got, hint)
@@ -212,10 +246,12 @@ def _compare_norms(
         "weights": {name: _norm(x.detach()) for name, x in graded.items()},
         "samples": {name: _norm(_some(x.detach())) for name, x in graded.items()},
     }
-    topic = f"gradients {planned.number}{' over tp' * over_tp}"
+    topic = f"gradients {planned.number} {planned.steps}{' over tp' * over_tp}"
     if answers := compare_step(group, topic, {field: json.dumps(norms) for field, norms in own.items()}):
         decide = _decide_over_tp if over_tp else _decide
         decide([*graded], [{field: json.loads(x[field]) for field in own} for x in answers.values()])
+    else:
+        planned.cp = planned.tp = None  # do not wait again
 
 
 Norms = list[dict[str, dict[str, float]]]
