@@ -450,6 +450,21 @@ def test_labels_that_are_right(pool: Any) -> None:
         assert "labels equal the tokens of their rows, which suits masked tokens; for next tokens, shift" in said
 
 
+def labels_of_later_tokens(rank: int, shift: int) -> list[str]:
+    """What is warned of in the striped layout, where the token three places on is the next row of the same rank."""
+    sequence, whole = ShardedSequence(mesh((3,), ("cp",)), Striped()), tokens_of(312)
+    labels = torch.cat([whole[:, shift:], torch.full_like(whole[:, :shift], -100)], 1)
+    own, model = sequence.shard({"labels": labels})["labels"], parallel(sequence)
+    return warned(lambda: cp_mesh.cross_entropy(model(whole), own, sequence.mesh))
+
+
+def test_labels_of_later_tokens(pool: Any) -> None:
+    assert pool(3).run(labels_of_later_tokens, 1) == [[]] * 3
+    for shift in (2, 3):
+        for said in pool(3).run(labels_of_later_tokens, shift):
+            assert len(said) == 1 and f"labels are tokens {shift} places after their rows" in said[0], said
+
+
 def batches_ahead(rank: int, other: int) -> None:
     """The batch of a loader that has cut the next one, of another length; then rows that nobody cut."""
     sequence = ShardedSequence(mesh((3,), ("cp",)))

@@ -16,6 +16,9 @@ LEAST_KNOWN = 4
 """Labels that must match other rows before they are refused: fewer may be equal by chance."""
 _MOST = 0.9
 """Share of valid labels above which unshifted labels are refused: with fewer, masked-token training is possible."""
+_LATER = 8
+"""Most places by which labels of later tokens are shifted, as in multi-token prediction."""
+_SHIFT_ONCE = "shift the whole labels by one, and then shard them"
 _SHIFT = "shift the whole labels and then shard them: the token after a shard's last row is another rank's"
 _CUT = 'cut them with sequence.shard({"labels": labels}), not by chunk or another layout'
 _WHOLE = 'for gathered logits take F.cross_entropy, or cross_entropy over mesh["dp"], without the cp ranks'
@@ -104,6 +107,10 @@ def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens, scores: bool) 
 
     if are(tokens.rows(1, fill=ignore_index)):
         return None
+    # in the striped layout these may also be labels that were shifted after sharding, which look alike
+    if later := next((shift for shift in range(2, _LATER + 1) if are(tokens.rows(shift, fill=ignore_index))), 0):
+        warn(f"labels are tokens {later} places after their rows, as for a later head; for next tokens {_SHIFT_ONCE}")
+        return None
     local = tokens.rows(0, fill=ignore_index)
     if are(torch.cat([local[:, 1:], torch.full_like(local[:, :1], ignore_index)], 1)):
         return "the next tokens within this rank's shard", _SHIFT
@@ -111,10 +118,9 @@ def _of_others(labels: Tensor, ignore_index: int, tokens: Tokens, scores: bool) 
         if layout != tokens.layout and are(tokens.rows(1, layout, fill=ignore_index)):
             return f"the labels of {layout.spec()} rows, beside tokens in {tokens.layout.spec()}", _CUT
     if are(local):
-        mends = "shift the whole labels by one, and then shard them"
         if not scores and (labels != ignore_index).double().mean() > _MOST:
-            return "the tokens themselves, not the next ones", mends
-        warn(f"labels equal the tokens of their rows, which suits masked tokens; for next tokens, {mends}")
+            return "the tokens themselves, not the next ones", _SHIFT_ONCE
+        warn(f"labels equal the tokens of their rows, which suits masked tokens; for next tokens, {_SHIFT_ONCE}")
         return None
     for rank in range(len(tokens.ranks)):
         if rank != tokens.rank and are(tokens.rows(1, rank=rank, fill=ignore_index)):
