@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -256,3 +257,19 @@ def test_a_count_that_is_given(pool: Any) -> None:
         torch.testing.assert_close(mean, total / (labels != IGNORED).sum())
         for share in given:
             torch.testing.assert_close(share, 2 * total / 7)
+
+
+def miscounted(rank: int, count: Any) -> None:
+    logits, labels = labelled(torch.float64)
+    if isinstance(count, str) and count:
+        count = 20.0 + rank if count == "by rank" else torch.tensor(20 + rank)
+    cross_entropy(logits, labels, dist.new_group(), count=count, ignore_index=IGNORED)
+
+
+COUNTS = [-7, 0, torch.tensor(0), torch.tensor(-1.0), math.nan, math.inf, "", [], torch.ones(3), "by rank", "of a rank"]
+
+
+@pytest.mark.parametrize("count", COUNTS, ids=str)
+def test_counts_that_divide_nothing(pool: Any, count: Any) -> None:
+    for error in pool(2).run_expecting_error(miscounted, count):
+        assert error is not None and "cross_entropy: count: expected" in error.message, error

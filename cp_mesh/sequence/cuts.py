@@ -19,7 +19,7 @@ from cp_mesh._torch import FakeTensor, world
 from cp_mesh.comm.agreement import capturing, turned_off
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.group_state import groups_with, state_of, states_of_all
-from cp_mesh.errors import refuse
+from cp_mesh.errors import describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import TENSORS, Mask
@@ -165,14 +165,17 @@ def is_cut(x: Tensor, group: dist.ProcessGroup) -> bool:
     return torch.equal(own, x) and bool((own != own[:1, :1]).any())
 
 
-def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what: str) -> None:
+def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what: str, has_length: bool) -> None:
     """Refuse attention over rows other than those sharded last, where no root and no length define them.
+
+    Of a sequence with a length, warn of another layout: rows of several sequences may have several.
 
     Args:
         group: the cp group.
         rows: of this rank; None for a DTensor, which knows its rows.
         layout: of the call.
         what: the calls, for messages.
+        has_length: whether the sequence has a length.
 
     Raises:
         ArgumentError: on this rank.
@@ -181,9 +184,12 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
     if not own.last or rows is None or size == 1:
         return
     cuts = {(each.shard_len(length, size, group.rank()), each.spec()) for each, length in own.last}
-    if (rows, layout.spec()) not in cuts:  # a loader may be ahead, or there may be several sequences
+    expected = ", or ".join(f"{cut} in {spec}" for cut, spec in sorted(cuts))
+    if has_length and layout.spec() not in {spec for _, spec in cuts}:
+        hint = "give the plan the sequence that shards the batch"
+        warn(describe(what, f"a layout in which tensors were sharded before, {expected}", layout.spec(), hint))
+    if not has_length and (rows, layout.spec()) not in cuts:  # a loader may be ahead, or there may be several sequences
         hint = "set the length of this sequence, ShardedSequence(..., length=), which defines its rows"
-        expected = ", or ".join(f"{cut} in {spec}" for cut, spec in sorted(cuts))
         refuse(what, f"rows that were sharded before, {expected}", f"{rows} in {layout.spec()}", hint)
 
 

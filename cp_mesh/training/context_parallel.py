@@ -237,9 +237,10 @@ class ContextParallel(ParallelStyle):
             module, reach = call.stated
             check_scores_stated(module, call.scores)
             check_reach(type(module).__name__, reach, mask, self.sequence.length or rows)
-            if call.given["of_root"] and not torch.compiler.is_compiling() and ROOT.get() is None:
+            if not torch.compiler.is_compiling() and ROOT.get() is None:
                 what, group = f"ContextParallel({type(module).__name__})", self.sequence.mesh.get_group()
-                check_rows(group, None if whole else query.shape[-2], call.given["layout"], what)
+                rows = None if whole else query.shape[-2]
+                check_rows(group, rows, call.given["layout"], what, not call.given["of_root"])
         _check_heads(query, key, enable_gqa)
         given = call.given | {"scale": scale, "dropout_p": dropout_p}
         if over_tp is None:

@@ -6,6 +6,8 @@ the sum of losses over the ranks is the loss of a single device, and the sum of 
 """
 
 from dataclasses import dataclass
+from math import inf
+from numbers import Real
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ class _Said:
 
     Attributes:
         found: an error of this rank's labels, for the next sum.
-        numbers: of the last sum, on the host: ranks with wrong labels, and the digests of `cuts.apart`.
+        numbers: of the last sum, on the host: ranks with wrong labels; 0 if batches, and counts, are equal.
         ready: when a GPU has copied them.
     """
 
@@ -70,8 +72,8 @@ def cross_entropy(
             `ShardedSequence.shard`.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
         ignore_index: the label of tokens without a loss.
-        count: the divisor of the sum, equal on all ranks, such as the valid tokens of several micro-batches; 0 divides
-            by 1. None: the valid tokens of this call over ``mesh``.
+        count: the divisor of the sum, equal on all ranks, such as the valid tokens of several micro-batches; 0, if no
+            token is valid, divides by 1. None: the valid tokens of this call over ``mesh``.
         weight, bias, temperature: of the last linear, as in `token_log_probs`.
         label_smoothing: the share of the target that is 1 / V for each token, from 0 to 1, as in `F.cross_entropy`.
             This and the next are equal on all ranks.
@@ -118,6 +120,8 @@ def _cross_entropy(
     *options: Any,
 ) -> Tensor:
     try:
+        if not torch.compiler.is_compiling():
+            _check_count(count)
         losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
     except (ArgumentError, UnsupportedError) as error:
         if not torch.compiler.is_compiling():
@@ -145,13 +149,27 @@ def _cross_entropy(
         if found is not None:
             state_of(groups[0], _Said).found = found
     if count is None or first:
-        valid = _sum_over(mesh, valid, "cross_entropy", first)
+        valid = _sum_over(mesh, valid, "cross_entropy", first, count if first else None)
+        if first and count is not None:  # equal on all ranks now, so that all refuse it or none
+            _check_count(float(count), int(valid))
     share = losses().sum()
     divisor = valid if count is None else count
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if eager:
         note_loss(share, None if is_whole(labels) else mesh, counted=count is not None)
     return share
+
+
+def _check_count(count: Any, valid: int = 0) -> None:
+    """Refuse a divisor that is no number from 0 on, and 0 with valid tokens. Only first losses read a tensor."""
+    is_tensor = isinstance(count, Tensor)
+    good = (
+        count.numel() == 1 if is_tensor else isinstance(count, Real) and 0 <= count < inf and bool(count or not valid)
+    )
+    if count is not None and not good:
+        got = f"a tensor of shape {tuple(count.shape)}" if is_tensor else repr(count)
+        hint = "pass valid_tokens of all micro-batches over the mesh, or leave it out"
+        refuse("cross_entropy: count", f"a number above 0, the divisor of {valid or 'all'} tokens", got, hint)
 
 
 def _tell_of(error: Exception, mesh: DeviceMesh | dist.ProcessGroup, *given: Any) -> None:
@@ -197,8 +215,10 @@ def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore
     return _sum_over(mesh, (labels != ignore_index).sum(), "valid_tokens")
 
 
-def _sum_over(mesh: DeviceMesh | dist.ProcessGroup, valid: Tensor, function: str, now: bool = False) -> Tensor:
-    """Sum valid tokens over all ranks; the same all-reduces find wrong labels of some rank, and batches that differ.
+def _sum_over(
+    mesh: DeviceMesh | dist.ProcessGroup, valid: Tensor, function: str, now: bool = False, count: Any = None
+) -> Tensor:
+    """Sum valid tokens over all ranks; the all-reduces also find wrong labels, and batches and counts that differ.
 
     The host reads what they found when it does not wait for the device: ``now``, on the CPU, or in the next sum.
     """
@@ -209,8 +229,11 @@ def _sum_over(mesh: DeviceMesh | dist.ProcessGroup, valid: Tensor, function: str
         _judge(said)
         if said.found is not None:
             leave_word(f"{type(said.found).__name__}: {said.found}".removeprefix("ArgumentError: "))
-        wrong = torch.full_like(valid, said.found is not None)
-        valid = torch.stack([valid, wrong, apart({*ranks_of(mesh)}, valid.device)])
+        wrong, counts, ranks = torch.full_like(valid, said.found is not None), torch.zeros_like(valid), ranks_of(mesh)
+        if count is not None:  # its bits, times a factor of the rank; the sum of factors is 0, as in `apart`
+            bits = torch.as_tensor(count, dtype=torch.float64, device=valid.device).reshape(()).view(torch.int64)
+            counts = bits * (ranks.index(dist.get_rank()) or -len(ranks) * (len(ranks) - 1) // 2)
+        valid = torch.stack([valid, wrong, apart({*ranks}, valid.device), counts])
     for group in groups:
         summed = funcol.all_reduce(valid, "sum", group.group_name)
         valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
@@ -229,11 +252,14 @@ def _judge(said: _Said) -> None:
         return
     if said.ready is not None:
         said.ready.synchronize()
-    (wrong, differ), found = said.numbers.tolist(), said.found
+    (wrong, differ, counts), found = said.numbers.tolist(), said.found
     said.numbers = said.ready = None
     if wrong:
         said.found = None
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
+    if counts:
+        hint = "valid_tokens gives it over all ranks of the mesh"
+        refuse("cross_entropy: count", "the same on all ranks", "others on some", hint, RankMismatchError)
     if differ:
         what, got = "the same tokens and documents on all ranks of a cp group", "others on some since the last loss"
         hint = "seed data by dp rank, not by rank; check_mode() names the ranks that differ, in every call"
