@@ -19,6 +19,7 @@ from model import Model as Decoder
 from model import overlapped_plan
 from ranks import mesh
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -477,6 +478,25 @@ def test_rows_that_were_not_cut(pool: Any) -> None:
     pool(3).run(batches_ahead, 0)
     for error in raised(pool, 3, batches_ahead, 2):
         assert "expected rows that were sharded before, 110 in zigzag, or 112 in zigzag, got 108" in error.message
+
+
+def without_a_plan(rank: int, how: str) -> list[str]:
+    """What a first step warns of, without any plan, or with one in another layout than that of the tokens."""
+    axis = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("cp",))  # nobody had a plan over it
+    sequence, model = ShardedSequence(axis, length=318), Model()
+    if how != "no plan":
+        other = ShardedSequence(axis, Contiguous(), length=318) if how == "another layout" else sequence
+        cp_mesh.parallelize(model, axis, {"core": ContextParallel(other)})
+    batch = sequence.shard({"tokens": tokens_of(318), "labels": next_tokens(tokens_of(318))})
+    return warned(lambda: cp_mesh.cross_entropy(model(batch["tokens"]), batch["labels"], axis).backward())
+
+
+def test_a_plan_that_is_not_of_the_tokens(pool: Any) -> None:
+    says = {"no plan": "nothing mixed them", "another layout": "a layout in which tensors were sharded before, 106"}
+    for how, text in says.items():
+        for said in pool(3).run(without_a_plan, how):
+            assert len(said) == 1 and text in said[0], said
+    assert pool(3).run(without_a_plan, "right") == [[]] * 3
 
 
 def two_forwards(rank: int, lengths: tuple[int, int]) -> None:

@@ -152,6 +152,11 @@ def note_styles(group: dist.ProcessGroup, styles: Mapping[str, str]) -> None:
     state_of(group, _Compared).styles |= styles
 
 
+def plans_of(group: dist.ProcessGroup) -> int:
+    """Return how many models the group has had."""
+    return state_of(group, _Compared).plans
+
+
 def capturing() -> bool:
     """Return whether a CUDA graph is being captured; the host may not read from the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -26,6 +26,7 @@ from cp_mesh.comm.agreement import (
     count_plan,
     keep_to_itself,
     note_refusals,
+    plans_of,
     require_agreement,
     turned_off,
 )
@@ -153,6 +154,11 @@ def look_again(group: dist.ProcessGroup) -> int:
     own.kinds.clear()
     own.later = own.digest = own.batches = 0
     return count_plan(group)
+
+
+def has_calls(group: dist.ProcessGroup) -> bool:
+    """Return whether a model over the group, or a call, has been compared."""
+    return bool(state_of(group, _Calls).kinds) or plans_of(group) > 0
 
 
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cp_mesh._torch import without_function_modes, world
 from cp_mesh.comm.agreement import announce_error
+from cp_mesh.comm.first_calls import has_calls
 from cp_mesh.comm.group_state import groups_with
 from cp_mesh.errors import ArgumentError, describe, warn
 from cp_mesh.geometry.layouts import Contiguous, Striped, ZigZag
@@ -49,6 +50,11 @@ def check_labels(
         if own.tokens is not None and _covers(ranks, own, labels, trained):
             with without_function_modes():  # a watch may be active, and would report torch.arange calls of this check
                 found = found or _wrong(labels, ignore_index, own, in_parts, scores=ranks is None)
+            if not (own.evaluated or own.gathered or has_calls(group)):
+                warn(
+                    "tokens were sharded, but nothing mixed them over the ranks: each attends to its own rows alone. "
+                    "Call cp_mesh.parallelize, or cp_mesh.attention in the model, before the loss"
+                )
             own.evaluated, own.done = True, trained
             if trained or found:
                 own.tokens = None
