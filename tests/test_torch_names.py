@@ -529,11 +529,14 @@ def check_checkpointed_module() -> None:
 
 
 @row("_fsdp_wrapped_module", "verify_model does not find a parameter under FSDP1 in the other model")
+@row("_comm_hook", "gradients that a hook of FSDP1 sums are warned of")
 def check_name_under_fsdp1(group: dist.ProcessGroup) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     wrapper = FullyShardedDataParallel(nn.Linear(1, 1), device_id=torch.device("cpu"), use_orig_params=True)
-    assert [name for name, _ in wrapper.named_children()] == ["_fsdp_wrapped_module"]
+    assert [name for name, _ in wrapper.named_children()] == ["_fsdp_wrapped_module"] and not ours.comm_hooks(wrapper)
+    wrapper.register_comm_hook(None, lambda state, grad: None)
+    assert ours.comm_hooks(wrapper)
     assert "_fsdp_wrapped_module" in ours.WRAPPED
 
 

@@ -239,8 +239,8 @@ class ContextParallel(ParallelStyle):
             check_reach(type(module).__name__, reach, mask, self.sequence.length or rows)
             if not torch.compiler.is_compiling() and ROOT.get() is None:
                 what, group = f"ContextParallel({type(module).__name__})", self.sequence.mesh.get_group()
-                rows = None if whole else query.shape[-2]
-                check_rows(group, rows, call.given["layout"], what, not call.given["of_root"])
+                has_length = not call.given["of_root"]
+                check_rows(group, None if whole else query.shape[-2], call.given["layout"], what, has_length)
         _check_heads(query, key, enable_gqa)
         given = call.given | {"scale": scale, "dropout_p": dropout_p}
         if over_tp is None:

@@ -164,7 +164,9 @@ def _check_count(count: Any, valid: int = 0) -> None:
     """Refuse a divisor that is no number from 0 on, and 0 with valid tokens. Only first losses read a tensor."""
     is_tensor = isinstance(count, Tensor)
     good = (
-        count.numel() == 1 if is_tensor else isinstance(count, Real) and 0 <= count < inf and bool(count or not valid)
+        count.numel() == 1
+        if is_tensor
+        else isinstance(count, Real) and 0 <= float(count) < inf and bool(count or not valid)
     )
     if count is not None and not good:
         got = f"a tensor of shape {tuple(count.shape)}" if is_tensor else repr(count)
