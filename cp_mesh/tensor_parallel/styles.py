@@ -303,7 +303,11 @@ class VocabParallelEmbedding(_OverTP):
         where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
         weight = where.local(module.weight)
         assert isinstance(module, nn.Embedding) and weight is not None
-        found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
+        try:
+            found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
+        except IndexError as error:  # of a token on this rank alone: the others hear of it, as of a refusal
+            announce_error(where.group_name, error, "tp")
+            raise
         graded = graded_names(["weight"], [weight])
         out = sum_rows("VocabParallelEmbedding", found, None, where.group_name, sharded, graded, input)
         return out if self.use_local_output else where.wrap(out, num_rows, sharded)
