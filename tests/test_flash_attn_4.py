@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -387,13 +390,25 @@ def test_sequences_of_any_number_are_one_variant(package: None, calls: Calls) ->
         assert len(call["seqused_q"]) == MOST_SEQUENCES and call["max_seqlen_q"] == call["max_seqlen_k"] == 1024
 
 
-def test_results_are_cached_on_disk_by_default(monkeypatch: pytest.MonkeyPatch, package: None) -> None:
-    """Unless the environment says something else; the package reads it when it is imported."""
-    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-    for before, after in ((None, "1"), ("0", "0")):
-        monkeypatch.delenv(name, raising=False)
-        if before is not None:
-            monkeypatch.setenv(name, before)
+@mock.patch.dict(os.environ)  # restores it
+def test_results_are_cached_on_disk_by_default(monkeypatch: pytest.MonkeyPatch, package: None, tmp_path: Path) -> None:
+    """Unless the environment says something else, in a folder of this user alone; the package reads both at import."""
+    name, named = (f"FLASH_ATTENTION_CUTE_DSL_CACHE_{x}" for x in ("ENABLED", "DIR"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"cp_mesh_{os.geteuid()}"
+    for given, after, where in (
+        ({}, "1", f"{folder}/flash_attention_4"), ({name: "0"}, "0", None), ({named: "/mine"}, "1", "/mine"),
+    ):  # fmt: skip
+        for x in (name, named):
+            monkeypatch.delenv(x, raising=False)
+        for x, value in given.items():
+            monkeypatch.setenv(x, value)
         flash_attn_4._package()
-        assert sys.modules["os"].environ[name] == after
+        assert (os.environ[name], os.environ.get(named)) == (after, where)
+    folder.chmod(0o777)
+    for x in (name, named):
+        monkeypatch.delenv(x)
+    with pytest.warns(UserWarning, match="every process compiles FlashAttention-4: expected .* this user only"):
+        flash_attn_4._package()
+    assert (os.environ[name], os.environ.get(named)) == ("0", None)
     assert FA4.capability.lacking is flash_attn_4._lacks

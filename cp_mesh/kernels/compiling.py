@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISDIR
 
 from cp_mesh.errors import warn
 
@@ -55,7 +56,17 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
 
 
 def _open(name: str) -> int:
-    """Open a file in this user's folder under the shared temporary folder, where other users may create files too.
+    """Open a file in `own_folder`."""
+    inside = os.open(own_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        # nonblocking: opening a pipe would wait for its reader
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=inside)
+    finally:
+        os.close(inside)
+
+
+def own_folder() -> Path:
+    """Return this user's folder under the shared temporary folder, where other users may create files too.
 
     Raises:
         OSError: if the folder belongs to another user, is open to others, is a link or cannot be made.
@@ -63,12 +74,7 @@ def _open(name: str) -> int:
     folder = Path(tempfile.gettempdir()) / f"cp_mesh_{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(inside)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"expected {folder} to be owned by and open to this user only; remove it")
-        # nonblocking: opening a pipe would wait for its reader
-        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=inside)
-    finally:
-        os.close(inside)
+    found = folder.lstat()
+    if not S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"expected {folder} to be a folder owned by and open to this user only; remove it")
+    return folder

@@ -40,13 +40,14 @@ from cp_mesh.errors import UnsupportedError, refuse, warn
 from cp_mesh.geometry.mask import Band
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.compiling import one_rank_compiles
+from cp_mesh.kernels.compiling import one_rank_compiles, own_folder
 from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
 
 LONGEST = 1024
 MOST_SEQUENCES = 256  # its BIN_BATCH_SEARCH_THRESH
+_CACHES, _CACHE_DIR = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 SHORT = 256  # up to so many rows or keys a tile may fit in one block, for which the package compiles other kernels
 
 _PACKED = {f"{name}_{side}" for name in ("cu_seqlens", "seqused", "max_seqlen") for side in "qk"}
@@ -82,8 +83,16 @@ def lacks(name: str, calls: dict[str, set[str]], install: str) -> str | None:
 
 
 def _package() -> Any:
-    # the package reads this when imported; its default is no cache on disk, so that every process compiles
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    # The package reads these when imported. Its default is no cache on disk, so that every process compiles; and a
+    # folder that another user may have made, from which it would load code.
+    if _CACHES not in os.environ:
+        os.environ[_CACHES] = "1"
+        try:
+            if _CACHE_DIR not in os.environ:
+                os.environ[_CACHE_DIR] = f"{own_folder() / 'flash_attention_4'}"
+        except (OSError, AttributeError) as error:  # there is no geteuid on Windows
+            os.environ[_CACHES] = "0"
+            warn(f"every process compiles FlashAttention-4: {error}")
     return import_once("flash_attn.cute.interface")
 
 
