@@ -249,11 +249,11 @@ class ThreeAxes(Model):
 class LaterTokens(ThreeAxes):
     """Logits of the next token and, from these rows and the tokens after them, of the one after it."""
 
-    def forward(self, tokens: Tensor, following: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
         angles = positions.double()[..., None] * 0.3 ** torch.arange(2)
         rope = torch.stack((angles.cos(), angles.sin()))
         x = self.rows(tokens, rope)
-        return self.head(torch.stack([x, self.layers[0](x + self.embedding(following), rope, None)]))
+        return self.head(torch.stack([x, self.layers[0](x + self.embedding(ids), rope, None)]))
 
 
 class Variant(nn.Module):
@@ -292,7 +292,7 @@ def trained(rank: int, kind: str, batches: str, layout_name: str) -> float:
     length = None if batches == "unlike" else BATCHES[batches][0][1]
     sequence = ShardedSequence(axis, LAYOUTS[layout_name], length, pad=batches != "shorter than the ranks")
     alone, model, gaps = make(core), make(core), []
-    inputs = ("tokens", "following") if kind == "later tokens" else ("tokens",)
+    inputs = ("tokens", "ids") if kind == "later tokens" else ("tokens",)
     plan = {"": ShardedModel(sequence, inputs=inputs), "layers.*.core": ContextParallel(sequence)}
     cp_mesh.parallelize(model, axis, plan)
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (alone, model)]
@@ -303,7 +303,7 @@ def trained(rank: int, kind: str, batches: str, layout_name: str) -> float:
         if kind == "three axes":
             positions = torch.stack([rows, rows // 2, rows % 5])
         if kind == "later tokens":
-            given, labels = given | {"following": tokens[:, 1:-1]}, [*labels, tokens[:, 2:]]
+            given, labels = given | {"ids": tokens[:, 1:-1]}, [*labels, tokens[:, 2:]]
         with MODES[mode]():
             logits = alone(**given, positions=positions)
             of_heads = zip(logits if kind == "later tokens" else [logits], labels, strict=True)
