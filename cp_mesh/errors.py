@@ -139,7 +139,7 @@ def _explain(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error
     for name, x in bound.arguments.items():
         if name in hints and not _fits(x, hints[name]):
             expected = re.sub(r"(\w+\.)+(?=\w)", "", inspect.formatannotation(hints[name]))
-            hint = f"help(cp_mesh.{what}) describes it"
+            hint = f"help({function.__module__}.{what}) describes it"
             raise ArgumentError(describe(f"{what}: {name}", expected, type(x).__name__, hint)) from error
 
 

@@ -37,6 +37,7 @@ from cp_mesh.training import ShardInput
 
 groups = room("groups")
 check_tensors = inner("spec", "check_tensors")
+token_log_probs = inner("log_probs", "token_log_probs")
 
 WORLD_SIZE = 4
 B, H, K, S, D = 2, 8, 4, 24, 16  # batch, query heads, kv heads, whole sequence, head dim
@@ -911,6 +912,12 @@ CASES: dict[str, Case] = {
     ),
     "a mesh for a sequence": refused(ARGUMENT, "ContextParallel: sequence", "a ShardedSequence", "(mesh) makes one")(
         lambda: run_plan(core=ContextParallel(cp()))  # type: ignore[arg-type]
+    ),
+    "inputs that are no tuple": refused(ARGUMENT, "ShardedModel.inputs", "argument names, got tokens", '("tokens",)')(
+        lambda: ShardedModel(sequence(), inputs="tokens")  # type: ignore[arg-type]
+    ),
+    "an index that is None": refused(ARGUMENT, "token_log_probs: ignore_index: expected an int, got NoneType", "-100")(
+        lambda: token_log_probs(random(2, 3, 4), torch.zeros(2, 3).long(), ignore_index=None)
     ),
     "a sum of a number": refused(ARGUMENT, "ShardedSequence.all_reduce: x: expected Tensor, got int", "help(cp_mesh.")(
         lambda: sequence().all_reduce(3)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sharded_model import POSITIONS
-from cp_mesh.training.style_helpers import announced, check_layout, check_layout_of_root, claim, layout_of_call
+from cp_mesh.training.style_helpers import announced, check_layout_of_root, check_sequence, claim, layout_of_call
 from cp_mesh.wrap import INPUT, OUTPUT, replace_forward
 
 
@@ -32,7 +32,7 @@ class _Boundary(ParallelStyle):
     """The options that both styles share."""
 
     def __init__(self, sequence: ShardedSequence, dim: int, layout: Callable[..., Layout] | None) -> None:
-        check_layout(type(self).__name__, layout)
+        check_sequence(type(self).__name__, sequence, layout)
         self.sequence, self.dim, self.layout = sequence, dim, layout
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:

@@ -49,9 +49,9 @@ from cp_mesh.training.style_helpers import (
     announced,
     ask,
     check_documents,
-    check_layout,
     check_mask,
     check_root,
+    check_sequence,
     claim,
     has_axis,
     layout_of_call,
@@ -132,7 +132,7 @@ class ContextParallel(ParallelStyle):
         deterministic: bool | None = None,
     ) -> None:
         check_mask("ContextParallel", mask)
-        check_layout("ContextParallel", layout)
+        check_sequence("ContextParallel", sequence, layout)
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
         self.options = {name: x for name, x in locals().items() if name in EXECUTION}

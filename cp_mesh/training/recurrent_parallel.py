@@ -24,9 +24,9 @@ from cp_mesh.training.stand_ins import FUNCTIONS, StandIns, check_convolution
 from cp_mesh.training.style_helpers import (
     announced,
     check_documents,
-    check_layout,
     check_mask,
     check_root,
+    check_sequence,
     claim,
     layout_of_call,
     mask_of_call,
@@ -81,7 +81,7 @@ class RecurrentParallel(ParallelStyle):
         kernel: str = "auto",
     ) -> None:
         check_mask("RecurrentParallel", mask)
-        check_layout("RecurrentParallel", layout)
+        check_sequence("RecurrentParallel", sequence, layout)
         check_choice("method", method, METHODS, "auto")
         check_choice("kernel", kernel, (*KERNELS,), "auto")
         self.sequence, self.mask, self.layout, self.method, self.kernel = sequence, mask, layout, method, kernel

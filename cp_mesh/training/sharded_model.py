@@ -25,7 +25,7 @@ from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, wat
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.probe import probe_once, refuse_compiled
 from cp_mesh.training.stand_ins import refuse_unplanned
-from cp_mesh.training.style_helpers import announced, check_layout, claim, cores_of, layout_of_call
+from cp_mesh.training.style_helpers import announced, check_sequence, claim, cores_of, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
@@ -87,7 +87,9 @@ class ShardedModel(ParallelStyle):
         layout: Callable[..., Layout] | None = None,
         probe: bool = False,
     ) -> None:
-        check_layout("ShardedModel", layout)
+        check_sequence("ShardedModel", sequence, layout)
+        if not isinstance(inputs, tuple | list) or not all(isinstance(x, str) for x in inputs):
+            refuse("ShardedModel.inputs", "a tuple of argument names", inputs, 'such as ("tokens",)')
         if not inputs and sequence.length is None:
             hint = "ShardedSequence(..., length=)"
             refuse("ShardedModel(inputs=())", "a sequence with a length, as no input has it", None, hint)

@@ -37,7 +37,9 @@ def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:
     return found
 
 
-def check_layout(style: str, layout: Any) -> None:
+def check_sequence(style: str, sequence: Any, layout: Any) -> None:
+    if not isinstance(sequence, ShardedSequence):
+        refuse(f"{style}: sequence", "a ShardedSequence", sequence, "ShardedSequence(mesh) makes one")
     if layout is not None and not callable(layout):
         hint = "a layout for all batches is the sequence's, ShardedSequence(..., layout=)"
         refuse(f"{style}.layout", "a function that returns a Layout", layout, hint)
@@ -174,8 +176,6 @@ def claim(
 ) -> None:
     """Check that the style can be applied, as the last check. ``key`` is the one for `replace_forward`."""
     name = type(style).__name__
-    if not isinstance(sequence, ShardedSequence):
-        refuse(f"{name}: sequence", "a ShardedSequence", sequence, "ShardedSequence(mesh) makes one")
     if mesh.ndim != 1:
         refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]')
     if (other := replaced(module, key)) is not None:

@@ -84,6 +84,8 @@ def prepare_losses(
         if isinstance(y, DTensor):
             refuse(f"{what}: teacher", "local tensors", "DTensors", _UNSHARD)
     check_ids(f"{what}: labels", labels)
+    if not isinstance(ignore_index, int):
+        refuse(f"{what}: ignore_index", "an int", type(ignore_index).__name__, "-100, as shard pads labels")
     if x.shape[:-1] != labels.shape:
         refuse(f"{what}: labels", f"shape {tuple(x.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     for number in (temperature, label_smoothing, z_loss):
