@@ -65,7 +65,7 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
         rest = [str(TESTS / f"test_{name}.py") for name in ("changing_layouts", "decoding", "ranks", "warming")]
         found["other tests on several GPUs"] = ([*alone[:-1], "multigpu", *rest], {}, 300)
     if importlib.util.find_spec("fla"):
-        found["fla-core on one GPU"] = ([sys.executable, str(TESTS / "fla_on_gpu.py")], {}, 600)
+        found["fla-core on one GPU"] = ([sys.executable, str(TESTS / "fla_on_gpu.py")], {}, 1500)
     if not one_gpu and all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
         trainer = str(TESTS / "integrations" / "gpu_trainer.py")
         found["trainer"] = ([sys.executable, trainer, "--gpus", str(gpus)], {}, 400)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -11,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import fla_on_gpu
 import pytest
 import test_mixer_kernels as specified
 import torch
@@ -219,7 +222,7 @@ def test_convolutions_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, 
 @is_that_run
 @pytest.mark.nightly("interpreted")
 def test_interpreted(interpreted: Interpreted) -> None:
-    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 3) + 3
+    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 3) + 5
 
 
 LACKING = {
@@ -230,7 +233,6 @@ LACKING = {
     "new package": "fla-core 0.6",
     "no package": "no such package",
     "hopper": "right on Hopper",
-    "hopper without decays": "right on Hopper",
     "cpu": "tensors on a GPU",
 }
 
@@ -244,7 +246,6 @@ def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) ->
         "new package": {"fla-core": (0, 7)},
         "no package": {"fla-core": ()},
         "hopper": {"triton": (3, 6)},
-        "hopper without decays": {"triton": (3, 6)},
     }
     releases |= of_name.get(name, {})
     monkeypatch.setattr(fla, "_release", releases.get)
@@ -254,25 +255,10 @@ def test_what_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, name: str) ->
         1, 4, 2, {"K": 300, "odd V": 7}.get(name, 8), dtype=torch.float32 if name == "float32" else torch.float16
     )
     with pytest.raises(NotImplementedError, match=LACKING[name]):
-        g = None if name == "hopper without decays" else torch.zeros(1, 4, 2)
-        specified.choose_kernel("a rule", "fla", x, x, x, g, x[..., 0])
-    if name.startswith("hopper"):
+        specified.choose_kernel("a rule", "fla", x, x, x, None, None)
+    if name == "hopper":
         with pytest.raises(NotImplementedError, match=LACKING[name]):
             mixers.causal_conv1d(x[..., 0], torch.zeros(2, 3).half(), kernel="fla")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("rule", RULES)
-def test_what_auto_takes_it_for(monkeypatch: pytest.MonkeyPatch, rule: str, device: str) -> None:
-    fla, (decay, delta) = room("mixers.fla"), RULES[rule]
-    monkeypatch.setattr(fla, "_release", {"fla-core": (0, 6, 0), "triton": (3, 7, 1)}.get)
-    shapes = {"none": None, "of heads": (1, 4, 2), "of channels": (1, 4, 2, 8)}
-    with FakeTensorMode():
-        x = torch.empty(1, 4, 2, 8, dtype=torch.bfloat16, device=device)
-        g = None if shapes[decay] is None else torch.empty(shapes[decay], device=device)
-        beta = torch.empty(1, 4, 2, device=device) if delta else None
-        found = specified.choose_kernel("a rule", "auto", x, x, x, g, beta)
-    assert (found is fla.by_fla) == (device == "cuda" and rule in ("gated_delta_rule", "kda", "simple_gla"))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -324,10 +310,29 @@ def test_a_is_among_what_autograd_saves(pool: Pools) -> None:
     assert pool(2).run(a_of_calls, timeout=300) == [[], []]
 
 
-def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room("mixers.fla"), "_release", lambda package: ())
-    with FakeTensorMode():
-        x = torch.empty(1, 4, 2, 8, dtype=torch.bfloat16, device="cuda")
-        g = torch.empty(1, 4, 2, device="cuda")
-        found = [specified.choose_kernel("a rule", name, x, x, x, g, g) for name in ("auto", "torch")]
-    assert found[0].args == found[1].args
+@pytest.mark.parametrize("release", [(0, 6, 0), (0, 5, 9), ()], ids=str)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_auto_takes(monkeypatch: pytest.MonkeyPatch, rule: str, device: str, release: tuple[int, ...]) -> None:
+    """On GPUs it says once what it lacks, and what to do."""
+    fla, kernels, (decay, delta) = room("mixers.fla"), room("mixers.kernels"), RULES[rule]
+    kernels._warn_of_torch.cache_clear()
+    monkeypatch.setattr(fla, "_release", {"fla-core": release, "triton": (3, 7, 1)}.get)
+    shapes = {"none": None, "of heads": (1, 4, 2), "of channels": (1, 4, 2, 8)}
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        x = torch.empty(1, 4, 2, 8, dtype=torch.bfloat16, device=device)
+        g = None if shapes[decay] is None else torch.empty(shapes[decay], device=device)
+        beta = torch.empty(1, 4, 2, device=device) if delta else None
+        found = [specified.choose_kernel("a rule", name, x, x, x, g, beta) for name in ("auto", "auto", "torch")]
+    taken = device == "cuda" and release == (0, 6, 0) and rule != "gla"
+    assert [x is fla.by_fla for x in found] == [taken, taken, False]
+    words = "passed its gate on GPUs.*fla" if release == (0, 6, 0) else "expected fla-core 0.6.*pip install"
+    said = [bool(re.search(f"a rule: kernels of fla-core: .*{words}.*Plain PyTorch", str(x.message))) for x in warned]
+    assert said == [True] * (device == "cuda" and not taken)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["delta_rule", "gla, equal channels"])
+def test_gate_of_gpus(kernels: None, name: str) -> None:
+    assert fla_on_gpu.passes(name, fla_on_gpu.Sizes([40], 16, torch.float16, "cpu"))

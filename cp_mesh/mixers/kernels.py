@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, describe, refuse, warn
 from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.chunks import chunked
 from cp_mesh.mixers.fla import by_fla, shortfall, shortfall_of
@@ -17,7 +17,8 @@ from cp_mesh.mixers.recurrence import Inputs, recurrence
 
 Kernel = Literal["auto", "torch", "fla", "reference"]
 KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}
-"""By name. "auto" takes "fla" on GPUs for the rules that passed the gate of examples/benchmarks/mixers.py there."""
+"""By name. "auto" takes "fla" on GPUs for rules that passed examples/benchmarks/mixers.py or tests/fla_on_gpu.py."""
+_UNTRIED = "a rule that passed its gate on GPUs", "a decay for each channel, no beta", 'kernel="fla" takes it'
 MOST = 2**26
 """Numbers of v, and of k of each head of v, that are computed at once: a bound of the working memory."""
 
@@ -33,13 +34,22 @@ def choose_kernel(
     """
     if kernel not in KERNELS:
         refuse(f"{what}: kernel", " or ".join(KERNELS), kernel, '"torch" computes in chunks, on any device')
-    passed = g is not None and (beta is not None or g.ndim == v.ndim - 1)  # not delta_rule, and gla of channels
-    if kernel == "fla" or (kernel == "auto" and passed and v.device.type == "cuda"):
-        if (lacking := shortfall(q, k, v)) is None:
+    if kernel == "fla" or (kernel == "auto" and v.device.type == "cuda"):
+        lacking = shortfall(q, k, v)
+        if lacking is None and kernel == "auto" and beta is None and g is not None and g.ndim == v.ndim:
+            lacking = _UNTRIED
+        if lacking is None:
             return by_fla
         if kernel == "fla":
             refuse(f"{what}: kernel", *lacking, UnsupportedError)
+        _warn_of_torch(describe(f"{what}: kernels of fla-core", *lacking))
     return partial(_run, KERNELS[kernel])
+
+
+@lru_cache(maxsize=64)
+def _warn_of_torch(lacks: str) -> None:
+    """Once of each reason."""
+    warn(f'{lacks}. Plain PyTorch runs, exact but 15 times slower and more; kernel="torch" does so without a warning')
 
 
 def convolves_by_fla(what: str, kernel: str, of_style: str, x: Tensor) -> bool:

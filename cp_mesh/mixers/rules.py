@@ -50,8 +50,8 @@ class Options(TypedDict, total=False):
         method: "states" computes own rows and gathers states; "heads" exchanges rows for whole sequences of some heads;
             "auto", the default, takes the one that sends less.
         kernel: "torch" computes in chunks, in plain PyTorch; "fla" by the package fla-core, half precision on GPUs;
-            "reference" token by token; "auto", the default, takes "fla" where it can on GPUs for the gated delta rule,
-            KDA and one decay a head, else "torch".
+            "reference" token by token; "auto", the default, takes "fla" on GPUs, but not for `gla` with a decay
+            for each channel; else "torch", of which it warns there.
     """
 
     sequence: ShardedSequence | None
