@@ -429,8 +429,8 @@ def check_masks(names: dict[str, Any]) -> None:
     assert torch.equal(names["blocks"], ids) and names["local_images"].window == (1023, None)
     whole, rank = dense_attention(*qkv, dense_mask(S, causal=False))[0], names["mesh"]["cp"].get_local_rank()
     image = range(9, 37) if rank == 0 else range(37, S)
-    for name, text in (("joint_out", range(5) if rank == 0 else range(5, 9)), ("prefix_out", range(9))):
-        close(names[name], whole[:, :, [*text, *image]])
+    text = range(5) if rank == 0 else range(5, 9)
+    close(names["joint_out"], whole[:, :, [*text, *image]])
     scored = names["model_with_sinks"].dense(tokens, [packed, packed], softcap=50.0)
     close(sequence.unshard(kept[-2]["logits"]), scored)
     seed = int(sequence.dropout_seed(3))

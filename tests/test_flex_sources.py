@@ -35,7 +35,6 @@ from cp_mesh import (
     parallelize,
 )
 from cp_mesh.flex import create_block_mask
-from cp_mesh.geometry import Joint, Replicated
 
 passes = room("passes")
 sources = room("rank_mask")
@@ -243,20 +242,15 @@ def test_which_sources_are_seen() -> None:
         return found
 
     layouts = {name: LAYOUTS[name](S) for name in ("contiguous", "zigzag", "striped", "shuffled")}
-    layouts["a replicated stream"] = Joint(Replicated(7), (S - 7, ZigZag()))
     with mock.patch.object(sources, "PAIRS", 64), mock.patch.object(ScalarFunction, "of_pairs", counting):
         for (name, layout), (mask, make), size in product(layouts.items(), MASKS.items(), (2, 3, 40)):
             function, read = trace("mask_mod", make(S), torch.empty(0))
             seen = values_of(make(S), S).any(0).any(0)
             for rank in {0, size // 2, size - 1}:
-                keys = [sources._keys(layout.runs(S, size, source), source == rank) for source in range(size)]
+                keys = [layout.positions(S, size, source) for source in range(size)]
                 own = layout.positions(S, size, rank)
                 found = sources._seen(function, read, function.sizes(B, H), own, keys)
-                others = [
-                    x if source == rank or name != "a replicated stream" else x[x >= 7]
-                    for source, x in enumerate(layout.positions(S, size, source) for source in range(size))
-                ]
-                assert found == [bool(seen[own][:, x].any()) for x in others], (name, mask, size, rank)
+                assert found == [bool(seen[own][:, x].any()) for x in keys], (name, mask, size, rank)
         assert max(counted) <= 64
         counted.clear()
         function, read = trace("mask_mod", lambda b, h, i, j: i >= 0, torch.empty(0))
@@ -380,7 +374,7 @@ def refuse_all(rank: int) -> list[str]:
         "no sequence": (ArgumentError, "a ShardedSequence", lambda: made(documents(ids), of=axis)),
         "heads unknown": (ArgumentError, "H: expected a number", lambda: made(lambda b, h, i, j: i >= h, None)),
         "another length": (ArgumentError, "Q_LEN: expected 15", lambda: made(documents(ids), of=long)),
-        "a DTensor": (UnsupportedError, "plain tensors", lambda: made(lambda b, h, i, j: placed[i] >= j)),
+        "a DTensor": (UnsupportedError, "plain captured tensors", lambda: made(lambda b, h, i, j: placed[i] >= j)),
         "an inference tensor": (UnsupportedError, "count writes", lambda: made(lambda b, h, i, j: inferred[i] >= j)),
         "a tensor that is short": (
             ArgumentError,

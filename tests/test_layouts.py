@@ -10,7 +10,7 @@ from cases import LAYOUTS
 from inside import Index, parse_layout, room
 
 from cp_mesh import ArgumentError, Contiguous, Layout, Striped, ZigZag
-from cp_mesh.geometry import Balanced, Joint, Permuted, Replicated, ZigZagDocuments
+from cp_mesh.geometry import Balanced, Joint, Permuted, ZigZagDocuments
 from cp_mesh.geometry.layouts import LAYOUTS as BY_NAME
 from cp_mesh.geometry.layouts import Run
 
@@ -210,19 +210,6 @@ def test_joint_shards_are_those_of_the_streams(name):
     assert again == layout and hash(again) == hash(layout) and (layout.tensor is None) == (name != "tensors")
 
 
-def test_a_replicated_stream_is_held_by_every_rank_and_unsharded_once():
-    layout = Joint((4, Striped()), Replicated(3), 5)
-    assert layout.replicated and not Joint(4, 5).replicated
-    for cp_size in SIZES:
-        shards = [layout.positions(12, cp_size, rank).tolist() for rank in range(cp_size)]
-        assert all(set(shard) >= {4, 5, 6} for shard in shards)
-        permutation, inverse, x = layout.permutation(12, cp_size), layout.inverse(12, cp_size), torch.randn(12)
-        assert len(permutation) == 12 + 3 * (cp_size - 1) and x[permutation][inverse].equal(x)
-        first = shards[0].index(4)
-        assert inverse[4:7].tolist() == [first, first + 1, first + 2]  # those of rank 0
-    assert parse_layout(layout.spec()) == layout
-
-
 @pytest.mark.parametrize(
     "streams",
     [
@@ -234,11 +221,10 @@ def test_a_replicated_stream_is_held_by_every_rank_and_unsharded_once():
         (Joint(4, 4),),
         ((8, Joint(4, 4)),),
         ((4,),),
-        ((4, Replicated(4)),),
     ],
 )
 def test_joint_refuses_what_is_no_stream(streams):
-    with pytest.raises(ArgumentError, match=r"Joint: expected a length, \(length, layout\) or Replicated.*one by one"):
+    with pytest.raises(ArgumentError, match=r"Joint: expected a length or \(length, layout\) for .*one by one"):
         Joint(*streams)
 
 

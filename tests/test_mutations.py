@@ -45,7 +45,6 @@ import test_fuzz
 import test_gradients
 import test_guard
 import test_hybrid
-import test_joint
 import test_log_probs
 import test_loss
 import test_loss_terms
@@ -200,7 +199,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "random uses of two": lambda pool: report([[*test_fuzz.failures(pool, 2, 0)]]),
     "coverage": on(1, every_coverage),
     "layouts": on(1, every_layout),
-    "copied keys": on(3, test_joint.parity, [test_joint.Copies(test_joint.LAYOUTS["text first"], "full")]),
     "masks": alone(
         *(
             (test_masks.test_allowed_is_the_dense_mask, (mask, 7))

@@ -13,7 +13,6 @@ from itertools import accumulate
 
 import torch
 
-from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Index, Layout, Piece, Run
 
 
@@ -35,9 +34,6 @@ def join(layout: Layout, degree: int, cp_size: int) -> Layout:
     """The joined layout of inner groups of ``degree`` ranks, out of ``cp_size`` ranks."""
     if degree == 1:
         return layout
-    if layout.replicated:
-        expected, hint = "one owner of each token if ranks exchange heads", "method='ring' or 'all_gather' works"
-        refuse("layout", expected, layout, hint, UnsupportedError)
     return Contiguous() if degree == cp_size else Joined(layout, degree)
 
 

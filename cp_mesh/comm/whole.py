@@ -24,10 +24,7 @@ def gather(x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, gro
 def scatter_sum(
     x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, rank: int, group_name: str, what: str
 ) -> Tensor:
-    """Return this rank's shard of the sum of whole tensors over ranks, contiguous, summed in their dtype.
-
-    For rows that several ranks hold, the first of these ranks gets the sum, the others zeros.
-    """
+    """Return this rank's shard of the sum of whole tensors over ranks, contiguous, summed in their dtype."""
     rows = x.movedim(dim, 0)
     rows = rows if inverse is None else rows.new_zeros(sum(lens), *rows.shape[1:]).index_copy(0, inverse, rows)
     own = Shards(sum(lens), group_name, what, tuple(lens), rank).scatter_sum(_flat(rows))()

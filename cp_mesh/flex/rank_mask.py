@@ -26,7 +26,7 @@ from cp_mesh.comm.first_calls import agree_once, is_first
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import RankMismatchError, UnsupportedError, refuse, written
 from cp_mesh.flex.trace import trace
-from cp_mesh.geometry.layouts import Layout, Piece, Run
+from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.survey import say_sources
 from cp_mesh.kernels.flex.programs import program
 from cp_mesh.kernels.functions import ScalarFunction
@@ -169,7 +169,7 @@ def _checked(
         got = "tensors of torch.inference_mode, which do not count writes"
         refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
     function.check(read, (batch or 1, heads or 1, seq_len, seq_len))
-    keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
+    keys = [layout.positions(seq_len, group.size(), i).to(device) for i in range(group.size())]
     return _Asked(function, read, function.sizes(batch or 1, heads or 1), layout, seq_len, keys)
 
 
@@ -204,12 +204,6 @@ def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:
         [x.detach().to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x for x in read]
         for dtype in ((torch.float32, torch.float64) if rounded else (torch.float64,))
     ]
-
-
-def _keys(pieces: Sequence[Piece], own: bool) -> Tensor:
-    """Positions of a source's keys; rows that every rank has as copies count for this rank alone."""
-    seen = [x.positions() for x in pieces if own or not (isinstance(x, Run) and x.copied)]
-    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *seen])
 
 
 def _seen(

@@ -37,7 +37,6 @@ class Pieces(NamedTuple):
         low, high: smallest and largest position.
         stride, length: of the run; the stride means nothing where ``regular`` is False.
         regular: whether the piece is a run.
-        copied: whether every rank holds these positions; only queries of the same rank see them as keys.
         nearest, farthest: for keys, the distances ``p - t`` at which queries see them.
         whole: for keys, whether these distances hold for all positions of the piece.
         labels: [n, rows, 2], its smallest and largest document in each batch row; ``rows`` is 0 if the mask has no
@@ -52,7 +51,6 @@ class Pieces(NamedTuple):
     stride: Array
     length: Array
     regular: NDArray[np.bool_]
-    copied: NDArray[np.bool_]
     nearest: Array
     farthest: Array
     whole: NDArray[np.bool_]
@@ -72,13 +70,13 @@ def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
     for rank in range(cp_size):
         begin = 0
         for piece in layout.runs(seq_len, cp_size, rank):
-            stride, copied = (piece.stride, piece.copied) if isinstance(piece, Run) else (1, False)
-            rows.append((rank, begin, *piece.bounds(), stride, piece.length, isinstance(piece, Run), copied))
+            stride = piece.stride if isinstance(piece, Run) else 1
+            rows.append((rank, begin, *piece.bounds(), stride, piece.length, isinstance(piece, Run)))
             begin += piece.length
-    columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 8).T.copy()]
-    unset, flags = np.zeros_like(columns[0]), [column.astype(np.bool_) for column in columns[6:]]
+    columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 7).T.copy()]
+    unset, regular = np.zeros_like(columns[0]), columns[6].astype(np.bool_)
     labels = np.zeros((len(unset), 0, 2), dtype=np.int64)
-    return Pieces(*[unset, *columns[:6], *flags, unset, unset, np.ones_like(flags[0]), labels])
+    return Pieces(*[unset, *columns[:6], regular, unset, unset, np.ones_like(regular), labels])
 
 
 def shard_lens_of(pieces: Pieces, cp_size: int) -> tuple[int, ...]:
@@ -145,7 +143,7 @@ def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
 def sees(q: Pieces, i: Array, k: Pieces, j: Array) -> NDArray[np.bool_]:
     """Return whether the distances let some query of q[i] see some key of k[j]."""
     seen: NDArray[np.bool_] = (q.high[i] - k.low[j] >= k.nearest[j]) & (q.low[i] - k.high[j] <= k.farthest[j])
-    return seen & (~k.copied[j] | (q.rank[i] == k.rank[j])) if k.copied.any() else seen
+    return seen
 
 
 def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own: bool = False) -> Array:

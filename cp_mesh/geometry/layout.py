@@ -19,15 +19,11 @@ from cp_mesh.errors import check_int
 
 @dataclass(frozen=True)
 class Run:
-    """Positions ``start + stride * i`` for ``i`` in ``range(length)``; ``stride`` is 1 or more.
-
-    ``copied``: every rank holds these positions. Its queries see the keys once, in its own copy.
-    """
+    """Positions ``start + stride * i`` for ``i`` in ``range(length)``; ``stride`` is 1 or more."""
 
     start: int
     stride: int
     length: int
-    copied: bool = False
 
     @property
     def last(self) -> int:
@@ -87,11 +83,6 @@ class Layout(ABC):
         """Data that the spec does not contain, as an int64 CPU tensor; None if the spec is complete."""
         return None
 
-    @property
-    def replicated(self) -> bool:
-        """Whether some positions are held by every rank."""
-        return False
-
     def multiple(self, cp_size: int) -> int:
         """Return a number: sequence lengths divisible by it give all ranks equally many tokens, evenly split in runs.
 
@@ -118,8 +109,6 @@ class Layout(ABC):
     def permutation(self, seq_len: int, cp_size: int) -> Tensor:
         """Return an int64 CPU tensor [seq_len]; ``x[permutation]`` is in layout order, over ``cp_size`` ranks.
 
-        It is longer where every rank holds some positions.
-
         >>> from cp_mesh.geometry.layouts import ZigZag
         >>> ZigZag().permutation(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
@@ -127,12 +116,8 @@ class Layout(ABC):
         return torch.cat([self.positions(seq_len, cp_size, rank) for rank in range(cp_size)])
 
     def inverse(self, seq_len: int, cp_size: int) -> Tensor:
-        """Return an int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``, over ``cp_size`` ranks.
-
-        For positions that every rank holds, it names the rows of the first rank.
-        """
-        held, rows = self.permutation(seq_len, cp_size).sort(stable=True)
-        return rows[held.diff(prepend=held.new_tensor([-1])) > 0] if self.replicated else rows
+        """Return an int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``, over ``cp_size`` ranks."""
+        return self.permutation(seq_len, cp_size).argsort()
 
 
 def _check_place(seq_len: int, cp_size: int, cp_rank: int) -> None:

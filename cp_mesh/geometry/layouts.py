@@ -29,7 +29,6 @@ __all__ = [
     "Layout",
     "Permuted",
     "Piece",
-    "Replicated",
     "Run",
     "Striped",
     "ZigZag",
@@ -106,31 +105,6 @@ def shifted(pieces: Iterable[Piece], begin: int) -> list[Piece]:
     return [replace(x, start=x.start + begin) if isinstance(x, Run) else Index(x.values + begin) for x in pieces]
 
 
-@dataclass(frozen=True)
-class Replicated:
-    """A stream of a `Joint` that every rank holds whole, such as a text prefix.
-
-    Its rows are queries on every rank. Its keys count once: a query sees the copy on its own rank. So the gradients of
-    a rank's copy are partial, and their sum over ranks is the gradient.
-
-    Args:
-        length: tokens in the stream.
-    """
-
-    length: int
-
-    @property
-    def tensor(self) -> None:
-        """As in `Layout`."""
-        return None
-
-    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
-        return non_empty(Run(0, 1, seq_len, copied=True))
-
-    def spec(self) -> str:
-        return "replicated"
-
-
 @dataclass(frozen=True, init=False)
 class Joint(Layout):
     """Streams that a model concatenates, such as text and image, each sharded in its own layout.
@@ -140,21 +114,18 @@ class Joint(Layout):
     shards may be unequal, and calls then need ``seq_len``, the sum of the lengths.
 
     Args:
-        *streams: for each stream its length in tokens (sharded contiguously), or (length, layout), or `Replicated`,
-            which every rank holds whole.
+        *streams: for each stream its length in tokens (sharded contiguously), or (length, layout).
 
     Raises:
         ArgumentError: if a stream is none of these, or the layout is later used with another ``seq_len``.
 
     >>> [Joint(4, (8, ZigZag())).positions(12, 2, r).tolist() for r in range(2)]
     [[0, 1, 4, 5, 10, 11], [2, 3, 6, 7, 8, 9]]
-    >>> [Joint(Replicated(2), 4).positions(6, 2, r).tolist() for r in range(2)]
-    [[0, 1, 2, 3], [0, 1, 4, 5]]
     """
 
-    streams: tuple[tuple[int, Layout | Replicated], ...]
+    streams: tuple[tuple[int, Layout], ...]
 
-    def __init__(self, *streams: int | tuple[int, Layout] | Replicated) -> None:
+    def __init__(self, *streams: int | tuple[int, Layout]) -> None:
         object.__setattr__(self, "streams", tuple(_stream(x) for x in streams))
 
     @property
@@ -163,10 +134,6 @@ class Joint(Layout):
         parts = [layout.tensor for _, layout in self.streams if layout.tensor is not None]
         shapes = [torch.tensor([*x.shape, 0][:2], device="cpu") for x in parts]
         return torch.cat([x.flatten() for pair in zip(shapes, parts, strict=True) for x in pair]) if parts else None
-
-    @property
-    def replicated(self) -> bool:
-        return any(isinstance(layout, Replicated) for _, layout in self.streams)
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
         total = sum(length for length, _ in self.streams)
@@ -185,7 +152,7 @@ class Joint(Layout):
         return "joint:" + ";".join(f"{length}={layout.spec()}" for length, layout in self.streams)
 
     def __repr__(self) -> str:
-        return f"Joint({', '.join(str(x[1] if isinstance(x[1], Replicated) else x) for x in self.streams)})"
+        return f"Joint({', '.join(map(str, self.streams))})"
 
     @classmethod
     def parse(cls, fields: str, tensor: Tensor | None) -> Joint:
@@ -193,7 +160,7 @@ class Joint(Layout):
         streams: list[Any] = []
         for stream in fields.split(";") if fields else ():
             length, _, spec = stream.partition("=")
-            if (name := spec.partition(":")[0]) not in (*LAYOUTS, "replicated"):
+            if (name := spec.partition(":")[0]) not in LAYOUTS:
                 raise ArgumentError(
                     f"Joint: expected layouts of {', '.join(LAYOUTS)}, got {name}; the op rebuilds layouts by name:"
                     " list your class in cp_mesh.geometry.layouts.LAYOUTS, on every rank"
@@ -205,20 +172,17 @@ class Joint(Layout):
                 size = rows * (columns or 1)
                 of_stream, tensor = tensor[2 : 2 + size].view(-1, columns or 1), tensor[2 + size :]
                 of_stream = of_stream if columns else of_stream.flatten()
-            layout = Replicated(int(length)) if spec == "replicated" else (int(length), parse_layout(spec, of_stream))
-            streams.append(layout)
+            streams.append((int(length), parse_layout(spec, of_stream)))
         return cls(*streams)
 
 
-def _stream(x: Any) -> tuple[int, Layout | Replicated]:
+def _stream(x: Any) -> tuple[int, Layout]:
     length, layout = x if isinstance(x, tuple) and len(x) == 2 else (x, Contiguous())
     is_layout = isinstance(layout, Layout) and not isinstance(layout, Joint)
-    if isinstance(x, Replicated):
-        length, layout = x.length, x
     length = as_int(length)
     if not isinstance(length, int) or isinstance(length, bool) or length < 0 or not is_layout:
         raise ArgumentError(
-            f"Joint: expected a length, (length, layout) or Replicated(length) for each stream, got {x!r};"
+            f"Joint: expected a length or (length, layout) for each stream, got {x!r};"
             " Joint(512, (4096, ZigZag())) has two streams; pass the streams of a nested Joint one by one"
         )
     if layout.tensor is not None and not isinstance(layout, OfTensor):

@@ -19,7 +19,7 @@ from cp_mesh.call.spec import check_tensors
 from cp_mesh.comm.agreement import checking
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.first_calls import agree_once
-from cp_mesh.errors import UnsupportedError, as_int, refuse
+from cp_mesh.errors import as_int, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.inference.decoding import UNUSED, announcing, check_tensor, decode
 from cp_mesh.inference.split_kv import Further
@@ -108,9 +108,6 @@ class ShardedCache:
         if self.length:
             refuse("prefill", "an empty cache", f"{self.length} tokens", "append further tokens, or make a new cache")
         sequence, size = self.sequence, self.sequence.cp_size
-        if sequence.layout.replicated:
-            hint = "shard the prompt in a layout without Replicated"
-            refuse("prefill", "one owner of each token", sequence.layout, hint, UnsupportedError)
         seq_len = key.shape[2] * size if sequence.seq_len is None else sequence.seq_len
         length = seq_len if sequence.length is None else sequence.length
         shards = [sequence.layout.positions(seq_len, size, rank) for rank in range(size)]

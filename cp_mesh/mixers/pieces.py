@@ -258,7 +258,7 @@ def pieces_of(sequence: ShardedSequence | None, mask: Mask | None, batch: int, r
 
     Raises:
         ArgumentError: on rows that are not those of the sequence.
-        UnsupportedError: on a document whose tokens do not follow one another, and on layouts with copies.
+        UnsupportedError: on a document whose tokens do not follow one another.
     """
     mask = Mask() if mask is None else mask
     if sequence is None:
@@ -271,9 +271,6 @@ def pieces_of(sequence: ShardedSequence | None, mask: Mask | None, batch: int, r
 def pieces_in(layout: Layout, mask: Mask, seq_len: int, length: int, cp_size: int, cp_rank: int, batch: int) -> Pieces:
     """The same, of a mask of the whole sequence whose tokens from ``length`` on are padding."""
     contents = []
-    if layout.replicated:
-        hint = "use a layout without streams that every rank holds"
-        refuse("layout", "one that holds each token once", layout.spec(), hint, UnsupportedError)
     for name in ("documents", "key_padding"):
         x = getattr(mask, name)
         if x is not None and (x.shape[-1] != seq_len or x.shape[:-1] not in ((), (1,), (batch,))):

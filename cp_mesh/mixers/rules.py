@@ -84,7 +84,7 @@ def gated_delta_rule(
 
     Raises:
         ArgumentError: on shapes, dtypes, devices and placements that do not fit.
-        UnsupportedError: on documents that come back, layouts with copies, and heads that cp does not divide where the
+        UnsupportedError: on documents that come back, and heads that cp does not divide where the
             layout needs "heads". All ranks raise before the first collective.
     """
     return mix("gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, options)

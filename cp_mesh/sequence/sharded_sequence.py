@@ -24,7 +24,7 @@ from cp_mesh.comm.whole import gather, scatter_sum
 from cp_mesh.errors import as_int, check_int, refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.host_tensors import lasting
-from cp_mesh.geometry.layouts import Contiguous, Layout, Run, ZigZag
+from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import EXCLUDED, Mask
 from cp_mesh.sequence.cuts import TOKENS, Cuts, is_cut, note_cut
 
@@ -379,10 +379,6 @@ class ShardedSequence:
                 hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {names}; or pad=False"
                 refuse(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint)
         whole = self._pad(leaf, dim, padding, self.seq_len)
-        if self.layout.replicated and self.cp_rank > 0 and IGNORED in (pad_value, PADDING.get(str(name))):
-            pieces = self.layout.runs(whole.shape[dim], self.cp_size, self.cp_rank)
-            for copy in (piece for piece in pieces if isinstance(piece, Run) and piece.copied):
-                whole = whole.index_fill(dim, copy.positions().to(whole.device), padding)
         if not torch.compiler.is_compiling() and self.cp_size > 1:
             note_cut(str(name), leaf, self.layout, whole.shape[dim], self.mesh.get_group())
         return whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))

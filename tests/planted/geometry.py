@@ -275,9 +275,6 @@ plant("window between runs off by one", "schedule:make_schedule", "coverage")(mo
 plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage", "random uses")(
     moved(hi=1, where=lambda tile, local: not local)
 )
-plant("keys of copies count once a rank", "block_table:pieces_of", "copied keys")(
-    lambda pieces_of: with_result(pieces_of, lambda pieces: pieces._replace(copied=pieces.copied & False))
-)
 
 
 @plant("bands counted from local rows", "block_table:block_table", "coverage")

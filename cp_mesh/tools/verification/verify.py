@@ -138,9 +138,6 @@ def verify(
     axes = as_mesh(mesh)
     if not is_cp_axis(axes):
         refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", axes, 'pass mesh["cp"]')
-    if layout.replicated:
-        hint = "a length in place of Replicated works"
-        refuse("verify: layout", "a layout in which each token has one owner", layout, hint, UnsupportedError)
     mesh = flat(axes)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
