@@ -7,6 +7,7 @@ Modules that `import torch` does not load are functions here, which import them.
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -193,6 +194,14 @@ ATTENTION_OPS = {
     "_transformer_encoder_layer_fwd": None,
 }
 """Attention operators, and the sequence dim of their query and key; None: the operator is always self-attention."""
+
+
+def without_source(module: Any) -> Any:
+    """Return a GraphModule whose code tracebacks do not show: FX would keep its text for good."""
+    name = type(module).forward.__code__.co_filename
+    for kept in (linecache.cache, import_module("torch.fx.graph_module")._loader.eval_cache):
+        kept.pop(name, None)
+    return module
 
 
 # flex_attention.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -414,6 +415,17 @@ def check_traces_of_checkpoints() -> None:
 
     make_fx(block)(block(torch.ones(2)))
     assert found == [False, True]
+
+
+@row("torch.fx.graph_module._loader", "each new function of flex_attention keeps 2 KB")
+def check_text_of_graphs() -> None:
+    from torch.fx import graph_module, symbolic_trace
+
+    module = symbolic_trace(torch.nn.Identity())
+    name = type(module).forward.__code__.co_filename
+    assert name in linecache.cache and name in graph_module._loader.eval_cache
+    assert ours.without_source(module)(2) == 2
+    assert name not in linecache.cache and name not in graph_module._loader.eval_cache
 
 
 @row("torch._C._autograd._top_saved_tensors_default_hooks", "writes in place in checkpointed blocks are not seen")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from cp_mesh._torch import dispatching, tree_leaves
+from cp_mesh._torch import dispatching, tree_leaves, without_source
 from cp_mesh.errors import refuse
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
@@ -58,9 +58,8 @@ class ScalarFunction:
         function = _known.get(handle)
         if function is None or function.code != code:
             said = f"{name} of captured [{read}], {handle}"
-            function = _known[handle] = cls(
-                handle, said, GraphModule(torch.nn.Module(), graph), len(captured), _of_scalars(graph, captured), code
-            )
+            module = without_source(GraphModule(torch.nn.Module(), graph))
+            function = _known[handle] = cls(handle, said, module, len(captured), _of_scalars(graph, captured), code)
         if function in _last:
             _last.remove(function)
         _last.append(function)
