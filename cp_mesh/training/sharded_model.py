@@ -217,7 +217,8 @@ class ShardedModel(ParallelStyle):
         for name, x in self._whole(arguments).items():
             if x is not None and not (isinstance(x, Tensor) and x.ndim > (name != self.positions)):
                 got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                refuse(f"ShardedModel: {name}", "a tensor [B, S, ...]", got, "tokens[None] makes [1, S] of [S]")
+                hint = f"{name}[None] makes [1, S] of [S]" if isinstance(x, Tensor) else "leave it out of inputs"
+                refuse(f"ShardedModel: {name}", "a tensor [B, S, ...]", got, hint)
         if self.positions is not None:
             ids, whole = arguments.get(self.positions), [arguments.get(name) for name in self.inputs]
             lengths = [self.sequence.length, self.sequence.seq_len, *(x.shape[1] for x in whole if x is not None)]
