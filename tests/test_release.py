@@ -78,4 +78,4 @@ def build(folder: Path, kind: str, tree: Path) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     files = (folder / "cp_mesh").rglob("*")
-    return sorted(path.relative_to(folder) for path in files if path.suffix in (".py", ".typed"))
+    return sorted(path.relative_to(folder) for path in files if path.suffix in (".py", ".pyi", ".typed"))

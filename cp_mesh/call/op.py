@@ -59,7 +59,7 @@ def _without_rows(x: Tensor, seq_dim: int) -> Tensor:
 
 
 # `torch.library.custom_op` and `register_autograd` would cost 60 us more host time for a forward that needs gradients,
-# and 100 us for both passes (examples/benchmarks/registration.py; docs/results/registration_*.csv).
+# and 100 us for both passes (docs/log.md, "ways to register an op").
 _OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
 for _schema in (
     f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",

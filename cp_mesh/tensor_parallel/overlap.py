@@ -22,7 +22,7 @@ PER_PRODUCT, PER_BARRIER = 8.8e-6, 5.1e-6
 HOST_WAITS = 1e-3
 """Seconds of matmuls, by `PRODUCT_RATE`, below which the device would wait for the host, which has more to do if they
 are split. On two H100s blocks of a Llama were faster unsplit with linears of up to 0.74 ms (feed-forward layers of 8B
-at 4K rows), and split with 1.5 ms or more, as at 16K rows (docs/results/linears_2xh100.md)."""
+at 4K rows), and split with 1.5 ms or more, as at 16K rows (docs/results/linears_2xh100.csv)."""
 
 
 def chosen_transport(
