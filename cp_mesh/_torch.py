@@ -199,7 +199,7 @@ ATTENTION_OPS = {
 def without_source(module: Any) -> Any:
     """Return a GraphModule whose code tracebacks do not show: FX would keep its text for good."""
     name = type(module).forward.__code__.co_filename
-    for kept in (linecache.cache, import_module("torch.fx.graph_module")._loader.eval_cache):
+    for kept in (linecache.cache, torch.fx.graph_module._loader.eval_cache):
         kept.pop(name, None)
     return module
 

@@ -417,7 +417,7 @@ def check_traces_of_checkpoints() -> None:
     assert found == [False, True]
 
 
-@row("torch.fx.graph_module._loader", "each new function of flex_attention keeps 2 KB")
+@row("torch.fx.graph_module._loader.eval_cache", "each new function of flex_attention keeps 2 KB")
 def check_text_of_graphs() -> None:
     from torch.fx import graph_module, symbolic_trace
 
