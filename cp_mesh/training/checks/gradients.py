@@ -9,7 +9,8 @@ too, for parameters that tp does not shard, if rows are. The check is PyTorch's 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -249,7 +250,8 @@ def _compare_norms(
     topic = f"gradients {planned.number} {planned.steps}{' over tp' * over_tp}"
     if answers := compare_step(group, topic, {field: json.dumps(norms) for field, norms in own.items()}):
         decide = _decide_over_tp if over_tp else _decide
-        decide([*graded], [{field: json.loads(x[field]) for field in own} for x in answers.values()])
+        norms = [{field: json.loads(x[field]) for field in own} for x in answers.values()]
+        decide([*graded], norms, partial(_warn_once, planned))
     else:
         planned.cp = planned.tp = None  # do not wait again
 
@@ -275,7 +277,7 @@ def _nonzero(field: str, answers: Norms) -> set[str]:
     return {name for x in answers for name, norm in x[field].items() if norm != 0}
 
 
-def _decide(own: list[str], answers: Norms) -> None:
+def _decide(own: list[str], answers: Norms, tell: Callable[[str], None] = warn) -> None:
     names = [name for name in own if all(name in x["gradients"] for x in answers)]
     differ = _apart("gradients", names, answers, _APART)
     if differ:
@@ -284,7 +286,7 @@ def _decide(own: list[str], answers: Norms) -> None:
         text = describe(what, "equal on all ranks before the optimizer steps", "different ones on the ranks", hint)
         if len(differ) == len(names):
             raise ArgumentError(text)
-        warn(text)
+        tell(text)
     graded = _nonzero("gradients", answers)  # a gradient of 0, as before a weight that starts at 0, proves nothing
     # expert parameters, whose gradients differ too, are not compared
     if other := [name for name in _other_weights(names, answers) if name in graded and name not in differ]:
@@ -293,7 +295,7 @@ def _decide(own: list[str], answers: Norms) -> None:
         raise ArgumentError(describe(what, "equal on all ranks", "different ones on some", hint))
 
 
-def _decide_over_tp(own: list[str], answers: Norms) -> None:
+def _decide_over_tp(own: list[str], answers: Norms, tell: Callable[[str], None] = warn) -> None:
     names = [name for name in own if all(name in x["gradients"] for x in answers)]
     cut = {name.rpartition(".")[0] for name in _other_weights(names, answers)}  # modules with sharded weights
     differ = [name for name in _apart("gradients", names, answers, _APART) if name.rpartition(".")[0] not in cut]
@@ -306,4 +308,4 @@ def _decide_over_tp(own: list[str], answers: Norms) -> None:
         text = describe(what, "equal on the ranks of a tp group", "different ones on the ranks", hint)
         if _nonzero("weights", answers).intersection(differ):  # weights of 0 may be shards, which look equal
             raise ArgumentError(text)
-        warn(text)
+        tell(text)
