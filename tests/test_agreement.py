@@ -315,6 +315,7 @@ def test_a_refused_seq_dim_does_not_hang(pool: Any) -> None:
 
 def count(rank: int, context: Callable[[], Any], environment: dict[str, str]) -> tuple[int, int]:
     """Collectives of a forward and of its backward."""
+    forget_plans()  # CP_MESH_CHECK is read when a plan is made
     options = arguments(rank, Case((), dict))
     for name in ("query", "key", "value"):
         options[name].requires_grad_()
@@ -559,7 +560,7 @@ def made_anew(rank: int) -> None:
     """Two comparisons of one number over one store, as when a group is destroyed and made again under its name."""
     group = mesh((2,), ("cp",)).get_group()
     for number in range(3):
-        forget_kept(agreement._Compared, first_calls._Calls)
+        forget_kept(agreement._Compared, first_calls.Calls)
         dist.barrier(group)
         time.sleep(0.2 * rank * number)  # what the other rank left before is there already
         first_calls.agree_first(group, number, {"seq_len": str(number)})

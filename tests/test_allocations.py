@@ -45,7 +45,7 @@ combine = room("combine")
 merging_kernel = inner("merge", "merging_kernel")
 ulysses = room("ulysses")
 Setup, memory, sizes_of = inner("predict.methods", "Setup", "memory", "sizes_of")
-_without_rows = inner("op", "_without_rows")
+without_rows = inner("op", "without_rows")
 symmetric = room("symmetric_memory")
 HeadExchange = inner("heads", "HeadExchange")
 
@@ -130,7 +130,7 @@ def passes(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> tu
     forward, held = live.peak - out.nbytes - lse.nbytes, sum(x.untyped_storage().nbytes() for x in kept)
     keywords = {}
     if kept:
-        (q, k, v), (rows, out, lse) = (_without_rows(x, 2) for x in (q, k, v)), kept
+        (q, k, v), (rows, out, lse) = (without_rows(x, 2) for x in (q, k, v)), kept
         keywords = {"kept": rows}
     with Live() as live:
         grads = plan.method.backward(dout, q, k, v, out, lse, None, plan, group, **keywords)

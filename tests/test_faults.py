@@ -450,6 +450,7 @@ def cached() -> dict[str, Any]:
 
 
 KEPT = {
+    "call.known._known": "calls whose mesh and mask live, at most MOST",
     "group_state._KEPT": "a group; of calls, at most MOST_KINDS, of groups within it by divisors of its size",
     **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "gradients")},
     "block_mask._checked": "a block mask",

@@ -148,7 +148,7 @@ def kept_and_fake(rank: int, seq_dim: int) -> None:
     arguments = (*Tensors(), [], 2 * S, *tail(seq_dim, **options)[2:])
     results = ops.attention_op(q, k, v, *arguments)
     _, lse, kept, *of_heads = results
-    likes = [ops._without_rows(x, seq_dim) for x in (q, k, v)]
+    likes = [ops.without_rows(x, seq_dim) for x in (q, k, v)]
     grads = ops.attention_backward_op(dout, *likes, *of_heads, None, kept, *arguments, "")
     assert kept.ndim == 2 and not lse.numel() and all(map(lies_as, grads, (q, k, v)))
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:

@@ -1192,7 +1192,7 @@ def refused(rank: int, names: list[str]) -> list[str]:
     """What was raised for each, and where a collective ran before it: weights are scattered when a style is applied."""
     found, (_, tp) = [], alone_and_tp()
     forget_kept(
-        agreement._Compared, first_calls._Calls
+        agreement._Compared, first_calls.Calls
     )  # other tests made calls of the same kind, of which the first alone is compared
     for name in names:
         try:
@@ -1395,7 +1395,7 @@ def refused_alone(rank: int, names: tuple[str, ...], checked: bool = False) -> l
 def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
     found, axes = [], mesh((2, 2), ("dp", "tp"))
     for name in names:
-        forget_kept(agreement._Compared, first_calls._Calls)
+        forget_kept(agreement._Compared, first_calls.Calls)
         dist.barrier()
         begin = time.monotonic()
         try:
@@ -1476,7 +1476,7 @@ def refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
 
 def _refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
     """What was raised, after how many seconds, and the shape of what a right call then returns."""
-    forget_kept(agreement._Compared, first_calls._Calls, cuts.Cuts)  # cuts of other tests, too
+    forget_kept(agreement._Compared, first_calls.Calls, cuts.Cuts)  # cuts of other tests, too
     torch._dynamo.reset()
     axes = mesh((2, 2), ("cp", "tp"))
     cp, tp = axes["cp"], axes["tp"]

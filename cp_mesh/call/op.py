@@ -52,7 +52,7 @@ from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.scores import FUNCTIONS, name_of_captured
 
 
-def _without_rows(x: Tensor, seq_dim: int) -> Tensor:
+def without_rows(x: Tensor, seq_dim: int) -> Tensor:
     """A tensor with the strides and dtype of x but no rows, for a backward that does not read the content."""
     shape = (*x.shape[:seq_dim], 0, *x.shape[seq_dim + 1 :])
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -144,7 +144,7 @@ class _Attention(torch.autograd.Function):
         group = resolve_group(ctx.others[2])
         ctx.forward = last_forward(group) if checking(group) else None
         if ctx.has_kept:
-            ctx.save_for_backward(*(_without_rows(x, ctx.others[1]) for x in qkv), *tensors, *of_heads, kept, *captured)
+            ctx.save_for_backward(*(without_rows(x, ctx.others[1]) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
             ctx.save_for_backward(*qkv, *tensors, out, lse, None, *captured)
         ctx.set_materialize_grads(False)  # no zero gradient for an unused lse: most kernels would refuse it

@@ -22,7 +22,7 @@ from cp_mesh._torch import (
 )
 from cp_mesh.errors import UnsupportedError, refuse
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 library = torch.library.Library("cp_mesh", "FRAGMENT")
 
@@ -37,7 +37,7 @@ def is_seen(given: Iterable[Any], graded: bool = False) -> bool:
     if (torch.is_grad_enabled() and not graded) or num_dispatch_modes() > 0 or in_transform():
         return True
     for x in given:  # noqa: SIM110 - a generator would be a call for each
-        if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_neg()):  # the dispatcher resolves neg bits
+        if isinstance(x, Tensor) and (type(x) not in PLAIN or x.is_neg()):  # the dispatcher resolves neg bits
             return True
     return False
 

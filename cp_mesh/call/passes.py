@@ -3,12 +3,13 @@
 `op.py` registers the ops. Their first call loads this file, and with it plans, methods and kernels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh._torch import resolve_group
@@ -24,7 +25,7 @@ from cp_mesh.comm.agreement import (
     require_agreement,
 )
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.first_calls import agree_first, is_first, order_of, passing
+from cp_mesh.comm.first_calls import agree_first, calls_of, end_by, is_first, order_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
@@ -95,8 +96,10 @@ def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Ten
     }
 
 
-def _kind(plan: Plan, call: Call) -> tuple[Any, ...]:
-    """`Plan.kind` extended by the call's tensors."""
+def kind_of(plan: Plan, call: Call) -> tuple[Any, ...]:
+    """`Plan.kind`, extended by the call's tensors if it has any."""
+    if not plan.has_tensors:
+        return plan.kind
     given = *call.tensors, *call.captured
     return *plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
@@ -111,6 +114,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
     """
     call = Call.read(arguments)
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
+    query, key, value = q, k, v
     q, k, v = form.to_bhsd(q, k, v)
     try:
         root = ROOT.get()
@@ -120,17 +124,32 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
     except Exception as error:
         announce_refusal(group, error)
         raise
-    kind = _kind(plan, call) if plan.has_tensors else plan.kind
+    kind = kind_of(plan, call)
     if checking(group):
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
     elif is_first(group, kind):
         note_callers()
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
-    with passing(group, "forward", kind), _no_autocast(q):
-        out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+    calls_of(group).count_forward(kind)
+    out, lse, *kept = run_forward(plan, call, group, query, key, value)
+    return (out, lse, *(kept or nothing_kept(q, lse))), None if plan.of_call else plan
+
+
+def run_forward(
+    plan: Plan, call: Call, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """out, lse and what the method keeps of a call that was planned and compared; tensors in the caller's format."""
+    form = FORMATS[call.seq_dim]
+    q, k, v = form.to_bhsd(query, key, value)
+    try:
+        with _no_autocast(q):
+            out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+    except BaseException as error:
+        end_by(group, error)
+        raise
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
-    return (call.as_asked(out), lse, *(kept or nothing_kept(q, lse))), None if plan.of_call else plan
+    return call.as_asked(out), lse, *kept
 
 
 def backward(
@@ -149,36 +168,51 @@ def backward(
 
     ``wanted`` has names of `GRADED`, and captured tensors by `name_of_captured`. Gradients of captured tensors come as
     one flat tensor in the accumulation dtype, as DTensor and autograd do not look into lists.
-    With ``kept``, out and lse are the tensors that the forward kept, and q, k and v are `_without_rows`.
+    With ``kept``, out and lse are the tensors that the forward kept, and q, k and v are `without_rows`.
     ``plan`` is the forward's. The op gets none (compiled code, recomputation) and then plans again.
     """
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
-    form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
-    dout, q, k, v = form.to_bhsd(dout, q, k, v)
+    group = resolve_group(call.group_name)
+    of_dout, *qkv = call.format.to_bhsd(dout, q, k, v)
     if plan is None:
-        rows = dout.shape[2]  # with ``kept`` q, k and v have no rows
-        of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in (q, k, v))
+        rows = of_dout.shape[2]  # with ``kept`` q, k and v have no rows
+        of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in qkv)
         plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
     elif plan.reads_tensors:
         refuse_copies(plan)
     kind = plan.kind
     if checking(group):
-        told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
+        told = {**_in_words(call.seq_len, call.options, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
-    with passing(group, "backward", kind), _no_autocast(q):
+    calls_of(group).count("backward", kind)[0] += 1
+    names = wanted.split(",") if wanted else ()
+    dq, dk, dv, of_scores = run_backward(plan, call, group, dout, q, k, v, out, lse, dlse, kept, names)
+    read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
+    flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
+    return dq, dk, dv, *_graded(call, of_scores, q), flat
+
+
+def run_backward(
+    plan: Plan, call: Call, group: dist.ProcessGroup, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, dlse: Tensor | None, kept: Tensor | None, names: Collection[str] = (),
+) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]:  # fmt: skip
+    """dq, dk, dv, and gradients of score tensors by name, of a call that was planned and compared; see `backward`."""
+    form = FORMATS[call.seq_dim]
+    dout, q, k, v = form.to_bhsd(dout, q, k, v)
+    try:
         if kept is None:
             (out,), lse = form.to_bhsd(out), form.lse_to_bhs(lse)
         if dlse is not None:
             if not plan.kernel.capability.differentiable_lse:
                 raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
             dlse = form.lse_to_bhs(dlse)
-        names = wanted.split(",") if wanted else ()
-        keywords = {} if kept is None else {"kept": kept}
-        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
-    dq, dk, dv = map(call.as_asked, grads)
-    read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
-    flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
-    return dq, dk, dv, *_graded(call, of_scores, q), flat
+        with _no_autocast(q):
+            keywords = {} if kept is None else {"kept": kept}
+            dq, dk, dv, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
+    except BaseException as error:
+        end_by(group, error)
+        raise
+    return call.as_asked(dq), call.as_asked(dk), call.as_asked(dv), of_scores
 
 
 def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:

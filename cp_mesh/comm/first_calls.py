@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
@@ -41,7 +40,7 @@ are, each with a digest of the calls before it: if every batch has a new length,
 
 
 @dataclass
-class _Calls:
+class Calls:
     """This rank's calls over one group: the ``kinds`` that were compared, and those that it checked alone, ``here``.
 
     ``later`` and ``digest`` are of calls of unknown kinds, after `MOST_KINDS`.
@@ -56,13 +55,23 @@ class _Calls:
     digest: int = 0
     forwards: int = 0
     batches: int = 0
-    calls: Counter[Hashable] = field(default_factory=Counter)
+    calls: dict[Hashable, list[int]] = field(default_factory=dict)
     broken: str = ""
 
+    def count(self, direction: str, kind: Hashable) -> list[int]:
+        """Return the number of passes of a kind, in a list that counts on; a new one each time for too many kinds."""
+        if len(self.calls) < MOST_KINDS:
+            return self.calls.setdefault((direction, kind), [0])
+        return self.calls.get((direction, kind), [0])
 
-def _calls(group: dist.ProcessGroup) -> _Calls:
+    def count_forward(self, kind: Hashable) -> None:
+        self.forwards += 1
+        self.count("forward", kind)[0] += 1
+
+
+def calls_of(group: dist.ProcessGroup) -> Calls:
     """Return this rank's calls over a group; refuse a group in which one of its passes broke off."""
-    calls = state_of(group, _Calls)
+    calls = state_of(group, Calls)
     if calls.broken:
         got = f"one in which this rank left a pass by {calls.broken}"
         hint = "other ranks may wait in that pass: restart, or destroy all groups and make new ones in a new store"
@@ -76,7 +85,7 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     False while a CUDA graph is captured: the warm-up before it was the first call. Ranks must count kinds alike, so a
     kind is made of values that must be equal on all of them.
     """
-    calls = _calls(group)
+    calls = calls_of(group)
     if kind in calls.kinds or turned_off(group) or group.size() == 1 or store_of(group) is None or capturing():
         return False
     if len(calls.kinds) < MOST_KINDS:
@@ -85,9 +94,14 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     return calls.later.bit_count() == 1
 
 
+def is_compared(group: dist.ProcessGroup, kind: Hashable) -> bool:
+    """Return whether later calls of this kind need no comparison."""
+    return group.size() == 1 or store_of(group) is None or kind in calls_of(group).kinds
+
+
 def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str], axis: str = "cp") -> None:
     """Call `agree` for the first call of its kind."""
-    calls = state_of(group, _Calls)
+    calls = state_of(group, Calls)
     agree(group, {**fields, f"calls after the first {MOST_KINDS} kinds": f"{calls.digest:08x}"}, axis)
     calls.kinds.add(kind)
 
@@ -119,7 +133,7 @@ def agree_on_shapes(
     elif backward_number() != -1:
         return False  # a recomputation of a checkpoint; its forward was compared
     elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
-        own = state_of(group, _Calls)
+        own = state_of(group, Calls)
         own.batches += 1
         told = contents if own.batches.bit_count() == 1 else shape_of
         agree(group, what | {name: told(x) for name, x in tensors.items()}, "cp", timeout_of(group))
@@ -148,10 +162,10 @@ def look_again(group: dist.ProcessGroup) -> int:
     Returns:
         How many models the group had before.
     """
-    for calls in states_of_all(_Calls):
+    for calls in states_of_all(Calls):
         calls.here.clear()
-    own = state_of(group, _Calls)
-    own.kinds.clear()
+    own = state_of(group, Calls)
+    own.kinds = set()  # another one, by which `call.known` sees it
     own.later = own.digest = own.batches = 0
     return count_plan(group)
 
@@ -163,7 +177,7 @@ def has_calls(group: dist.ProcessGroup) -> bool:
 
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """Return True in this rank's 1st, 2nd, 4th, 8th, ... call of a kind over the group; no other rank takes part."""
-    here = _calls(group).here
+    here = calls_of(group).here
     full = kind not in here and len(here) >= MOST_KINDS
     if full or turned_off(group) or group.size() == 1 or capturing():
         return False
@@ -176,7 +190,7 @@ def has_no_call(group: dist.ProcessGroup, name: str) -> bool:
 
     For calls that are refused, whose kind may be another than on the other ranks.
     """
-    here = _calls(group).here
+    here = calls_of(group).here
     if turned_off(group) or group.size() == 1 or capturing():
         return False
     known = any(isinstance(kind, tuple) and kind[0] == name for kind in here)
@@ -186,7 +200,7 @@ def has_no_call(group: dist.ProcessGroup, name: str) -> bool:
 
 def last_forward(group: dist.ProcessGroup) -> Forward:
     """Return the forward that has just run over the group."""
-    return Forward(state_of(group, _Calls).forwards - 1, CHECK.get().where)
+    return Forward(state_of(group, Calls).forwards - 1, CHECK.get().where)
 
 
 def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
@@ -194,33 +208,22 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
     A backward in compiled code does not know its forward; its string counts calls of this kind and direction.
     """
-    calls, of = _calls(group), CHECK.get().backward_of
+    calls, of = calls_of(group), CHECK.get().backward_of
     if direction == "forward":
         of = Forward(calls.forwards, CHECK.get().where)
     told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
-    return f"{direction}{told}, after {calls.calls[direction, kind]} like it"
+    return f"{direction}{told}, after {calls.calls.get((direction, kind), [0])[0]} like it"
 
 
-class passing:
-    """``with passing(group, direction, kind):`` counts a pass of attention that was not refused.
+def end_by(group: dist.ProcessGroup, error: BaseException) -> None:
+    """Note that a pass of attention ended by an error.
 
-    After an error that is no refusal, this rank refuses calls over the group, and other ranks find it in the store.
+    If it is no refusal, this rank refuses calls over the group from now on; other ranks find the error in the store.
     """
-
-    def __init__(self, group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
-        self.group, own = group, _calls(group)
-        own.forwards += direction == "forward"
-        if len(own.calls) < MOST_KINDS or (direction, kind) in own.calls:
-            own.calls[direction, kind] += 1
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, REFUSALS):
-            keep_to_itself(error)  # raised on every rank, before the first collective of the pass
-        elif error is not None and self.group.size() > 1:
-            state_of(self.group, _Calls).broken = f"{type(error).__name__}: {error}"  # the error would keep tensors
-            if isinstance(error, Exception):
-                note_refusals(self.group, error)
-                announce_refusal(self.group, error, in_check_mode=False)
+    if isinstance(error, REFUSALS):
+        keep_to_itself(error)  # raised on every rank, before the first collective of the pass
+    elif group.size() > 1:
+        state_of(group, Calls).broken = f"{type(error).__name__}: {error}"  # the error would keep tensors
+        if isinstance(error, Exception):
+            note_refusals(group, error)
+            announce_refusal(group, error, in_check_mode=False)

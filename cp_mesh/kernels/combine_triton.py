@@ -48,12 +48,16 @@ def merge_pieces(
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     begins, outs, lses = zip(*pieces, strict=True)
-    every = *outs, *lses, out
-    is_aligned = _aligned((*every, lse) if sinks is None else (*every, lse, sinks))
-    bound = _bind_merge(begins, _likes(every), is_aligned, sinks is None, out.device)
+    num, every = len(begins), (*outs, *lses, out)
+    given: Any = [*every, lse] if sinks is None else [*every, lse, sinks]
+    pointers = [*map(Tensor.data_ptr, given)]
+    bound = _bind_merge(begins, _likes(every), _are_aligned(pointers), sinks is None, out.device)
     rows, strides, sizes = bound.numbers
-    given = bound.pick((*outs, bound.nothing)), strides, bound.pick((*lses, bound.nothing)), rows
-    _launch(merge_kernel, bound, out, (*given, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes))
+    given, nothing = _as_pointers(bound, given, pointers)
+    of_outs = bound.pick((*given[:num], nothing))
+    of_lses = bound.pick((*given[num : 2 * num], nothing))
+    results = given[2 * num], out.stride(), given[2 * num + 1], None if sinks is None else given[-1]
+    _launch(merge_kernel, bound, out, (of_outs, strides, of_lses, rows, *results, *out.shape[1:3], *sizes))
 
 
 def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> None:
@@ -71,22 +75,24 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
         begins.append(of_sum)
         xs += tensors
         intos.append(into)
-    every = *xs, *intos
-    bound = _bind_sums((*begins,), _likes(every), _aligned(every), intos[0].device)
-    intos += intos[-1:] * (NUM_SUMS - len(intos))
+    num, given = len(xs), [*xs, *intos]
+    pointers = [*map(Tensor.data_ptr, given)]
+    bound = _bind_sums((*begins,), _likes(given), _are_aligned(pointers), intos[0].device)
     num_places, strides, rows, *numbers = bound.numbers
-    placed, given = bound.pick((*xs, bound.nothing)), []
+    given, nothing = _as_pointers(bound, given, pointers)
+    into = given[num:] + given[-1:] * (NUM_SUMS - len(intos))
+    placed, of_sums = bound.pick((*given[:num], nothing)), []
     for first in range(0, len(placed), num_places):
-        given.append(placed[first : first + num_places])
-    _launch(sum_kernel, bound, intos[0], ((*given,), strides, rows, (*intos,), *numbers))
+        of_sums.append(placed[first : first + num_places])
+    _launch(sum_kernel, bound, intos[0], ((*of_sums,), strides, rows, (*into,), *numbers))
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
     """rowsum(a · b) - minus, contiguous fp32 [B, H, S], from a, b [B, H, S, D] and minus [B, H, S], any strides."""
     dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
     minus = None if minus is None else minus.float().contiguous()
-    is_aligned = _aligned((a, b) if minus is None else (a, b, minus))
-    bound = _bind_dots(_likes((a, b)), is_aligned, minus is None, a.device)
+    given = (a, b, dots) if minus is None else (a, b, dots, minus)
+    bound = _bind_dots(_likes((a, b)), _are_aligned([*map(Tensor.data_ptr, given)]), minus is None, a.device)
     _launch(dots_kernel, bound, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *bound.numbers))
     return dots
 
@@ -100,9 +106,15 @@ def _likes(xs: Sequence[Tensor]) -> tuple[Like, ...]:
     return tuple(zip(map(_shape, xs), map(Tensor.stride, xs), map(_dtype, xs), strict=True))
 
 
-def _aligned(xs: Sequence[Tensor]) -> bool:
-    """Whether all tensors begin at multiples of 16 bytes, for which Triton compiles kernels of their own."""
-    return not reduce(or_, map(Tensor.data_ptr, xs)) % 16
+def _are_aligned(pointers: Sequence[int]) -> bool:
+    """Whether all are multiples of 16 bytes, for which Triton compiles kernels of their own."""
+    return not reduce(or_, pointers) % 16
+
+
+def _as_pointers(bound: _Bound, given: Sequence[Tensor], pointers: Sequence[int]) -> tuple[Any, Any]:
+    """What a launch is given of tensors, and of the empty piece. A compiled kernel takes pointers, which saves host
+    time: Triton's launcher would ask the driver where each tensor lies."""
+    return (given, bound.nothing) if bound.runner is None else (pointers, bound.nothing.data_ptr())
 
 
 @dataclass(eq=False)

@@ -1,0 +1,191 @@
+"""Calls that passed all checks: one look-up finds them again, and a node of autograd runs their passes.
+
+Only eager calls on local tensors without score tensors are kept. Their key has what checks, comparisons and plans read:
+keywords, shapes, dtypes, devices, modes, and the identity of mesh and mask. A call is known as long as both live, and
+with it the plan of its batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_mesh._torch import below_autograd, function_mode, profiles, times_written
+from cp_mesh.call.method import Plan
+from cp_mesh.call.op import attention_backward_op, without_rows
+from cp_mesh.call.operators import PLAIN, is_seen
+from cp_mesh.call.passes import backward, kind_of, run_backward, run_forward
+from cp_mesh.call.plan import Plans, make_plan, refuse_copies
+from cp_mesh.call.spec import Call, autocast
+from cp_mesh.comm.agreement import CHECK, checking, turned_off
+from cp_mesh.comm.first_calls import Calls, calls_of, is_compared
+from cp_mesh.comm.group_state import states_of
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import TENSORS, Mask
+from cp_mesh.sequence.sharded_sequence import ROOT
+
+MOST = 512  # calls that are known
+_known: dict[tuple[Any, ...], Known] = {}
+_PLAIN = (str, int, float, type(None), Layout, torch.Size, torch.dtype, torch.device)
+
+
+class Known(NamedTuple):
+    """A call that passed all checks.
+
+    Attributes:
+        plan, call: calls of one key share them.
+        group: a weak reference, as a group's plans go with it.
+        dtype: of q, k and v, cast by autocast.
+        states: of the group; ``plans``, ``calls`` and ``kinds`` must be those in it, else the group was told to forget.
+        counts: of its forwards and backwards, for check mode.
+        read: tensors of the mask, and how often they had been written when the plan read them.
+        alive: weak references to mesh and mask.
+    """
+
+    plan: Plan
+    call: Call
+    dtype: torch.dtype
+    group: Callable[[], Any]
+    states: dict[Any, Any]
+    plans: Plans
+    calls: Calls
+    kinds: set[Any]
+    counts: tuple[list[int], list[int]]
+    read: list[tuple[Tensor, int]]
+    alive: tuple[Any, ...]
+
+
+def key_of(
+    qkv: tuple[Tensor, Tensor, Tensor], mesh: Any, mask: Any, seq_dim: Any, return_lse: Any, others: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """The key of a call; None if the op must see it, or check mode compares every call."""
+    if profiles() or function_mode() is not None or CHECK.get().enabled is not None or torch.jit.is_tracing():
+        return None
+    query, key, value = qkv
+    if is_seen(qkv, graded=True) or type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+        return None
+    device_type = query.device.type
+    if device_type == "meta":
+        return None
+    cast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    return (
+        id(mesh), id(mask), seq_dim, return_lse, *others, *others.values(), query.shape, key.shape, value.shape,
+        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, query.requires_grad,
+        key.requires_grad, value.requires_grad, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        cast,
+    )  # fmt: skip
+
+
+def find(key: tuple[Any, ...]) -> Known | None:
+    """The call of this key, if nothing that its checks read has changed."""
+    try:
+        found = _known.get(key)
+    except TypeError:  # a keyword without a hash
+        return None
+    if found is None or found.calls.broken or found.kinds is not found.calls.kinds:
+        return None
+    if found.states.get(Plans) is not found.plans or found.states.get(Calls) is not found.calls:
+        return None
+    for x, times in found.read:
+        if times_written(x) != times:
+            return None
+    if found.call.options.of_root and (root := ROOT.get()) is not None and root.seq_len != found.call.seq_len:
+        return None
+    return found
+
+
+def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], mesh: Any, mask: Mask) -> None:
+    """Keep a call that has just run, if the next one of its key needs no check."""
+    options, group, (q, k, v) = call.options, call.group, call.format.to_bhsd(*qkv)
+    if options.score_mod or options.mask_mod or any(x is not None for x in call.tensors[len(TENSORS) + 1 :]):
+        return
+    if not all(isinstance(x, _PLAIN) for x in key) or checking(group) or turned_off(group):
+        return
+    plan = make_plan(q, k, v, call.tensors, call.seq_len, group, options)
+    kind, calls, read = kind_of(plan, call), calls_of(group), [x for x in call.tensors if x is not None]
+    if not is_compared(group, kind):
+        return
+    if len(_known) >= MOST:
+        del _known[next(iter(_known))]
+    counts = calls.count("forward", kind), calls.count("backward", plan.kind)
+
+    def watch(x: Any) -> Any:
+        return weakref.ref(x, lambda _: _known.pop(key, None))
+
+    versions = [(x, times_written(x)) for x in read]
+    states = states_of(group)
+    _known[key] = Known(
+        plan,
+        call,
+        q.dtype,
+        watch(group),
+        states,
+        states[Plans],
+        calls,
+        calls.kinds,
+        counts,
+        versions,
+        (watch(mesh), watch(mask)),
+    )
+
+
+def run(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of a known call."""
+    if q.dtype != known.dtype:  # by autocast
+        q, k, v = autocast(q, k, v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        found: tuple[Tensor, Tensor] = _Node.apply(known, q, k, v)
+        return found
+    with below_autograd():
+        out, lse, *_ = forward(known, q, k, v)
+    return out, lse
+
+
+def forward(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """As `passes.run_forward`."""
+    if known.plan.reads_tensors:
+        refuse_copies(known.plan)
+    known.calls.forwards += 1
+    known.counts[0][0] += 1
+    return run_forward(known.plan, known.call, known.group(), q, k, v)
+
+
+class _Node(torch.autograd.Function):
+    """The autograd node of a known call. Its tensors are q, k and v; its results out and lse."""
+
+    @staticmethod
+    def forward(ctx, known, q, k, v):  # type: ignore[no-untyped-def]
+        with below_autograd():
+            out, lse, *kept = forward(known, q, k, v)
+        ctx.known, ctx.shape = known, out.shape
+        if not known.call.options.differentiable_lse:  # it must not be dropped silently
+            ctx.mark_non_differentiable(lse)
+        if kept:
+            rows, *of_heads = kept
+            ctx.save_for_backward(*(without_rows(x, known.call.seq_dim) for x in (q, k, v)), *of_heads, rows)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse, None)
+        ctx.set_materialize_grads(False)  # no zero gradient for an unused lse: most kernels would refuse it
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+        known, (q, k, v, out, lse, kept) = ctx.known, ctx.saved_tensors
+        dout = q.new_zeros(ctx.shape) if dout is None else dout
+        given = dout, q, k, v, out, lse, dlse, kept
+        if is_seen(given):
+            dq, dk, dv, *_ = attention_backward_op(*given, *known.call.arguments(), "")
+        elif CHECK.get().enabled is not None:
+            with below_autograd():
+                dq, dk, dv, *_ = backward(*given, *known.call.arguments(), "", plan=known.plan)
+        else:
+            if known.plan.reads_tensors:
+                refuse_copies(known.plan)
+            known.counts[1][0] += 1
+            with below_autograd():
+                dq, dk, dv, _ = run_backward(known.plan, known.call, known.group(), *given)
+        return None, dq, dk, dv
