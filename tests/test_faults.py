@@ -450,7 +450,7 @@ def cached() -> dict[str, Any]:
 
 
 KEPT = {
-    "call.known._known": "calls whose mesh and mask live, at most MOST",
+    "call.known._calls": "calls whose mesh and mask live, at most MOST",
     "group_state._KEPT": "a group; of calls, at most MOST_KINDS, of groups within it by divisors of its size",
     **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "gradients")},
     "block_mask._checked": "a block mask",
@@ -464,7 +464,7 @@ KEPT = {
 }
 KEPT_WITH = {f"{path_of(x.rpartition('.')[0])[8:]}.{x.rpartition('.')[2]}": why for x, why in KEPT.items()}
 """Tables without a number that bounds them."""
-BOUNDED = {"_compiled", "_programs", "_known", "_function", "_release", "_pinned"}
+BOUNDED = {"_calls", "_compiled", "_programs", "_known", "_function", "_release", "_pinned"}
 """Those whose keys are few, or are dropped."""
 
 

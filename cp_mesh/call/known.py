@@ -29,7 +29,7 @@ from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.sequence.sharded_sequence import ROOT
 
 MOST = 512  # calls that are known
-_known: dict[tuple[Any, ...], Known] = {}
+_calls: dict[tuple[Any, ...], Known] = {}
 _PLAIN = (str, int, float, type(None), Layout, torch.Size, torch.dtype, torch.device)
 
 
@@ -83,7 +83,7 @@ def key_of(
 def find(key: tuple[Any, ...]) -> Known | None:
     """The call of this key, if nothing that its checks read has changed."""
     try:
-        found = _known.get(key)
+        found = _calls.get(key)
     except TypeError:  # a keyword without a hash
         return None
     if found is None or found.calls.broken or found.kinds is not found.calls.kinds:
@@ -109,16 +109,16 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
     kind, calls, read = kind_of(plan, call), calls_of(group), [x for x in call.tensors if x is not None]
     if not is_compared(group, kind):
         return
-    if len(_known) >= MOST:
-        del _known[next(iter(_known))]
+    if len(_calls) >= MOST:
+        del _calls[next(iter(_calls))]
     counts = calls.count("forward", kind), calls.count("backward", plan.kind)
 
     def watch(x: Any) -> Any:
-        return weakref.ref(x, lambda _: _known.pop(key, None))
+        return weakref.ref(x, lambda _: _calls.pop(key, None))
 
     versions = [(x, times_written(x)) for x in read]
     states = states_of(group)
-    _known[key] = Known(
+    _calls[key] = Known(
         plan,
         call,
         q.dtype,
