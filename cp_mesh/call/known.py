@@ -30,7 +30,7 @@ from cp_mesh.sequence.sharded_sequence import ROOT
 
 MOST = 512  # calls that are known
 _calls: dict[tuple[Any, ...], Known] = {}
-_PLAIN = (str, int, float, type(None), Layout, torch.Size, torch.dtype, torch.device)
+_PLAIN = (str, int, float, type(None), type, Layout, torch.Size, torch.dtype, torch.device)
 
 
 class Known(NamedTuple):
@@ -69,11 +69,12 @@ def key_of(
     if is_seen(qkv, graded=True) or type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
     device_type = query.device.type
-    if device_type == "meta":
+    if device_type == "meta" or query.is_nested or key.is_nested or value.is_nested:  # which have no shape
         return None
     cast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    given = seq_dim, return_lse, *others.values()
     return (
-        id(mesh), id(mask), seq_dim, return_lse, *others, *others.values(), query.shape, key.shape, value.shape,
+        id(mesh), id(mask), *given, *map(type, given), *others, query.shape, key.shape, value.shape,
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, query.requires_grad,
         key.requires_grad, value.requires_grad, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
         cast,

@@ -1,0 +1,69 @@
+"""Repeated calls that are one look-up: what they skip, and what they still see."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import torch
+from checks import report
+from dense import dense_attention, make_qkv
+from inside import room
+from ranks import mesh
+
+from cp_mesh import Mask, ZigZag, attention
+from cp_mesh.geometry.layouts import Contiguous
+
+
+def calls(rank: int) -> list[str]:
+    known, function, problems = room("call.known"), room("call.function"), []
+    axis, S = mesh((2,), ("cp",)), 24
+    q, k, v, dout = make_qkv(1, 4, 2, S, 8)
+    rows = ZigZag().positions(S, 2, rank)
+    documents = [torch.arange(S) // n for n in (5, 7)]
+
+    def call(mask: Mask, dtype: torch.dtype = q.dtype, **options: Any) -> list[torch.Tensor]:
+        at = options.get("layout", ZigZag()).positions(S, 2, rank)
+        inputs = [x[:, :, at].to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, mesh=axis, mask=mask, **options)
+        return [out, *torch.autograd.grad(out, inputs, dout[:, :, at].to(out.dtype))]
+
+    def compare(what: str, mask: Mask, is_known: bool, **options: Any) -> None:
+        with mock.patch.object(function, "_make_call", wraps=function._make_call) as made:
+            out, *_ = call(mask, **options)
+        want, _ = dense_attention(q, k, v, mask.allowed(torch.arange(S), torch.arange(S)), scale=8**-0.5)
+        at = options.get("layout", ZigZag()).positions(S, 2, rank)
+        if not torch.allclose(out.double(), want[:, :, at], atol=1e-10):
+            problems.append(f"rank {rank}: {what}: wrong")
+        if made.called is is_known:
+            problems.append(f"rank {rank}: {what}: {'looked up' if is_known else 'not looked up'} expected")
+
+    masks = [Mask(documents=x) for x in documents]
+    for i, mask in enumerate(masks):
+        compare(f"first call of mask {i}", mask, False)
+    for i, mask in enumerate(masks * 2):
+        compare(f"mask {i} again", mask, True)
+    compare("another layout", masks[0], False, layout=Contiguous())
+    compare("the same layout, made anew", masks[0], True, layout=Contiguous())
+    compare("an equal mask, made anew", Mask(documents=documents[0]), False)
+    with torch.no_grad():  # no gradient is wanted: another kind of call
+        attention(*(x[:, :, rows] for x in (q, k, v)), mesh=axis, mask=masks[0])
+    compare("after a call without gradients", masks[0], True)
+    room("first_calls").look_again(axis.get_group())
+    compare("first calls are compared again", masks[0], False)
+    compare("and then known", masks[0], True)
+    with torch.autocast("cpu", torch.bfloat16):
+        lower = [call(masks[0], torch.float32)[0] for _ in range(2)]
+    if any(x.dtype != torch.bfloat16 for x in lower) or not torch.equal(*lower):
+        problems.append(f"rank {rank}: autocast is not of a known call")
+    num = len(known._calls)
+    del mask, masks
+    gc.collect()
+    if not len(known._calls) < num:
+        problems.append(f"rank {rank}: calls outlive their mask")
+    return problems
+
+
+def test_known_calls(pool: Any) -> None:
+    report(pool(2).run(calls))
