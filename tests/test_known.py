@@ -12,8 +12,7 @@ from dense import dense_attention, make_qkv
 from inside import room
 from ranks import mesh
 
-from cp_mesh import Mask, ZigZag, attention
-from cp_mesh.geometry.layouts import Contiguous
+from cp_mesh import Contiguous, Mask, ZigZag, attention
 
 
 def calls(rank: int) -> list[str]:
@@ -53,6 +52,7 @@ def calls(rank: int) -> list[str]:
     room("first_calls").look_again(axis.get_group())
     compare("first calls are compared again", masks[0], False)
     compare("and then known", masks[0], True)
+    call(masks[0], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         lower = [call(masks[0], torch.float32)[0] for _ in range(2)]
     if any(x.dtype != torch.bfloat16 for x in lower) or not torch.equal(*lower):

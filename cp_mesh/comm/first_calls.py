@@ -172,7 +172,7 @@ def look_again(group: dist.ProcessGroup) -> int:
 
 def has_calls(group: dist.ProcessGroup) -> bool:
     """Return whether a model over the group, or a call, has been compared."""
-    return bool(state_of(group, _Calls).kinds) or plans_of(group) > 0
+    return bool(state_of(group, Calls).kinds) or plans_of(group) > 0
 
 
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from inside import inner
+from inside import inner, room
 
-from planted.seams import in_area
+from planted.seams import in_area, with_result
 
 plant = in_area("the guard")
 
@@ -19,6 +19,27 @@ def nothing(result: Any = None) -> Any:
 
 plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
 plant("first calls are not compared", "first_calls:is_first", "first calls")(nothing(False))
+
+
+plant("calls of unlike masks are one", "known:key_of", "known calls")(
+    lambda key_of: with_result(key_of, lambda key: key and (*key[:1], 0, *key[2:]))
+)
+plant("autocast makes no other call", "known:key_of", "known calls")(
+    lambda key_of: with_result(key_of, lambda key: key and key[:-1])
+)
+
+
+@plant("known calls are never compared again", "known:find", "known calls")
+def _(find: Any) -> Any:
+    calls = room("call.known")._calls
+
+    def mutant(key: Any) -> Any:
+        known = calls.get(key)
+        if known is not None:
+            known.calls.kinds = known.kinds
+        return find(key)
+
+    return mutant
 
 
 @plant("a call whose plan is new is a first one", "first_calls:is_first", "lost plans")
