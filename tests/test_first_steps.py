@@ -522,7 +522,7 @@ def stepping(rank: int, how: str) -> list[str]:
             if "gathered" in how:
                 loss = F.cross_entropy(run(tokens).flatten(0, 1), labels.flatten())
             else:
-                count = 2 * cp_mesh.valid_tokens(labels, axis) if "counted" in how else None
+                count = 2 * cp_mesh.training.valid_tokens(labels, axis) if "counted" in how else None
                 loss = cp_mesh.cross_entropy(run(tokens), labels, axis, count=count)
             loss.backward()
         if "hand" in how and (number < 3 or "first" not in how):
