@@ -263,6 +263,21 @@ def test_first_calls_of_a_sequence_are_compared(pool: Any, name: str) -> None:
         assert error is not None and error.type == "RankMismatchError" and DIFFERENT[name][1] in error.message, error
 
 
+def cut_otherwise(rank: int, dim: int, layout: cp_mesh.Layout) -> None:
+    sequence = ShardedSequence(dist.new_group(), length=16)
+    x = sequence.shard(torch.ones(2, 16, 16, 8), dim=dim)
+    attention(x, x, x, mesh=sequence.mesh, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("dim", "layout", "says"),
+    [(1, cp_mesh.ZigZag(), "seq_dim: expected 1, the dim in which"), (2, Striped(), "layout: expected zigzag, in")],
+)
+def test_rows_that_shard_cut_otherwise(pool: Any, dim: int, layout: cp_mesh.Layout, says: str) -> None:
+    for error in pool(2).run_expecting_error(cut_otherwise, dim, layout, timeout=20.0):
+        assert error is not None and error.type == "ArgumentError" and says in error.message, error
+
+
 def disagree_by_dtensors(rank: int) -> None:
     layout = Striped() if rank == ODD else Contiguous()
     axis = mesh((3,), ("cp",))

@@ -22,6 +22,7 @@ from cp_mesh.comm.agreement import (
     PASS,
     announce_refusal,
     checking,
+    refusing,
     require_agreement,
 )
 from cp_mesh.comm.fingerprints import fingerprint
@@ -31,7 +32,7 @@ from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
-from cp_mesh.sequence.cuts import told_of_tokens
+from cp_mesh.sequence.cuts import check_mark, told_of_tokens
 from cp_mesh.sequence.losses import note_callers
 from cp_mesh.sequence.sharded_sequence import ROOT
 
@@ -130,6 +131,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
     elif is_first(group, kind):
         note_callers()
+        with refusing(call.group_name, in_check_mode=False):
+            check_mark(query, call.seq_dim, plan.layout, group)
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
     calls_of(group).count_forward(kind)
     out, lse, *kept = run_forward(plan, call, group, query, key, value)

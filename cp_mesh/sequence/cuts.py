@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_mesh._torch import FakeTensor, world
 from cp_mesh.comm.agreement import capturing, turned_off
@@ -78,6 +79,7 @@ class Cuts:
         total: batches of tokens.
         gathered: length of the whole that `ShardedSequence.gather` made since tokens were sharded last; 0 if none.
         batches: digests of all batches.
+        rows: floating-point tensors that `shard` returned, with their sequence dim and layout.
     """
 
     last: tuple[tuple[Layout, int], ...] = ()
@@ -89,6 +91,16 @@ class Cuts:
     total: int = 0
     gathered: int = 0
     batches: _Batches = field(default_factory=_Batches)
+    rows: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+
+
+def check_mark(x: Tensor, dim: int, layout: Layout, group: dist.ProcessGroup) -> None:
+    """Refuse rows that `shard` cut in another dim or layout, if they are the tensor that it returned."""
+    cut, of_shard = state_of(group, Cuts).rows.get(x, (dim, layout))
+    if cut % x.ndim != dim:
+        refuse("seq_dim", f"{cut}, the dim in which shard cut", dim, f"pass seq_dim={cut}")
+    if of_shard != layout:
+        refuse("layout", f"{of_shard.spec()}, in which shard cut", layout.spec(), "pass layout=sequence.layout")
 
 
 def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:

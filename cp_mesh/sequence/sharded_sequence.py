@@ -381,7 +381,10 @@ class ShardedSequence:
         whole = self._pad(leaf, dim, padding, self.seq_len)
         if not torch.compiler.is_compiling() and self.cp_size > 1:
             note_cut(str(name), leaf, self.layout, whole.shape[dim], self.mesh.get_group())
-        return whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
+        rows = whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
+        if not torch.compiler.is_compiling() and rows.is_floating_point() and self.cp_size > 1:
+            state_of(self.mesh.get_group(), Cuts).rows[rows] = dim, self.layout
+        return rows
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
         """Add the padding as a document of its own."""
