@@ -120,6 +120,6 @@ def _digest(tensor: Tensor) -> tuple[Any, ...]:
     """Return a digest that is equal for tensors of equal content, and holds no tensor: a cached result must not."""
     flat = tensor.flatten().numpy()
     # the places where values change and the new values: equivalent to the content, and short for documents and padding
-    begins = np.flatnonzero(np.r_[np.ones(min(1, len(flat)), dtype=bool), flat[1:] != flat[:-1]])
+    begins = np.append(0, np.flatnonzero(flat[1:] != flat[:-1]) + 1)[: len(flat)]
     digest = hashlib.blake2b(begins.tobytes() + flat[begins].tobytes(), digest_size=16)
     return tuple(tensor.shape), tensor.dtype, digest.digest()

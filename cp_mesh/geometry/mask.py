@@ -107,9 +107,9 @@ class Documents:
     @classmethod
     def of(cls, ids: NDArray[Any]) -> Documents:
         """Make them from the id of each position, [S]."""
-        begins = np.flatnonzero(np.r_[np.ones(min(1, len(ids)), dtype=bool), ids[1:] != ids[:-1]])
+        begins = np.append(0, np.flatnonzero(ids[1:] != ids[:-1]) + 1)[: len(ids)]
         _, first, which = np.unique(ids[begins], return_index=True, return_inverse=True)
-        return cls(np.r_[begins, len(ids)], np.where(ids[begins] < 0, -1, first[which]))
+        return cls(np.append(begins, len(ids)), np.where(ids[begins] < 0, -1, first[which]))
 
 
 @dataclass(frozen=True, eq=False)

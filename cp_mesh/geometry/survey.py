@@ -42,6 +42,7 @@ from cp_mesh.geometry.block_table import (
     keys_of,
     own_causal,
     pieces_of,
+    run_begins,
     shard_lens_of,
     shares_keys,
     squares,
@@ -131,9 +132,9 @@ class Geometry:
             For each group its first piece of q, the number of pieces, and where its pieces of k begin and end.
         """
         owner = q.document * self._cp_size + q.rank
-        first = np.flatnonzero(np.r_[np.ones(min(1, q.num), dtype=bool), owner[1:] != owner[:-1]])
+        first = run_begins(owner[1:] != owner[:-1])[: q.num]
         begin, end = (np.searchsorted(k.document, q.document[first], side=side) for side in ("left", "right"))
-        return first, np.diff(np.r_[first, q.num]), begin, end
+        return first, np.diff(np.append(first, q.num)), begin, end
 
     def _num_pairs(self) -> int:
         """Number of pairs of pieces within documents."""
@@ -149,7 +150,7 @@ class Geometry:
         slots, pairs = np.cumsum(end - begin), np.cumsum(num * (end - begin))
         cuts = np.arange(0, pairs.max(initial=0), CHUNK)
         group = np.searchsorted(pairs, cuts, side="right")
-        edges = np.unique(np.r_[slots[group] - ceil_div(pairs[group] - cuts, num[group]), slots[-1:]])
+        edges = np.unique(np.append(slots[group] - ceil_div(pairs[group] - cuts, num[group]), slots[-1:]))
         for some in pairwise(edges.tolist()):
             slot = np.arange(*some)
             group = np.searchsorted(slots, slot, side="right")

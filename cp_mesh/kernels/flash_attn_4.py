@@ -29,6 +29,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib import import_module
+from itertools import accumulate
+from operator import mul
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -327,10 +329,14 @@ class _BackwardLaunches:
 
         rows, keys = padded(q, q_begins, m_block), padded(k, k_begins, n_block)
         before, heads, kv_heads = q.shape[:-3], q.shape[-2], k.shape[-2]
-        # saves host time: one allocation for two buffers, below one launch that clears two
-        self.deltas, self.dq_sum = (2, *before, heads, rows), (*before, heads, rows * wide[0])
-        self.sizes = [] if heads == kv_heads else [(*before, kv_heads, keys * dim) for dim in wide]
-        self.counts = [math.prod(size) for size in self.sizes]
+        # saves host time: one allocation for all buffers, below one launch that clears two
+        sizes = [(*before, heads, rows)] * 2 + [(*before, heads, rows * wide[0])]
+        if heads != kv_heads:
+            sizes += [(*before, kv_heads, keys * dim) for dim in wide]
+        firsts = [*accumulate(map(math.prod, sizes), initial=0)]  # all are multiples of 16 bytes
+        self.num, self.first_key = firsts[-1], firsts[3]
+        dense = [tuple(accumulate(size[:0:-1], mul, initial=1))[::-1] for size in sizes]
+        self.views = sizes, dense, firsts[:-1]
         self.of_q, self.of_k, self.scale, self.device = (q_begins, q_lens), (k_begins, k_lens), call.scale, q.device
         aux = _package().AuxData(None, None)
         self.before = *self.of_q, None, None, None, 1.0, None, None
@@ -340,14 +346,13 @@ class _BackwardLaunches:
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
         dv: Tensor,
     ) -> Launches:  # fmt: skip
-        delta, lse_log2 = torch.empty(self.deltas, dtype=torch.float32, device=self.device)
-        dq_sum = torch.empty(self.dq_sum, dtype=torch.float32, device=self.device)
+        sums = torch.empty(self.num, dtype=torch.float32, device=self.device)
+        delta, lse_log2, dq_sum, *of_keys = map(sums.as_strided, *self.views)
         after: Launches = [(dq_sum, dq, self.scale, *self.of_q, None, None)]
         dk_sum, dv_sum = dk, dv
-        if self.counts:
-            sums = torch.zeros(sum(self.counts), dtype=torch.float32, device=self.device)
-            dk_sum, dv_sum = sums.split_with_sizes(self.counts)
-            dk_sum, dv_sum = dk_sum.view(self.sizes[0]), dv_sum.view(self.sizes[1])
+        if of_keys:
+            dk_sum, dv_sum = of_keys
+            sums[self.first_key :].zero_()
             after += [(dk_sum, dk, self.scale, *self.of_k, None, None), (dv_sum, dv, 1.0, *self.of_k, None, None)]
         return [
             (out, dout, delta, lse, lse_log2, dq_sum, *self.before),
