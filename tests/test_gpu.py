@@ -32,7 +32,6 @@ from dense import dense_attention
 from flex_uses import MASKS, SCORES, as_kernels, dense
 from ranks import device, join_on_gpus, mesh
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
@@ -326,7 +325,7 @@ def repeats(
 
 @dataclass(frozen=True)
 class Function:
-    """Functions of `flex_uses`, whose captured tensors are whole, or sharded by their last dim.
+    """Functions of `flex_uses`.
 
     ``mask``: "causal" is a `Mask`, others are mask_mods.
     """
@@ -337,12 +336,11 @@ class Function:
     layout: str
     transport: str
     dtype: str = "bfloat16"
-    sharded: bool = False
     kernel: str = "flex"
 
     def __str__(self) -> str:
         words = f"{self.kernel:10}{self.dtype:9} {self.layout:11}{self.method:11}{self.transport:17}"
-        return f"{words}{self.score}, {self.mask}{', sharded' if self.sharded else ''}"
+        return f"{words}{self.score}, {self.mask}"
 
 
 FUNCTION_FACTOR = 1.35  # of the error of plain products, which round scores too
@@ -353,7 +351,7 @@ def functions(on: str, kernel: str) -> list[Function]:
     """Those that share a compilation follow each other; what matters most comes first."""
     *_, shared = TRANSPORTS[on]
     twice = [("ring", "striped"), ("ulysses", "zigzag"), ("all_gather", "zigzag")]
-    chosen = [Function("gate", "windows of heads", "ring", "striped", shared, sharded=True)]
+    chosen = [Function("gate", "windows of heads", "ring", "striped", shared)]
     chosen += [
         Function("relative table", "causal or of one image", method, layout, transport)
         for (method, layout), transport in itertools.product(twice, TRANSPORTS[on])
@@ -386,13 +384,6 @@ def function_errors(case: Function, seq_len: int, head_dim: int) -> dict[str, fl
     q, k, v, dout = (x[:, :, rows].detach().contiguous() for x in whole)
     own = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in of_score.items()}
     leaves = [x for x in own.values() if x.requires_grad]
-    if case.sharded:  # the op gathers what the layout sharded
-        leaves = [x.detach()[..., rows].contiguous().requires_grad_() for x in leaves]
-        shards = iter(leaves)
-        for name, x in own.items():
-            if x.requires_grad:
-                options: dict[str, Any] = {"shape": x.shape, "stride": x.stride(), "run_check": False}
-                own[name] = DTensor.from_local(next(shards), axis, [Shard(x.ndim - 1)], **options)
     seen = None if case.mask == "causal" else create_block_mask(pairs.make(of_mask), B, H, S, S)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = flex_attention(
@@ -406,8 +397,6 @@ def function_errors(case: Function, seq_len: int, head_dim: int) -> dict[str, fl
         got, want, other = found[i].double(), exact[i], rival[i].double()
         if i < len(NAMES):
             want, other = want[:, :, rows], other[:, :, rows]
-        elif case.sharded:
-            want, other = want[..., rows], other[..., rows]
         else:
             dist.all_reduce(got)
         squares = torch.stack([x.double().square().sum() for x in (got - want, other - want, want)])
@@ -524,8 +513,6 @@ def main() -> None:
     if args.flex:
         on_cpu = args.device == "cpu"
         listed_functions = functions(args.device, args.kernel or ("reference" if on_cpu else "flex"))
-        if args.one_gpu:  # gloo, which serves there, ended in a segmentation fault where it gathers tensors of a GPU
-            listed_functions = [case for case in listed_functions if not case.sharded]
         results = run_functions(rank, listed_functions, max(args.seq_len), 16 if on_cpu else 128, echo=True)
         num_wrong = sum(not worst <= 1 for worst, _ in results)
     elif args.scores:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from checks import report
 from dense import dense_attention, make_qkv
 from inside import room
 from ranks import mesh
+from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import Contiguous, Mask, ZigZag, attention
 
@@ -57,6 +59,13 @@ def calls(rank: int) -> list[str]:
         lower = [call(masks[0], torch.float32)[0] for _ in range(2)]
     if any(x.dtype != torch.bfloat16 for x in lower) or not torch.equal(*lower):
         problems.append(f"rank {rank}: autocast is not of a known call")
+    for method in ("ring", "ulysses"):  # the recomputation finds the call that the forward made known
+        inputs = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
+        of_batch = Mask(documents=documents[1])
+        made = partial(attention, mesh=axis, mask=of_batch, method=method)
+        grads = torch.autograd.grad(checkpoint(made, *inputs, use_reentrant=False), inputs, dout[:, :, rows])
+        if not all(map(torch.equal, grads, torch.autograd.grad(made(*inputs), inputs, dout[:, :, rows]))):
+            problems.append(f"rank {rank}: {method} under a checkpoint is another")
     num = len(known._calls)
     del mask, masks
     gc.collect()

@@ -165,17 +165,20 @@ class _Node(torch.autograd.Function):
         ctx.known, ctx.shape = known, out.shape
         if not known.call.options.differentiable_lse:  # it must not be dropped silently
             ctx.mark_non_differentiable(lse)
+        # the same tensors as the op's node saves: a checkpoint's recomputation may find the call known
+        of_mask = [x for x, _ in known.read]
         if kept:
             rows, *of_heads = kept
-            ctx.save_for_backward(*(without_rows(x, known.call.seq_dim) for x in (q, k, v)), *of_heads, rows)
+            qkv = [without_rows(x, known.call.seq_dim) for x in (q, k, v)]
+            ctx.save_for_backward(*qkv, *of_mask, *of_heads, rows)
         else:
-            ctx.save_for_backward(q, k, v, out, lse, None)
+            ctx.save_for_backward(q, k, v, *of_mask, out, lse, None)
         ctx.set_materialize_grads(False)  # no zero gradient for an unused lse: most kernels would refuse it
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-        known, (q, k, v, out, lse, kept) = ctx.known, ctx.saved_tensors
+        known, (q, k, v, *_, out, lse, kept) = ctx.known, ctx.saved_tensors
         dout = q.new_zeros(ctx.shape) if dout is None else dout
         given = dout, q, k, v, out, lse, dlse, kept
         if is_seen(given):

@@ -18,6 +18,7 @@ from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
 from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, AttentionSpec, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import (
+    GRADED_INPUT,
     ORDER,
     PASS,
     announce_refusal,
@@ -79,7 +80,8 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         **{f"captured tensor {i} of score_mod and mask_mod": fingerprint(x) for i, x in enumerate(call.captured)},
         "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
         "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends the gradient of a bias
-        "requires_grad of any input": str(options.keeps),  # False in all DTensors and compiled code
+        # not known in compiled code, of DTensors and under no_grad
+        GRADED_INPUT: "True" if options.keeps else "False" if torch.is_grad_enabled() else "",
         "kernel": plan.kernel.name,
         "method": plan.method.name,
     }

@@ -12,7 +12,8 @@ are known already (`call.known`) do not read the variable again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ PATIENCE = timedelta(minutes=10)
 STEP_PATIENCE = timedelta(seconds=10)
 """How long a first optimizer step waits. Ranks whose optimizer holds no parameter of the model never take part."""
 
+GRADED_INPUT = "requires_grad of any input"
 PASS, ORDER = "pass", "order of calls"
 """Names of the fields in which check mode compares the order of calls."""
 
@@ -89,6 +91,7 @@ class _Compared:
     plans: int = 0
     last: Words | None = None
     styles: dict[str, str] = field(default_factory=dict)
+    model: Callable[[], object] = lambda: None
 
     def next_topic(self) -> str:
         self.times += 1
@@ -148,9 +151,12 @@ def count_plan(group: dist.ProcessGroup) -> int:
     return own.plans - 1
 
 
-def note_styles(group: dist.ProcessGroup, styles: Mapping[str, str]) -> None:
-    """Compare the styles of a plan, by their fields' names, in the next comparison of arguments over the group."""
-    state_of(group, _Compared).styles |= styles
+def note_styles(group: dist.ProcessGroup, model: object, styles: Mapping[str, str]) -> None:
+    """Compare the styles of the latest model, by their fields' names, in the next comparison over the group."""
+    own = state_of(group, _Compared)
+    if own.model() is not model:  # plans of another one may have been refused on some ranks
+        own.model, own.styles = weakref.ref(model), {}
+    own.styles |= styles
 
 
 def plans_of(group: dist.ProcessGroup) -> int:
@@ -357,7 +363,7 @@ def _require_equal(
         return  # this rank raises its own error
     for name in dict.fromkeys(name for answer in answers for name in answer):  # also fields that this rank lacks
         values = [answer.get(name, "missing") for answer in answers]
-        if name == "tokens" and "" in values:  # unknown on some ranks
+        if name in ("tokens", GRADED_INPUT) and "" in values:  # unknown on some ranks
             continue
         if len(set(values)) > 1:
             shown = "; ".join(f"{axis} rank {rank}: {value}" for rank, value in enumerate(values))

@@ -223,7 +223,10 @@ def dense_like(x: Tensor, head_dim: int | None = None, num_rows: int | None = No
 
 def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
     """Strides of dense memory in like's order of dims, with the last dim last, as kernels need."""
-    return _dense_strides((*shape,), like.stride())
+    try:
+        return _dense_strides((*shape,), like.stride())
+    except TypeError:  # symbols of a trace have no hash
+        return _dense_strides.__wrapped__((*shape,), like.stride())
 
 
 @lru_cache(maxsize=1024)

@@ -121,7 +121,7 @@ def parallelize(
                     parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new, trainable parameters
         for places in tied:
             _tie(places)
-    note_styles(mesh.get_group(), {f"style at {key!r}": _told(style) for key, style in plan.items()})
+    note_styles(mesh.get_group(), module, {f"style at {key!r}": _told(style) for key, style in plan.items()})
     stand_beside(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
