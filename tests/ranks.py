@@ -296,8 +296,13 @@ def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, po
 
 def join_anew(rank: int) -> None:
     """Leave all groups, and what is in flight there, for a default group of the same ranks."""
-    mesh.cache_clear()
     dist.destroy_process_group()
+    rejoin(rank)
+
+
+def rejoin(rank: int) -> None:
+    """Join again after the groups were destroyed."""
+    mesh.cache_clear()
     _join(rank, *_joined[-1])
 
 

@@ -7,14 +7,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from checks import report
 from dense import dense_attention, make_qkv
 from inside import room
 from ranks import mesh
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from cp_mesh import Contiguous, Mask, ZigZag, attention
+from cp_mesh import Contiguous, Mask, UnsupportedError, ZigZag, attention
 
 
 def calls(rank: int) -> list[str]:
@@ -76,3 +78,16 @@ def calls(rank: int) -> list[str]:
 
 def test_known_calls(pool: Any) -> None:
     report(pool(2).run(calls))
+
+
+def tangents(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
+    for _ in range(2):
+        attention(q, k, v, mesh=axis)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="tangents"):
+        attention(forward_ad.make_dual(q, q), k, v, mesh=axis)
+
+
+def test_tangents_of_known_calls_are_refused(pool: Any) -> None:
+    pool(2).run(tangents)

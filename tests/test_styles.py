@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dense import dense_attention, dense_dropout, dense_mask, make_qkv
 from inside import inner, replaced
 from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
-from ranks import mesh, num_collectives
+from ranks import mesh, num_collectives, rejoin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -493,6 +493,22 @@ def retry(rank: int, style: str) -> None:
         parallelize(model, cp, before | {key: wrong})
     assert type(model.layers[1].core) is Core and model.layers[1].core.forward is own  # as before the plan
     parallelize(model, cp, before | {key: right})
+
+
+def after_the_group(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    core = parallelize(Core(), axis, {"": ContextParallel(ShardedSequence(axis))})
+    dist.barrier()
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(ArgumentError, match="before destroy_process_group"):
+            core(*(torch.randn(1, 2, 4, 8) for _ in range(3)))
+    finally:
+        rejoin(rank)
+
+
+def test_a_plan_whose_group_is_gone_is_told(pool: Any) -> None:
+    pool(2).run(after_the_group)
 
 
 @pytest.mark.parametrize("style", ["ContextParallel", "ShardedModel"])

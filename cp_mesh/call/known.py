@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_mesh._torch import below_autograd, function_mode, profiles, times_written
+from cp_mesh._torch import below_autograd, forward_level, function_mode, profiles, times_written
 from cp_mesh.call.method import Plan
 from cp_mesh.call.op import attention_backward_op, without_rows
 from cp_mesh.call.operators import PLAIN, is_seen
@@ -65,6 +65,8 @@ def key_of(
     """The key of a call; None if the op must see it, or check mode compares every call."""
     if profiles() or function_mode() is not None or CHECK.get().enabled is not None or torch.jit.is_tracing():
         return None
+    if forward_level() >= 0:  # forward-mode derivatives are refused
+        return None
     query, key, value = qkv
     if is_seen(qkv, graded=True) or type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
@@ -111,7 +113,7 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
     if not is_compared(group, kind):
         return
     if len(_calls) >= MOST:
-        del _calls[next(iter(_calls))]
+        _calls.pop(next(iter(_calls)), None)
     counts = calls.count("forward", kind), calls.count("backward", plan.kind)
 
     def watch(x: Any) -> Any:

@@ -167,6 +167,11 @@ def announced(run: Callable[..., Any]) -> Callable[..., Any]:
         except REFUSALS as error:
             announce(style.sequence, error)
             raise
+        except RuntimeError as error:
+            if dist.is_initialized():
+                raise
+            hint = "run the model before destroy_process_group, or build it anew after init_process_group"
+            raise ArgumentError(describe("the plan's process group", "one that exists", "none", hint)) from error
 
     return wrapper
 
