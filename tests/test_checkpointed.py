@@ -346,8 +346,8 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_attention_returned(options: dict[str, bool], compiled: bool) -> None:
     """It is kept, also in a compiled forward, or computed again; and it goes to the host like the input."""
-    passes, calls, graphs = room("passes"), list[int](), list[Any]()
-    real, found = passes.forward, []
+    passes, known, calls, graphs = room("passes"), room("call.known"), list[int](), list[Any]()
+    real, found = passes.run_forward, []
 
     def backend(graph: Any, examples: Any) -> Any:
         made = lookup_backend("aot_eager")(graph, examples)
@@ -365,7 +365,7 @@ def test_what_attention_returned(options: dict[str, bool], compiled: bool) -> No
                 layer.forward = torch.compile(layer.forward, backend=backend)
         plan: dict[str, Any] = {"layers.*.core": ContextParallel(sequence)}
         parallelize(model, alone(), plan | ({"layers.*": style} if style else {}))
-        with mock.patch.object(passes, "forward", forward):
+        with mock.patch.object(passes, "run_forward", forward), mock.patch.object(known, "run_forward", forward):
             del calls[:]
             found.append([step(model), step(model)])
     for ours, plain in zip(*found, strict=True):

@@ -61,6 +61,11 @@ def calls(rank: int) -> list[str]:
         lower = [call(masks[0], torch.float32)[0] for _ in range(2)]
     if any(x.dtype != torch.bfloat16 for x in lower) or not torch.equal(*lower):
         problems.append(f"rank {rank}: autocast is not of a known call")
+    with torch.autocast("cpu", torch.bfloat16):  # q has the dtype already
+        mixed = [x[:, :, rows].to(y) for x, y in zip((q, k, v), (torch.bfloat16, *[torch.float32] * 2), strict=True)]
+        outs = [attention(*mixed, mesh=axis, mask=masks[0]) for _ in range(3)]
+    if not all(torch.equal(outs[0], x) for x in outs):
+        problems.append(f"rank {rank}: autocast leaves keys of a known call as they are")
     for method in ("ring", "ulysses"):  # the recomputation finds the call that the forward made known
         inputs = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
         of_batch = Mask(documents=documents[1])

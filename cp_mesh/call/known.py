@@ -7,6 +7,7 @@ with it the plan of its batch.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from cp_mesh.call.method import Plan
 from cp_mesh.call.op import attention_backward_op, without_rows
 from cp_mesh.call.operators import PLAIN, is_seen
 from cp_mesh.call.passes import backward, kind_of, run_backward, run_forward
+from cp_mesh.call.plan import MOST as MOST_PLANS
 from cp_mesh.call.plan import Plans, make_plan, refuse_copies
 from cp_mesh.call.spec import Call, autocast
 from cp_mesh.comm.agreement import CHECK, checking, turned_off
@@ -41,7 +43,7 @@ class Known(NamedTuple):
         group: a weak reference, as a group's plans go with it.
         dtype: of q, k and v, cast by autocast.
         states: of the group; ``plans``, ``calls`` and ``kinds`` must be those in it, else the group was told to forget.
-        counts: of its forwards and backwards, for check mode.
+        counter: of its forwards, for check mode.
         read: tensors of the mask, and how often they had been written when the plan read them.
         alive: weak references to mesh and mask.
     """
@@ -54,7 +56,7 @@ class Known(NamedTuple):
     plans: Plans
     calls: Calls
     kinds: set[Any]
-    counts: tuple[list[int], list[int]]
+    counter: list[int]
     read: list[tuple[Tensor, int]]
     alive: tuple[Any, ...]
 
@@ -79,7 +81,7 @@ def key_of(
         id(mesh), id(mask), *given, *map(type, given), *others, query.shape, key.shape, value.shape,
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, query.requires_grad,
         key.requires_grad, value.requires_grad, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-        cast,
+        cast, os.environ.get("CP_MESH_CHECK"),
     )  # fmt: skip
 
 
@@ -101,6 +103,10 @@ def find(key: tuple[Any, ...]) -> Known | None:
     return found
 
 
+def _with_tensors() -> list[Any]:
+    return [key for key, known in [*_calls.items()] if known.plan.reads_tensors]
+
+
 def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], mesh: Any, mask: Mask) -> None:
     """Keep a call that has just run, if the next one of its key needs no check."""
     options, group, (q, k, v) = call.options, call.group, call.format.to_bhsd(*qkv)
@@ -109,18 +115,19 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
     if not all(isinstance(x, _PLAIN) for x in key) or checking(group) or turned_off(group):
         return
     plan = make_plan(q, k, v, call.tensors, call.seq_len, group, options)
-    kind, calls, read = kind_of(plan, call), calls_of(group), [x for x in call.tensors if x is not None]
+    kind, states, read = kind_of(plan, call), states_of(group), [x for x in call.tensors if x is not None]
     if not is_compared(group, kind):
         return
-    if len(_calls) >= MOST:
-        _calls.pop(next(iter(_calls)), None)
-    counts = calls.count("forward", kind), calls.count("backward", plan.kind)
+    # as many plans that hold device memory as `Plans` keeps
+    like, most = ([*_calls], MOST) if not plan.reads_tensors else (_with_tensors(), MOST_PLANS)
+    for old in like[: max(0, len(like) - most + 1)]:
+        _calls.pop(old, None)
+    calls = states[Calls]
 
     def watch(x: Any) -> Any:
         return weakref.ref(x, lambda _: _calls.pop(key, None))
 
     versions = [(x, times_written(x)) for x in read]
-    states = states_of(group)
     _calls[key] = Known(
         plan,
         call,
@@ -130,7 +137,7 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
         states[Plans],
         calls,
         calls.kinds,
-        counts,
+        calls.count("forward", kind),
         versions,
         (watch(mesh), watch(mask)),
     )
@@ -138,7 +145,7 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
 
 def run(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of a known call."""
-    if q.dtype != known.dtype:  # by autocast
+    if not q.dtype == k.dtype == v.dtype == known.dtype:  # by autocast
         q, k, v = autocast(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         found: tuple[Tensor, Tensor] = _Node.apply(known, q, k, v)
@@ -153,7 +160,7 @@ def forward(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]
     if known.plan.reads_tensors:
         refuse_copies(known.plan)
     known.calls.forwards += 1
-    known.counts[0][0] += 1
+    known.counter[0] += 1
     return run_forward(known.plan, known.call, known.group(), q, k, v)
 
 
@@ -191,7 +198,8 @@ class _Node(torch.autograd.Function):
         else:
             if known.plan.reads_tensors:
                 refuse_copies(known.plan)
-            known.counts[1][0] += 1
+            group = known.group()
+            calls_of(group).count("backward", known.plan.kind)[0] += 1  # refuses a group in which a pass broke off
             with below_autograd():
-                dq, dk, dv, _ = run_backward(known.plan, known.call, known.group(), *given)
+                dq, dk, dv, _ = run_backward(known.plan, known.call, group, *given)
         return None, dq, dk, dv

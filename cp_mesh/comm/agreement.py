@@ -5,8 +5,7 @@ needs no collective: a rank that refuses its arguments writes its error to the s
 
 Check mode compares every call, by a collective. It is on in `cp_mesh.tools.verify`, inside ``with check_mode():``, and
 if the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` also turn off the comparison
-of first calls. Values of the variable that are not in `WORDS` are refused, unless a `check_mode` is active. Calls that
-are known already (`call.known`) do not read the variable again.
+of first calls. Values of the variable that are not in `WORDS` are refused, unless a `check_mode` is active.
 """
 
 from __future__ import annotations

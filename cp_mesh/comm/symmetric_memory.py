@@ -106,6 +106,10 @@ class _CudaLane:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Launch work inside on the lane."""
+        if torch.cuda.current_device() != self._stream.device_index:  # to which the device must return
+            with torch.cuda.stream(self._stream):
+                yield
+            return
         torch.cuda.set_stream(self._stream)  # `torch.cuda.stream` takes the host 10 times as long
         try:
             yield

@@ -505,7 +505,10 @@ class _BoundBackward:
         assert out is not None, "uses_delta is not set"
         rows, keys = slice(*tile.q), slice(*tile.k)
         likes, buffers = (q[:, :, rows], k[:, :, keys], v[:, :, keys]), (None, dk, dv)
-        grads = [writable(buffer, like) for buffer, like in zip(buffers, likes, strict=True)]
+        grads = [
+            torch.empty_like(like, device="meta") if buffer is None else writable(buffer, like)
+            for buffer, like in zip(buffers, likes, strict=True)
+        ]
         self.deterministic, self.gaps = deterministic, [*_gaps(tile), _gaps(tile)[1]]
         # of dq, dk and dv: size and strides of a new tensor, or None if the caller's buffer is written
         self.new = [None if x is y else (x.shape, x.stride()) for x, y in zip(grads, buffers, strict=True)]

@@ -28,6 +28,7 @@ from cp_mesh.kernels.scores import ScoreGradients, Scores
 TileForward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
 # -> the tile's contribution to (dq, dk, dv), and to the gradients of `Scores.wanted`, if any
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]]
+MOST_BOUND = 64  # memory orders of a tile
 BoundForward = Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
 """(q, k, v, scores) -> (out, lse) of a tile, from tensors with all rows and keys."""
 BoundBackward = Callable[..., Any]
@@ -207,6 +208,14 @@ def _rows(rows: tuple[int, int], *tensors: Any) -> list[Any]:
     return cut
 
 
+def _remember(tile: KernelTile, key: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what was bound; strides may differ in every call, so at most `MOST_BOUND`."""
+    if len(tile.bound) >= MOST_BOUND:
+        tile.bound.clear()
+    tile.bound[key] = run
+    return run
+
+
 class MergingForward:
     """Forward pass: (out, lse) of one rank's queries, merged over steps."""
 
@@ -223,7 +232,7 @@ class MergingForward:
         key = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), scores.scale, scores.softcap
         for tile in _squares(tiles) if self._squares else tiles:
             if (run := tile.bound.get(key)) is None:
-                run = tile.bound[key] = self._bind(tile, q, k, v, scores)
+                run = _remember(tile, key, self._bind(tile, q, k, v, scores))
             out, lse = run(q, k, v, scores)
             self._sum.add(tile.q[0], out, lse)
 
@@ -291,7 +300,7 @@ class SummingBackward:
             None if dv is None else dv.data_ptr() % 16, scores.scale, scores.softcap,
         )  # fmt: skip
         if (run := tile.bound.get(key)) is None:
-            run = tile.bound[key] = self._bind(tile, dout, q, k, v, out, lse, scores, dk, dv)
+            run = _remember(tile, key, self._bind(tile, dout, q, k, v, out, lse, scores, dk, dv))
         dq, dk, dv, *of_scores = run(dout, q, k, v, out, lse, delta, scores, dk, dv)
         for gradients in of_scores if self._scores.wanted else ():
             self._of_scores.part(rows=tile.q).add_(gradients)
