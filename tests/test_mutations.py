@@ -335,7 +335,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "verify": of(test_verify.test_verify_finds_what_one_device_has_too, False, "a scale wrong by 2 %", "cpu_flash"),
     "patience": test_faults.test_a_first_call_waits_as_long_as_its_group,
     "NaN": of(test_faults.test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank, "ring"),
-    "first calls": of(test_guard.test_batches_that_differ_between_ranks, "content", False),
+    "first calls": of(test_agreement.test_first_calls_of_a_sequence_are_compared, "gradients"),
     "lost plans": of(test_agreement.test_a_plan_that_one_rank_lost_is_no_first_call, False),
     "labels of other rows": of(test_guard.test_labels_of_other_rows, True),
     "labels of log-probabilities": test_log_probs.test_labels_of_other_rows,

@@ -83,7 +83,7 @@ class KernelTile:
     q: Rows
     k: Rows
     cover: Band | Pairs | Segments
-    bound: dict[Any, Any] = field(default_factory=dict)
+    bound: dict[Any, Any] = field(default_factory=dict, init=False)
 
 
 @dataclass(frozen=True)
