@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-FEW_BYTES = 32 << 20  # of a tensor; its copy takes an H200 less time than the launch takes the host
+FEW_BYTES = 32 << 20  # of a tensor; docs/log.md
 MAX_PIECES = 8
 """Maximum number of pieces held, to bound memory; then they are folded into one in the accumulation dtype."""
 
@@ -181,8 +181,8 @@ def finish_sums(sums: Sequence[tuple[RowSum, Tensor]]) -> None:
 def copy_together(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy tensors [B, K, S, D] into others of the same shape and dtype, any strides; many bytes in a launch of Triton.
 
-    It is twice as fast as torch's copies on the device, where rows are strided, but takes the host 40 us more (H200).
-    -0 may become 0.
+    A launch is faster than torch's copies on the device, where rows are strided, but takes the host longer. -0 may
+    become 0.
     """
     x = copies[0][0]
     if x.numel() * x.element_size() > FEW_BYTES and fused(x.dtype, x.device):
