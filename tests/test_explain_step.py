@@ -170,7 +170,7 @@ def measured(rank: int, case: Case) -> dict[str, int]:
             parameter.register_post_accumulate_grad_hook(to_host)
         trainer.step(case.rows * size)
         held = 3 * sum(x.to_local().nbytes for x in trainer.model.parameters())
-        for _ in range(1 if size == 1 else 3):  # what gloo's threads free late is not seen: the least counts
+        for _ in range(1 if size == 1 else 12):  # what gloo's threads free late is not seen: the least counts
             time.sleep(0.02)
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as notes:
                 trainer.step(case.rows * size)
