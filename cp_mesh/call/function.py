@@ -87,10 +87,11 @@ def attention(
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
         key: like ``query`` with K heads, H a multiple of K. SDPA's ``enable_gqa`` is not needed.
         value: like ``key``; its head dim may differ where the kernel allows.
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup. Or a 2-D mesh of two axes that together are the cp axis
-            and whose names begin with "cp", ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
-            second axis. Required for local tensors. DTensors need it to name the cp axis (or axes) of their mesh if
-            ``seq_dim`` is not given and no axis is named "cp".
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup. Keep it in a variable: each ``mesh["cp"]`` makes a new
+            one. Or a 2-D mesh of two axes that together are the cp axis and whose names begin with "cp",
+            ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the second axis. Required for local
+            tensors. DTensors need it to name the cp axis (or axes) of their mesh if ``seq_dim`` is not given and no
+            axis is named "cp".
         seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Pass it for
             the other formats, because neither shapes nor placements distinguish heads from rows.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
