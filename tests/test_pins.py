@@ -10,6 +10,7 @@ it until it is written anew.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
 import importlib
@@ -39,10 +40,12 @@ from checks import Case, call, report
 from covering import covering_array
 from dense import make_qkv
 from drawing import line
+from frames import COUNTED
 from fuzz import Fuzzer
 from inside import METHOD_NAMES, SOURCES, planned
 from model import Core, Model, batch
 from ranks import Pools, mesh
+from scripts import run_script
 from test_allocations import allocating_alone
 from test_traffic import checkpointed, passes
 from torch import Tensor
@@ -408,6 +411,15 @@ def test_calls(pin: Any) -> None:
         of_ranks = pools(2).run(calls)
     found = {f"{what}, rank {i}": x for i, of_rank in enumerate(of_ranks) for what, x in of_rank.items()}
     pin("calls", found, {"python": "{}.{}".format(*sys.version_info), "torch": VERSION}, falls=True)
+
+
+def test_frames(pin: Any, tmp_path: Path) -> None:
+    """Of passes over symmetric memory with FlashAttention-4, on doubles of devices: what `frames.py` counts."""
+    done = run_script(FOLDER.parent / "frames.py", ["--no-times", "--csv", str(tmp_path / "frames.csv")])
+    assert not done.returncode, done.printed
+    rows = list(csv.DictReader((tmp_path / "frames.csv").read_text().splitlines()))
+    found = {f"{row['case']}, {row['pass']}, {what}": int(row[what]) for row in rows for what in COUNTED}
+    pin("frames", found, {"python": "{}.{}".format(*sys.version_info), "torch": VERSION}, falls=True)
 
 
 # What moves between ranks.
