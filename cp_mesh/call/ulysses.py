@@ -55,9 +55,6 @@ from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
 
-FEW = 2
-"""The most pieces of a rank that are copied to their places one by one, as in zigzag: a launch per piece and rank."""
-
 
 class UlyssesSettings(NamedTuple):
     """The settings of a call.
@@ -379,8 +376,7 @@ def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.Pro
         ranks = range(group.rank() // degree * degree, (group.rank() // degree + 1) * degree)
         rows = rows_of_group(*of_group, group.rank() // degree)
         shard_lens = [plan.layout.shard_len(plan.seq_len, group.size(), rank) for rank in ranks]
-        order = _order(rows, plan.device)
-        return HeadExchange(inner, shard_lens, order, None if order is None else _slices(rows, shard_lens))
+        return HeadExchange(inner, shard_lens, _order(rows, plan.device))
 
     if stream is None and plan.layout.tensor is not None:
         hint = "leave attention out of the graph, or use method='ring'"
@@ -403,21 +399,6 @@ def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
             rises = False
         begin += piece.length
     return None if rises else torch.cat(parts)
-
-
-def _slices(pieces: Sequence[Piece], shard_lens: Sequence[int]) -> list[list[slice]] | None:
-    """The slices of each rank's rows; None if a rank has more than `FEW` pieces, or a list."""
-    found, left = [], [*pieces]
-    for length in shard_lens:
-        own: list[slice] = []
-        while length:
-            piece = left.pop(0)
-            if not isinstance(piece, Run) or len(own) == FEW:
-                return None
-            own.append(slice(piece.start, piece.last + 1, piece.stride))
-            length -= piece.length
-        found.append(own)
-    return found
 
 
 ULYSSES = Method("ulysses", choose_degree, schedule_of_groups, settle, forward, backward, kept_shapes, swaps=True)

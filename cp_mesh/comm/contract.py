@@ -72,26 +72,16 @@ class Swap(NamedTuple):
         origin: number of rows from each rank, [cp_size].
         firsts: first row for this rank in the buffer of each rank, [cp_size].
         most: rows of the largest buffer of any rank.
-        places: where the rows from each rank go in the received buffer, piece by piece; None: in rank order.
-        picks: the pieces for this rank in each rank's buffer; None: they are consecutive.
     """
 
     to: list[int]
     origin: list[int]
     firsts: list[int]
     most: int
-    places: list[list[slice]] | None = None
-    picks: list[slice] | None = None
 
 
 class Swaps(Protocol):
-    """The all-to-alls of one pass, one after the other.
-
-    Attributes:
-        pulls: whether each rank reads its rows itself, so that `Swap.places` and `Swap.picks` are used.
-    """
-
-    pulls: bool
+    """The all-to-alls of one pass, one after the other."""
 
     def start(
         self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap

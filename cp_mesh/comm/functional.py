@@ -66,8 +66,6 @@ class FunctionalTransport:
 class FunctionalSwaps:
     """All-to-alls of all rows, over functional collectives."""
 
-    pulls = False
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group_name = group.group_name
 

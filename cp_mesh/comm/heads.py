@@ -1,15 +1,14 @@
 """Exchange heads for rows (Ulysses): one all-to-all gives a rank all rows of some heads, another its rows of all heads.
 
-A buffer holds rows in rank order, which is the order of the layout. ``order`` moves them to their positions, so that
-the computation sees one plain sequence. If ranks have few pieces and pull rows themselves, they copy the pieces there
-at once. Tensors of one dtype travel in one buffer.
+A buffer holds rows in rank order, which is the order of the layout. ``order`` moves them to their positions on arrival,
+so that the computation sees one plain sequence. Tensors of one dtype travel in one buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -42,27 +41,19 @@ class HeadExchange:
         group: the cp group, or a group within it.
         shard_lens: rows of each rank, [size of the group].
         order: int64 [S] on the tensors' device, the positions of all rows in rank order; None if they rise one by one.
-        pieces: the same as slices, for each rank; None if there are too many, or some piece is not a run.
 
     Attributes:
         seq_len: rows of all ranks together.
         own_rows, fewest_rows: rows of this rank, and of the rank with the fewest.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        shard_lens: Sequence[int],
-        order: Tensor | None,
-        pieces: list[list[slice]] | None = None,
-    ) -> None:
-        self._order, self._pieces = order, pieces
+    def __init__(self, group: dist.ProcessGroup, shard_lens: Sequence[int], order: Tensor | None) -> None:
+        self._order = order
         rank, size, whole = group.rank(), group.size(), list(shard_lens)
         self.seq_len, self.own_rows, self.fewest_rows, self._size = sum(whole), whole[rank], min(whole), size
         own, begin = [whole[rank]] * size, [*accumulate(whole, initial=0)][rank]
         self._out = Swap(own, whole, [rank * n for n in whole], size * max(whole))
         self._home = Swap(whole, own, [begin] * size, self.seq_len)
-        self._placed = self._out._replace(places=pieces), self._home._replace(picks=pieces[rank] if pieces else None)
 
     def to_heads(self, swaps: Swaps, tensors: Sequence[Tensor]) -> AllRows:
         """Send rank r its part of `by_rank`, [r, S_local, B, heads, D] of each tensor; return the rows of all ranks."""
@@ -72,9 +63,8 @@ class HeadExchange:
             for buffer, group in zip(buffers, packings.grouped(tensors), strict=True):
                 _pack(buffer, group)
 
-        placed = swaps.pulls and self._pieces is not None
-        received = self._swap(swaps, packings, write, self._placed[0] if placed else self._out)
-        if (order := self._order) is not None and not placed:
+        received = self._swap(swaps, packings, write, self._out)
+        if (order := self._order) is not None:
             received = [torch.empty_like(rows).index_copy_(0, order, rows) for rows in received]
         return AllRows(packings.views(received), received)
 
@@ -94,25 +84,20 @@ class HeadExchange:
         each = [x.dtype for x in tensors] if dtypes is None else dtypes
         likes = tuple((x.shape[0], x.shape[1], x.shape[3], dtype) for x, dtype in zip(tensors, each, strict=True))
         packings, order = _packings(likes, tensors[0].device), self._order
-        by_row, placed = [x.permute(2, 0, 1, 3) for x in tensors], swaps.pulls and self._pieces is not None
+        by_row = [x.permute(2, 0, 1, 3) for x in tensors]
 
         def write(buffers: Sequence[Tensor]) -> None:
-            for buffer, group, packing in zip(buffers, packings.grouped(by_row), packings.each, strict=True):
-                if order is None or placed:
+            for buffer, group in zip(buffers, packings.grouped(by_row), strict=True):
+                if order is None:
                     _pack(buffer, group)
                     continue
-                if len(group) == 1 and group[0].is_contiguous() and group[0].dtype == buffer.dtype:
-                    torch.index_select(group[0].view(buffer.shape), 0, order, out=buffer)
-                elif self._pieces is not None:  # more launches, but half the bytes moved
-                    at = 0
-                    for place in chain.from_iterable(self._pieces):
-                        of_piece = [x[place] for x in group]
-                        _pack(buffer[at : (at := at + len(of_piece[0]))], of_piece)
-                else:
-                    _pack(rows := packing.empty(self.seq_len), group)
-                    torch.index_select(rows, 0, order, out=buffer)
+                for x, part in zip(group, _split(buffer, group), strict=True):
+                    if x.dtype == part.dtype:
+                        torch.index_select(x, 0, order, out=part)
+                    else:
+                        part.copy_(x.index_select(0, order))
 
-        received = self._swap(swaps, packings, write, self._placed[1] if placed else self._home)
+        received = self._swap(swaps, packings, write, self._home)
         by_source = (x.view(self._size, self.own_rows, x.shape[1]) for x in received)
         return packings.parts(list(by_source))
 

@@ -430,8 +430,6 @@ class SymmetricSwaps:
     that of a pass: all ranks have pulled the rows of the all-to-all before.
     """
 
-    pulls = True
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._memory, self._group = group_memory(group, device), group
         self._rank, self._size = group.rank(), group.size()
@@ -454,24 +452,11 @@ class SymmetricSwaps:
                 source = (rank - step) % size
                 if count := swap.origin[source]:
                     first = offset + swap.firsts[source] * packing.row_bytes
-                    if swap.picks is not None:
-                        whole = workspace.rows(source, offset, sum(swap.to), packing)[0]
-                        _copy_pieces([whole[pick] for pick in swap.picks], parts[source])
-                    elif swap.places is not None:
-                        rows = workspace.rows(source, first, count, packing)[0]
-                        _copy_pieces([buffer[place] for place in swap.places[source]], rows, back=True)
-                    else:
-                        parts[source].copy_(workspace.rows(source, first, count, packing)[0])
+                    parts[source].copy_(workspace.rows(source, first, count, packing)[0])
         return lambda: received
 
     def close(self) -> None:
         self._memory.end()
-
-
-def _copy_pieces(pieces: Sequence[Tensor], rows: Tensor, back: bool = False) -> None:
-    """Copy pieces into rows, one after the other; with ``back``, rows into the pieces."""
-    for piece, part in zip(pieces, rows.split([piece.shape[0] for piece in pieces]), strict=True):
-        piece.copy_(part) if back else part.copy_(piece)
 
 
 def _part(buffer: Tensor, first: int, count: int) -> Tensor:
