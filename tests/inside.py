@@ -25,7 +25,7 @@ SOURCES = str(Path(cp_mesh.__file__).parent)
 
 NAMES: dict[str, tuple[str, ...]] = {
     "block_table": ("block_table", "pieces_of"),
-    "spec": ("NUM_TENSORS", "Operand", "AttentionSpec", "Tensors", "make_scores"),
+    "spec": ("Call", "NUM_TENSORS", "Operand", "AttentionSpec", "Tensors", "make_scores"),
     "combine": ("make_delta",),
     "decoding": ("UNUSED", "without_unused"),
     "dense": ("dense_attention",),

@@ -23,9 +23,11 @@ from inside import (
     KERNELS,
     AttentionSpec,
     BackwardTile,
+    Call,
     Capability,
     ExtraMemory,
     Plan,
+    Scores,
     Tensors,
     inner,
     make_plan,
@@ -125,14 +127,14 @@ def passes(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> tu
     """Most bytes beyond inputs and results, forward and backward."""
     q, k, v, dout = inputs
     with Live() as live:
-        out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+        out, lse, *kept = plan.method.forward(q, k, v, Scores(1.0), plan, group)
     forward, held = live.peak - out.nbytes - lse.nbytes, sum(x.untyped_storage().nbytes() for x in kept)
     keywords = {}
     if kept:
         (q, k, v), (rows, out, lse) = (without_rows(x, 2) for x in (q, k, v)), kept
         keywords = {"kept": rows}
     with Live() as live:
-        grads = plan.method.backward(dout, q, k, v, out, lse, None, plan, group, **keywords)
+        grads = plan.method.backward(dout, q, k, v, out, lse, None, Scores(1.0), plan, group, **keywords)
     return forward, held + live.peak - sum(x.nbytes for x in grads[:3])
 
 
@@ -164,7 +166,8 @@ def off_by(rank: int, cases: Sequence[Case], folder: str, transport: str) -> lis
             allocating_alone(),
             double(group, tempfile.mkdtemp(dir=folder)) if transport != "functional" else nothing(),
         ):
-            plan = make_plan(*inputs[:3], Tensors(), seq_len, group, options)
+            call = Call(Tensors(), seq_len, 2, group.group_name, options)
+            plan = make_plan(*inputs[:3], call, group, frozenset())
             passes(plan, group, inputs)  # symmetric memory is there from now on
             forward, backward = passes(plan, group, inputs)
             taken = symmetric.symmetric_memory_bytes() if transport != "functional" else 0
@@ -243,7 +246,7 @@ def copied(rank: int, layout: str, transport: str, folder: str) -> int:
     options = AttentionSpec(LAYOUTS[layout].spec(), Mask().spec(), 1.0, kernel="stand_in", method="ulysses", keeps=True)
     doubled = nothing() if transport == "functional" else double(group, tempfile.mkdtemp(dir=folder))
     with allocating_alone(), doubled:
-        plan = make_plan(*inputs[:3], Tensors(), 128 * size, group, options)
+        plan = make_plan(*inputs[:3], Call(Tensors(), 128 * size, 2, "", options), group, frozenset())
         passes(plan, group, inputs)  # which makes orders of rows
         with Copied() as count:
             passes(plan, group, inputs)

@@ -56,7 +56,7 @@ def play_ring(
             seq_len,
             schedule,
             kernel,
-            scores,
+            scores.features,
             q.device,
             METHODS["ring"],
             StageSettings(1, q.dtype),

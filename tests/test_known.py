@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from checks import report
+from checks import forget_plans, report
 from dense import dense_attention, make_qkv
 from inside import room
 from ranks import mesh
@@ -96,3 +97,40 @@ def tangents(rank: int) -> None:
 
 def test_tangents_of_known_calls_are_refused(pool: Any) -> None:
     pool(2).run(tangents)
+
+
+def shared_plans(rank: int) -> list[str]:
+    """Twenty layers with other scales, softcaps or gradients' needs: schedules that they make, and their results."""
+    ring, known, problems = room("ring_loop"), room("call.known"), []
+    axis, S, layers = mesh((2,), ("cp",)), 24, 20
+    q, k, v, dout = make_qkv(1, 4, 2, S, 8)
+    rows, slopes = ZigZag().positions(S, 2, rank), torch.rand(4, dtype=torch.float64, generator=torch.manual_seed(0))
+    documents = Mask(documents=torch.arange(S) // 9)
+    options = {"scale": lambda i: {"scale": 0.1 + 0.01 * i}, "softcap": lambda i: {"softcap": 1.0 + i}}
+    options["slopes"] = lambda i: {"scale": 0.1 + 0.01 * i, "alibi_slopes": slopes * i}
+    forget_plans()
+    for (name, of_layer), mask in product(options.items(), (documents, Mask(causal=True))):
+        made = []
+        for i in [*range(layers), *range(layers)]:
+            inputs = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
+            with mock.patch.object(ring, "make_schedule", wraps=ring.make_schedule) as make:
+                out = attention(*inputs, mesh=axis, mask=mask, **of_layer(i))
+                grads = torch.autograd.grad(out, inputs, dout[:, :, rows])
+            made.append(make.call_count)
+            scores = {"scale": 8**-0.5} | of_layer(i)
+            allowed = mask.allowed(torch.arange(S), torch.arange(S))
+            want = [x.clone().requires_grad_() for x in (q, k, v)]
+            whole, _ = dense_attention(*want, allowed, **scores)
+            dq = torch.autograd.grad(whole, want, dout)[0][:, :, rows]
+            if not (torch.allclose(out, whole[:, :, rows]) and torch.allclose(grads[0], dq)):
+                problems.append(f"rank {rank}: layer {i} of {name} over {mask} is wrong")
+        if not made[0] or any(made[1:]):
+            problems.append(f"rank {rank}: layers of {name} over {mask} make {made} schedules")
+    num_plans = len({x.plan for x in known._calls.values() if x.plan.mask.documents is not None})
+    if num_plans > 2:
+        problems.append(f"rank {rank}: known calls hold {num_plans} plans of one mask")
+    return problems
+
+
+def test_layers_share_a_plan(pool: Any) -> None:
+    report(pool(2).run(shared_plans))

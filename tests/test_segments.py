@@ -17,7 +17,7 @@ from checks import GQA, Case, coverage, forget_plans, num_pairs, parity_on_ranks
 from dense import dense_attention, dense_mask, make_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import KERNELS, AttentionSpec, Request, Segments, inner, make_schedule, room
+from inside import KERNELS, AttentionSpec, Call, Request, Segments, Tensors, inner, make_schedule, room
 from ranks import mesh
 from test_flash_attn import Calls, fa4_functions, install
 from test_kernels_gpu import block_rms, play_ring
@@ -374,9 +374,8 @@ def planned(documents: Tensor, spec: str = "1,,,0,") -> plan.Plan:
 
 def planned_with(seq_len: int, layout: str = "zigzag", spec: str = "1,,,0,", **tensors: Tensor) -> plan.Plan:
     q, k, v, _ = make_qkv(1, 2, 2, seq_len // 2, 8)
-    return plan.make_plan(
-        q, k, v, plan.Tensors(**tensors), seq_len, GROUP, AttentionSpec(layout, spec, 1.0, method="ring")
-    )
+    call = Call(Tensors(**tensors), seq_len, 2, "", AttentionSpec(layout, spec, 1.0, method="ring"))
+    return plan.make_plan(q, k, v, call, GROUP, call.scores(q).features)
 
 
 def test_a_mask_is_planned_once():

@@ -16,7 +16,7 @@ import test_gpu
 import torch
 from cases import MASKS, SCORES, gap, pairs
 from checks import forget_plans
-from inside import KERNELS, METHODS, Kernel, Scores, dense_attention, inner, path_of, room
+from inside import KERNELS, METHODS, Kernel, Scores, dense_attention, inner, make_scores, path_of
 from ranks import mesh
 from scripts import run_script
 from torch import Tensor
@@ -25,7 +25,6 @@ import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, UnsupportedError
 from cp_mesh.tools import VerificationError
 
-plan = room("call.plan")
 Dense, compare = inner("tools.verification.verify", "Dense", "_compare")
 TERMS = inner("scores", "TERMS")
 
@@ -131,7 +130,7 @@ BUGS: dict[str, tuple[dict[str, Any], Callable[[Kernel], Any]]] = {
     "no softcap": (
         {"scores": {"softcap": 1.0}},
         lambda _: mock.patch(
-            f"{path_of('call.plan')}.make_scores", lambda *x, make=plan.make_scores: replace(make(*x), softcap=None)
+            f"{path_of('spec')}.make_scores", lambda *x, make=make_scores: replace(make(*x), softcap=None)
         ),
     ),
 }

@@ -291,7 +291,8 @@ def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessG
     if any(isinstance(x, FakeTensor) for x in every[3 : 3 + len(TENSORS)]):  # no content to plan by
         tensors = tensors._replace(**dict.fromkeys(TENSORS))
     q, k, v = call.format.to_bhsd(*(x for x in every[:3] if x is not None))
-    make_plan(q, k, v, tensors, call.seq_len, group, call.options, call.captured)
+    call = call._replace(tensors=tensors)
+    make_plan(q, k, v, call, group, call.scores(q).features)
 
 
 def check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> None:

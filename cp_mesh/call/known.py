@@ -19,7 +19,7 @@ from cp_mesh._torch import below_autograd, forward_level, function_mode, profile
 from cp_mesh.call.method import Plan
 from cp_mesh.call.op import attention_backward_op, without_rows
 from cp_mesh.call.operators import PLAIN, is_seen
-from cp_mesh.call.passes import backward, kind_of, run_backward, run_forward
+from cp_mesh.call.passes import backward, kind_of, kind_of_forward, run_backward, run_forward
 from cp_mesh.call.plan import MOST as MOST_PLANS
 from cp_mesh.call.plan import Plans, make_plan, refuse_copies
 from cp_mesh.call.spec import Call, autocast
@@ -28,6 +28,7 @@ from cp_mesh.comm.first_calls import Calls, calls_of, is_compared
 from cp_mesh.comm.group_state import states_of
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import TENSORS, Mask
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.sequence.sharded_sequence import ROOT
 
 MOST = 512  # calls that are known
@@ -39,7 +40,8 @@ class Known(NamedTuple):
     """A call that passed all checks.
 
     Attributes:
-        plan, call: calls of one key share them.
+        plan, scores, call: calls of one key share them.
+        kind: of its backward.
         group: a weak reference, as a group's plans go with it.
         dtype: of q, k and v, cast by autocast.
         states: of the group; ``plans``, ``calls`` and ``kinds`` must be those in it, else the group was told to forget.
@@ -49,7 +51,9 @@ class Known(NamedTuple):
     """
 
     plan: Plan
+    scores: Scores
     call: Call
+    kind: tuple[Any, ...]
     dtype: torch.dtype
     group: Callable[[], Any]
     states: dict[Any, Any]
@@ -103,10 +107,6 @@ def find(key: tuple[Any, ...]) -> Known | None:
     return found
 
 
-def _with_tensors() -> list[Any]:
-    return [key for key, known in [*_calls.items()] if known.plan.reads_tensors]
-
-
 def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], mesh: Any, mask: Mask) -> None:
     """Keep a call that has just run, if the next one of its key needs no check."""
     options, group, (q, k, v) = call.options, call.group, call.format.to_bhsd(*qkv)
@@ -114,14 +114,18 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
         return
     if not all(isinstance(x, _PLAIN) for x in key) or checking(group) or turned_off(group):
         return
-    plan = make_plan(q, k, v, call.tensors, call.seq_len, group, options)
-    kind, states, read = kind_of(plan, call), states_of(group), [x for x in call.tensors if x is not None]
+    scores = call.scores(q)
+    plan = make_plan(q, k, v, call, group, scores.features)
+    kind, states, read = kind_of_forward(plan, call), states_of(group), [x for x in call.tensors if x is not None]
     if not is_compared(group, kind):
         return
+    known = [*_calls.items()]
+    held = [*dict.fromkeys(x.plan for _, x in known if x.plan.reads_tensors and x.plan is not plan)]
     # as many plans that hold device memory as `Plans` keeps
-    like, most = ([*_calls], MOST) if not plan.reads_tensors else (_with_tensors(), MOST_PLANS)
-    for old in like[: max(0, len(like) - most + 1)]:
-        _calls.pop(old, None)
+    dropped = held[: max(0, len(held) + 1 - MOST_PLANS)] if plan.reads_tensors else []
+    for i, (old, x) in enumerate(known):
+        if i <= len(known) - MOST or x.plan in dropped:
+            _calls.pop(old, None)
     calls = states[Calls]
 
     def watch(x: Any) -> Any:
@@ -130,7 +134,9 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
     versions = [(x, times_written(x)) for x in read]
     _calls[key] = Known(
         plan,
+        scores,
         call,
+        kind_of(plan, call),
         q.dtype,
         watch(group),
         states,
@@ -161,7 +167,7 @@ def forward(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]
         refuse_copies(known.plan)
     known.calls.forwards += 1
     known.counter[0] += 1
-    return run_forward(known.plan, known.call, known.group(), q, k, v)
+    return run_forward(known.plan, known.scores, known.call, known.group(), q, k, v)
 
 
 class _Node(torch.autograd.Function):
@@ -199,7 +205,7 @@ class _Node(torch.autograd.Function):
             if known.plan.reads_tensors:
                 refuse_copies(known.plan)
             group = known.group()
-            calls_of(group).count("backward", known.plan.kind)[0] += 1  # refuses a group in which a pass broke off
+            calls_of(group).count("backward", known.kind)[0] += 1  # refuses a group in which a pass broke off
             with below_autograd():
-                dq, dk, dv, _ = run_backward(known.plan, known.call, group, *given)
+                dq, dk, dv, _ = run_backward(known.plan, known.scores, known.call, group, *given)
         return None, dq, dk, dv

@@ -42,11 +42,11 @@ class Method:
             schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings. Refuses
             options that it cannot serve.
-        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; if the spec ``keeps``, also
-            the tensors of ``kept_shapes``.
-        backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the partial gradients of the
-            score tensors named in wanted. If the forward kept tensors, they come as ``kept``, out and lse, and q, k and
-            v have no rows.
+        forward: (q, k, v, scores, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; if the spec
+            ``keeps``, also the tensors of ``kept_shapes``.
+        backward: (dout, q, k, v, out, lse, dlse, scores, plan, group, wanted) -> dq, dk, dv, and the partial gradients
+            of the score tensors named in wanted. If the forward kept tensors, they come as ``kept``, out and lse, and
+            q, k and v have no rows.
         kept_shapes: (q, k, v, seq_len, cp_size, degree) -> shapes of the tensors that the forward saves for the
             backward in place of q, k, v, out and lse, if the spec ``keeps``. None or no shapes: it saves none.
         swaps: whether ``degree`` ranks exchange heads for rows; these count as one rank in the schedule.
@@ -56,7 +56,7 @@ class Method:
     choose_degree: Callable[[AttentionSpec, Operand, Operand, int], int]
     make_schedule: Callable[..., Schedule]
     settle: Callable[[AttentionSpec, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
-    forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
+    forward: Callable[[Tensor, Tensor, Tensor, Scores, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
     kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
     swaps: bool = False
@@ -71,11 +71,11 @@ class Plan:
     """What one call does on this rank. Calls with equal shapes, options, mask and layout contents share a plan.
 
     Attributes:
+        options: as `AttentionSpec.of_plan` leaves them.
+        features: of the call's scores.
         method: how rows move and in which order tiles are computed.
         settings: the settings that the method decided for this call; see its file.
-        kind: key of calls of which only the first is compared between ranks; equal on all ranks.
-        has_tensors: whether the call has tensors beside q, k and v.
-        of_call: whether the scores hold tensors of one call, so that no other call may use this plan.
+        kind: sizes and dtype that are equal on all ranks.
         prepared: tiles as passed to kernels, and masks and positions on the device, by CUDA stream. Plans of equal
             calls share it, so that a copy to the device happens once per batch, not once per layer.
     """
@@ -86,13 +86,11 @@ class Plan:
     seq_len: int
     schedule: Schedule
     kernel: Kernel
-    scores: Scores
+    features: frozenset[str]
     device: torch.device
     method: Method
     settings: Any
     kind: tuple[Any, ...] = ()
-    has_tensors: bool = False
-    of_call: bool = False
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def tiles(self, stage: Stage | None) -> list[KernelTile]:
@@ -101,7 +99,7 @@ class Plan:
         key = "tiles", id(stage), stream
         if stream is None or key not in self.prepared:
             tiles = self.schedule.local_tiles if stage is None else stage.tiles
-            given = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.scores.features) else tiles
+            given = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.features) else tiles
             found = [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
             if stream is None:
                 return found
@@ -112,10 +110,10 @@ class Plan:
     @cached_property
     def reads_tensors(self) -> bool:
         """Whether tiles need tensors on the device, beyond integers."""
-        return not covers_of(self.schedule, self.scores.features) <= BANDS
+        return not covers_of(self.schedule, self.features) <= BANDS
 
     def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
-        if isinstance(tile.cover, Band) and not self.scores.needs_positions:
+        if isinstance(tile.cover, Band) and POSITIONAL.isdisjoint(self.features):
             return tile.cover
         if isinstance(tile.cover, Segments):  # one per stream, as its tables on the device belong to a stream
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)

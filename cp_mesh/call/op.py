@@ -134,7 +134,7 @@ class _Attention(torch.autograd.Function):
         else:
             out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
-        options = Call.read(inputs[3:]).options if ctx.plan is None else ctx.plan.options
+        options = Call.read(inputs[3:]).options
         ctx.score_mod = ctx.mask_mod = None
         if options.score_mod or options.mask_mod:  # keeps the functions alive
             ctx.score_mod, ctx.mask_mod = (functions.find(getattr(options, name)) for name in FUNCTIONS)

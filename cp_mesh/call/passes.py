@@ -16,7 +16,7 @@ from cp_mesh._torch import resolve_group
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
-from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, AttentionSpec, Call, Operand, nothing_kept
+from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import (
     GRADED_INPUT,
     ORDER,
@@ -32,7 +32,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
+from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, Scores, name_of_captured
 from cp_mesh.sequence.cuts import check_mark, told_of_tokens
 from cp_mesh.sequence.losses import note_callers
 from cp_mesh.sequence.sharded_sequence import ROOT
@@ -63,7 +63,7 @@ def check_length(seq_len: int, expected: int) -> None:
 
 def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, str]:
     """Everything that must be equal on all cp ranks."""
-    options, given = plan.options, call.tensors._asdict()
+    options, given = call.options, call.tensors._asdict()
     graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
     found = [(name, functions.find(getattr(options, name))) for name in FUNCTIONS]
     # each rank has its own rows of these terms, so only their other dims must agree
@@ -73,7 +73,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         if (x := given.pop(name)) is not None
     }
     return {
-        **_in_words(plan.seq_len, options, q, k, v),
+        **_in_words(call, q, k, v),
         **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
         **{name: str(alike.get(name)) for name in OF_ROWS},
         **{name: function.said for name, function in found if function is not None},
@@ -87,12 +87,13 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
     }
 
 
-def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
+def _in_words(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
     """The fields of a call that both passes compare, except its tensors."""
+    options = call.options.with_scale(q.shape[3])
     return {
         "layout": options.layout,
         "mask": str(parse_mask(options.mask, None, None, None)),
-        "seq_len": str(seq_len),
+        "seq_len": str(call.seq_len),
         "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
         "dtype": str(q.dtype),
         "options": " ".join(f"{name}={getattr(options, name)}" for name in (*FACTORS, *EXECUTION)),
@@ -100,20 +101,26 @@ def _in_words(seq_len: int, options: AttentionSpec, q: Tensor, k: Tensor, v: Ten
 
 
 def kind_of(plan: Plan, call: Call) -> tuple[Any, ...]:
-    """`Plan.kind`, extended by the call's tensors if it has any."""
-    if not plan.has_tensors:
-        return plan.kind
+    """The key of calls of which only the first is compared between ranks; equal on all ranks."""
+    options = call.options
+    if options.sources:  # they differ from batch to batch
+        options = options._replace(sources="some")
+    return options, call.seq_len, plan.kind
+
+
+def kind_of_forward(plan: Plan, call: Call) -> tuple[Any, ...]:
+    """`kind_of`, extended by the call's tensors: in compiled code a backward does not know which need gradients."""
     given = *call.tensors, *call.captured
-    return *plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
+    return *kind_of(plan, call), tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan | None]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan]:
     """Attention over the cp group.
 
     Returns:
         out, lse, and the tensors kept for the backward: rows, out and lse of this rank's heads. lse is empty if tensors
         are kept and it has no gradient.
-        The plan, for the backward; None if it holds tensors of this call.
+        The plan, for the backward.
     """
     call = Call.read(arguments)
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
@@ -123,11 +130,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         root = ROOT.get()
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
             check_length(call.seq_len, root.seq_len)
-        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
+        scores = call.scores(q)
+        plan = make_plan(q, k, v, call, group, scores.features)
     except Exception as error:
         announce_refusal(group, error)
         raise
-    kind = kind_of(plan, call)
+    kind = kind_of_forward(plan, call)
     if checking(group):
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
@@ -137,19 +145,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
             check_mark(query, call.seq_dim, plan.layout, group)
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
     calls_of(group).count_forward(kind)
-    out, lse, *kept = run_forward(plan, call, group, query, key, value)
-    return (out, lse, *(kept or nothing_kept(q, lse))), None if plan.of_call else plan
+    out, lse, *kept = run_forward(plan, scores, call, group, query, key, value)
+    return (out, lse, *(kept or nothing_kept(q, lse))), plan
 
 
 def run_forward(
-    plan: Plan, call: Call, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
+    plan: Plan, scores: Scores, call: Call, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """out, lse and what the method keeps of a call that was planned and compared; tensors in the caller's format."""
     form = FORMATS[call.seq_dim]
     q, k, v = form.to_bhsd(query, key, value)
     try:
         with _no_autocast(q):
-            out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+            out, lse, *kept = plan.method.forward(q, k, v, scores, plan, group)
     except BaseException as error:
         end_by(group, error)
         raise
@@ -179,27 +187,28 @@ def backward(
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     group = resolve_group(call.group_name)
     of_dout, *qkv = call.format.to_bhsd(dout, q, k, v)
+    scores = call.scores(qkv[0])
     if plan is None:
         rows = of_dout.shape[2]  # with ``kept`` q, k and v have no rows
         of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in qkv)
-        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
+        plan = make_plan(of_q, of_k, of_v, call, group, scores.features)
     elif plan.reads_tensors:
         refuse_copies(plan)
-    kind = plan.kind
+    kind = kind_of(plan, call)
     if checking(group):
-        told = {**_in_words(call.seq_len, call.options, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
+        told = {**_in_words(call, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
     calls_of(group).count("backward", kind)[0] += 1
     names = wanted.split(",") if wanted else ()
-    dq, dk, dv, of_scores = run_backward(plan, call, group, dout, q, k, v, out, lse, dlse, kept, names)
+    dq, dk, dv, of_scores = run_backward(plan, scores, call, group, dout, q, k, v, out, lse, dlse, kept, names)
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
     flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
     return dq, dk, dv, *_graded(call, of_scores, q), flat
 
 
 def run_backward(
-    plan: Plan, call: Call, group: dist.ProcessGroup, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, dlse: Tensor | None, kept: Tensor | None, names: Collection[str] = (),
+    plan: Plan, scores: Scores, call: Call, group: dist.ProcessGroup, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, dlse: Tensor | None, kept: Tensor | None, names: Collection[str] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]:  # fmt: skip
     """dq, dk, dv, and gradients of score tensors by name, of a call that was planned and compared; see `backward`."""
     form = FORMATS[call.seq_dim]
@@ -212,8 +221,8 @@ def run_backward(
                 raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
             dlse = form.lse_to_bhs(dlse)
         with _no_autocast(q):
-            keywords = {} if kept is None else {"kept": kept}
-            dq, dk, dv, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
+            given, keywords = (dout, q, k, v, out, lse, dlse, scores, plan), {} if kept is None else {"kept": kept}
+            dq, dk, dv, of_scores = plan.method.backward(*given, group, names, **keywords)
     except BaseException as error:
         end_by(group, error)
         raise

@@ -8,8 +8,7 @@ shards are unequal. First calls and check mode compare both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,75 +18,63 @@ from torch import Tensor
 
 from cp_mesh.call.method import Plan, covers_of, stream_of
 from cp_mesh.call.methods import choose_method
-from cp_mesh.call.spec import AttentionSpec, Operand, Tensors, check_choice, check_scores, check_tensors, make_scores
+from cp_mesh.call.spec import AttentionSpec, Call, Operand, check_choice, check_scores, check_tensors
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse, warn
 from cp_mesh.geometry.host_tensors import Content, lasting
 from cp_mesh.geometry.layouts import check_layout, parse_layout
-from cp_mesh.geometry.mask import NONE, parse_mask
+from cp_mesh.geometry.mask import NONE, TENSORS, parse_mask
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.geometry.survey import parse_sources
-from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS, choose_kernel
 
 MOST = 16  # kept plans that hold device memory
+NUM_READ = len(TENSORS) + 1  # tensors whose content planning reads: the mask's and the layout's
 
 
 def make_plan(
     q: Tensor | Operand,
     k: Tensor | Operand,
     v: Tensor | Operand,
-    tensors: Tensors,
-    seq_len: int,
+    call: Call,
     group: dist.ProcessGroup,
-    options: AttentionSpec,
-    captured: Sequence[Tensor] = (),
+    features: frozenset[str],
 ) -> Plan:
     """Validate a call on local tensors and resolve it.
 
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv].
-        tensors: documents, key_padding and blocks [B or 1, seq_len] or [seq_len], the `Layout.tensor` of the layout,
+        call: with documents, key_padding and blocks [B or 1, seq_len] or [seq_len], the `Layout.tensor` of the layout,
             and the tensors of the scores, see `check_scores`.
-        seq_len: length of the whole sequence, in tokens.
         group: the cp group.
-        options: the call's static options.
-        captured: as in `Call`.
+        features: of the call's scores.
 
     Raises:
         ArgumentError, UnsupportedError: see the messages. The module docstring says which are raised on every rank.
     """
-    plans, scores = state_of(group, Plans), None
-    contents: tuple[Content | None, ...] = (None,) * 4
-    resolve: Callable[..., Plan] = plans.many
-    has_functions = bool(options.score_mod or options.mask_mod)
-    if has_functions or {*map(type, tensors)} != {type(None)}:
-        of_mask = {"documents": tensors.documents, "key_padding": tensors.key_padding, "blocks": tensors.blocks}
-        for name, x in of_mask.items():
+    plans, tensors = state_of(group, Plans), call.tensors
+    contents: tuple[Content | None, ...] = (None,) * NUM_READ
+    if {*map(type, tensors)} != {type(None)}:
+        read = tensors[:NUM_READ]
+        for name, x in zip(TENSORS, read, strict=False):
             if x is not None and x.is_meta:
                 refuse(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU")
-        read = *of_mask.values(), tensors.layout_index
         contents = tuple(None if x is None else Content.of(x) for x in read)
         check_tensors(q, k, v)
-        check_scores(q, tensors, seq_len)
-        if has_functions or any(x is not None for x in tensors[len(read) :]):
-            scaled = options.with_scale(q.shape[3])
-            scores = make_scores(scaled, tensors, accumulation_dtype(q.dtype), captured, seq_len)
-        if any(x is not None for x in read) or (scores is not None and scores.needs_positions):
-            resolve = plans.few
+        check_scores(q, tensors, call.seq_len)
+    resolve: Callable[..., Plan] = plans.reusable if contents == (None,) * NUM_READ else plans.of_batch
+    if not features.isdisjoint(POSITIONAL):  # positions are on the device
+        resolve = plans.of_batch
     shapes = (
         Operand(q.shape, q.dtype, q.device),
         Operand(k.shape, k.dtype, k.device),
         Operand(v.shape, v.dtype, v.device),
     )
-    features = None if scores is None else scores.features
-    plan: Plan = resolve(contents, *shapes, features, seq_len, group.size(), group.rank(), options)
-    if scores is not None:
-        plan = replace(plan, scores=scores, of_call=True)
+    plan = resolve(contents, *shapes, features, call.seq_len, group.size(), group.rank(), call.options.of_plan())
     if plan.reads_tensors:
         refuse_copies(plan)
     return plan
@@ -111,19 +98,12 @@ def _resolve(
     q: Operand,
     k: Operand,
     v: Operand,
-    of_tensors: frozenset[str] | None,
+    features: frozenset[str],
     seq_len: int,
     cp_size: int,
     cp_rank: int,
     options: AttentionSpec,
 ) -> Plan:
-    """The plan with scores without tensors. ``of_tensors``: the features of the scores with their tensors, if any."""
-    has_tensors = of_tensors is not None or any(x is not None for x in contents)
-    heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    kind = options._replace(sources="some" if options.sources else ""), seq_len, heads
-    options = options.with_scale(q.shape[3])
-    scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
-    features = scores.features if of_tensors is None else of_tensors
     method = choose_method(options.method)
     check_choice("transport", options.transport, TRANSPORTS, "functional")
     check_tensors(q, k, v)
@@ -169,26 +149,30 @@ def _resolve(
     warn_if_slow(kernel, options.kernel, request(schedule))
     settings = method.settle(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
-    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings, kind, has_tensors)
+    kind = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
+    return Plan(options, layout, mask, seq_len, schedule, kernel, features, q.device, method, settings, kind)
 
 
 class Plans:
     """The plans of one group, by shapes, options and the contents of masks and layouts.
+
+    Layers share them, whatever the numbers of their scores.
 
     Only a few plans that hold device memory are kept. They belong to one batch and are dropped at the first plan of
     another batch, once the batch's masks are gone (not at once: each layer may make the mask anew).
     """
 
     def __init__(self) -> None:
-        self.many = lru_cache(256, typed=True)(_resolve)
-        self._few: dict[tuple[Any, ...], Plan] = {}
+        self.reusable = lru_cache(256, typed=True)(_resolve)
+        self._of_batch: dict[tuple[Any, ...], Plan] = {}
 
-    def few(self, contents: tuple[Content | None, ...], *others: Any) -> Plan:
+    def of_batch(self, contents: tuple[Content | None, ...], *others: Any) -> Plan:
         """The plan for these contents, which holds their copies on the device."""
-        if (plan := self._few.get((contents, *others))) is None:
-            kept = [x for x in self._few if x[0] == contents or not any(y and y.is_gone for y in x[0])][1 - MOST :]
-            self._few = {x: self._few[x] for x in kept}
-            plan = self._few[contents, *others] = _resolve(contents, *others)
+        if (plan := self._of_batch.get((contents, *others))) is None:
+            plans = self._of_batch
+            kept = [x for x in plans if x[0] == contents or not any(y and y.is_gone for y in x[0])][1 - MOST :]
+            self._of_batch = {x: plans[x] for x in kept}
+            plan = self._of_batch[contents, *others] = _resolve(contents, *others)
         return plan
 
 

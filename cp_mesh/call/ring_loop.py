@@ -90,23 +90,25 @@ def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule
     return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
 
 
-def forward_by_stages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def forward_by_stages(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over all keys.
 
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv], never written.
-        plan: the call's plan.
+        scores, plan: of the call.
         group: the cp group.
 
     Returns:
         out [B, H, S_local, Dv] in q's dtype, `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
     """
     if plan.settings.head_chunks == 1:
-        return forward_of_heads(q, k, v, plan.scores, plan, group, None)
+        return forward_of_heads(q, k, v, scores, plan, group, None)
     out = dense_like(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan):
-        forward_of_heads(q_c, k_c, v_c, plan.scores.heads(*heads), plan, group, (out_c, lse_c))
+        forward_of_heads(q_c, k_c, v_c, scores.heads(*heads), plan, group, (out_c, lse_c))
     return out, lse
 
 
@@ -144,6 +146,7 @@ def backward_by_stages(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
+    scores: Scores,
     plan: Plan,
     group: dist.ProcessGroup,
     wanted: Collection[str] = (),
@@ -155,7 +158,7 @@ def backward_by_stages(
         q, k, v: the forward's inputs.
         out, lse: the forward's results.
         dlse: [B, H, S_local] or None, the gradient of lse.
-        plan: the forward's plan.
+        scores, plan: of the forward.
         group: the cp group.
         wanted: names of the score tensors (sinks, and those of `Scores.wanted`) that need a gradient.
 
@@ -163,7 +166,7 @@ def backward_by_stages(
         dq, dk, dv in the inputs' dtype, `dense_like` the inputs; and the wanted gradients by name, to be summed over
         ranks, in the accumulation dtype.
     """
-    given = begin_backward(dout, out, lse, dlse, plan.scores, plan.kernel, wanted)
+    given = begin_backward(dout, out, lse, dlse, scores, plan.kernel, wanted)
     of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype)) if given.scores.wanted else None
     # for a single chunk they are allocated at its end, when the kernels' own buffers are free
     grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()

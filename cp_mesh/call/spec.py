@@ -27,6 +27,7 @@ from cp_mesh.errors import MOST, UnsupportedError, as_int, check_int, refuse, wr
 from cp_mesh.geometry.layouts import LAYOUTS, Layout, ZigZag, parse_layout
 from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.kernels import functions
+from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.scores import TERMS, Scores
 
 SCORE_OPTIONS = ("softcap", *TERMS, "dropout_p", "dropout_seed")
@@ -87,6 +88,10 @@ class AttentionSpec(NamedTuple):
     def with_scale(self, head_dim: int) -> AttentionSpec:
         """The spec with a scale that is not 0."""
         return self if self.scale else self._replace(scale=1 / math.sqrt(head_dim))
+
+    def of_plan(self) -> AttentionSpec:
+        """The spec without the numbers of a score: a plan reads only whether there are any (`Scores.features`)."""
+        return self._replace(scale=0.0, softcap=0.0, dropout_p=0.0)
 
 
 VERSION = 2
@@ -296,6 +301,11 @@ class Call(NamedTuple):
         captured, seq_len, seq_dim, group_name, text = arguments[NUM_TENSORS:]
         spec = _read(text) if torch.compiler.is_compiling() else _kept_spec(text)
         return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, spec, captured)
+
+    def scores(self, q: Operand | Tensor) -> Scores:
+        """The scores of this call; q is [B, H, S, D]."""
+        options, dtype = self.options.with_scale(q.shape[3]), accumulation_dtype(q.dtype)
+        return make_scores(options, self.tensors, dtype, self.captured, self.seq_len)
 
     @property
     def format(self) -> Format:

@@ -132,7 +132,9 @@ def settle(
     return UlyssesSettings(*staged, degree, repeats, q.dtype if repeats == 1 else accumulation_dtype(q.dtype))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
     """Attention of this rank's queries over all keys; see `cp_mesh.call.ring_loop.forward_by_stages`.
 
     With `AttentionSpec.keeps`, and if kv heads are sent once, it also returns for this rank's heads the q, k and v that
@@ -140,7 +142,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
     gradient.
     """
     if plan.settings.degree == 1:
-        return forward_by_stages(q, k, v, plan, group)
+        return forward_by_stages(q, k, v, scores, plan, group)
     keeps, chunks = plan.options.keeps and plan.settings.repeats == 1, plan.settings.head_chunks
     brings_lse = not keeps or plan.options.differentiable_lse
     out = dense_like(q, v.shape[3])
@@ -162,10 +164,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
                 kept.extend(parts)
         return [out_h, lse_h[..., None]] if brings_lse else [out_h]
 
-    with _Call(plan, group, q.shape[1], plan.scores) as call:
+    with _Call(plan, group, q.shape[1], scores) as call:
         tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
-        for chunk, (scores, parts) in enumerate(call.by_parts((*tensors, *into))):
-            call.bring_home(compute(chunk, scores, parts[:3]), parts[3:])
+        for chunk, (of_part, parts) in enumerate(call.by_parts((*tensors, *into))):
+            call.bring_home(compute(chunk, of_part, parts[:3]), parts[3:])
     return out, lse, *kept
 
 
@@ -197,6 +199,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
+    scores: Scores,
     plan: Plan,
     group: dist.ProcessGroup,
     wanted: Collection[str] = (),
@@ -208,9 +211,9 @@ def backward(
     the forward returned them, and q, k and v have no rows: only their other sizes and strides are read.
     """
     if plan.settings.degree == 1:
-        return backward_by_stages(dout, q, k, v, out, lse, dlse, plan, group, wanted)
+        return backward_by_stages(dout, q, k, v, out, lse, dlse, scores, plan, group, wanted)
     kernel, dtype, chunks = plan.kernel, plan.settings.home_dtype, plan.settings.head_chunks
-    own = None if kept is not None else begin_backward(dout, out, lse, dlse, plan.scores, kernel, wanted)
+    own = None if kept is not None else begin_backward(dout, out, lse, dlse, scores, kernel, wanted)
     of_sinks: list[Tensor] = []
 
     def compute(chunk: int, scores: Scores, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ScoreGradients]:
@@ -230,7 +233,7 @@ def backward(
             scores, given = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
         return backward_of_heads(*given, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
 
-    asked = plan.scores if own is None else own.scores
+    asked = scores if own is None else own.scores
     if own is None and wanted:
         asked = replace(asked, wanted=frozenset(wanted) - {"sinks"})
     with _Call(plan, group, q.shape[1], asked) as call:
@@ -243,10 +246,10 @@ def backward(
             inputs = own.dout, q, call.repeated(k), call.repeated(v), out_or_delta, own.lse[..., None]
         num_rows = dout.shape[2]
         dq, dk, dv = dense_like(q, num_rows=num_rows), call.sent_back(k, num_rows), call.sent_back(v, num_rows)
-        for chunk, (scores, (*parts, dq_part, dk_part, dv_part)) in enumerate(call.by_parts((*inputs, dq, dk, dv))):
-            grads, of_part = compute(chunk, scores, parts)
+        for chunk, (of_chunk, (*parts, dq_part, dk_part, dv_part)) in enumerate(call.by_parts((*inputs, dq, dk, dv))):
+            grads, of_part = compute(chunk, of_chunk, parts)
             num_heads = dq_part.shape[3]
-            if scores.wanted:
+            if of_chunk.wanted:
                 of_scores.part(heads=(heads, heads + num_heads)).add_(of_part)
             heads += num_heads
             call.bring_home(grads, (dq_part, dk_part, dv_part), (q.dtype, dtype, dtype))

@@ -367,8 +367,8 @@ plant("no sink in the backward", "sinks:include_sinks", "scores")(lambda include
 
 @plant("the gradient of lse as if lse had the sink", "ring_loop:RING", "scores")
 def _(method: Any) -> Any:
-    def with_sink(lse: Any, dlse: Any, plan: Any) -> dict[str, Any]:
-        sinks = plan.scores.sinks
+    def with_sink(lse: Any, dlse: Any, scores: Any) -> dict[str, Any]:
+        sinks = scores.sinks
         return {} if dlse is None or sinks is None else {"lse": torch.logaddexp(lse, sinks[:, None])}
 
     return replace(method, backward=with_call(method.backward, with_sink))

@@ -283,11 +283,10 @@ def _(method: Any) -> Any:
 @plant("scores are those of the first heads on every rank", "ulysses:_Call", "Ulysses")
 def _(call: Any) -> Any:
     class Mutant(call):
-        def by_parts(self, tensors: Any) -> Any:
-            num = self.scores.alibi_slopes
-            if num is not None:
-                self.scores = replace(self.scores, alibi_slopes=self.plan.scores.alibi_slopes[: len(num)])
-            return super().by_parts(tensors)
+        def __init__(self, plan: Any, group: Any, num_heads: int, scores: Any) -> None:
+            super().__init__(plan, group, num_heads, scores)
+            if (own := self.scores.alibi_slopes) is not None:
+                self.scores = replace(self.scores, alibi_slopes=scores.alibi_slopes[: len(own)])
 
     return Mutant
 

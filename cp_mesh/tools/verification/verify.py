@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.call.function import attention, with_degree
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.ring_loop import begin_backward
-from cp_mesh.call.spec import FACTORS, SCORE_OPTIONS, Tensors, as_numbers, make_scores, seed_tensor, settle
+from cp_mesh.call.spec import FACTORS, SCORE_OPTIONS, Call, Tensors, as_numbers, make_scores, seed_tensor, settle
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.errors import UnsupportedError, refuse, typed
@@ -179,8 +179,8 @@ def verify(
     asked = with_degree(axes, {name: settings[name] for name in ("method", "kernel", "ulysses_degree")})
     numbers = {"scale": scale, **{name: given[name] for name in FACTORS if name in given}}
     options = settle(layout, mask, deterministic=deterministic, **asked, **numbers)
-    tensors = Tensors.of(mask, layout, **held)
-    plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
+    call = Call(Tensors.of(mask, layout, **held), seq_len, 2, group.group_name, options)
+    plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], call, group, call.scores(q).features)
     wide, wanted = accumulation_dtype(dtype), list(leaves)
     on_device = mask.to(q.device)
     in_float64 = _dense_scores(scale, given, whole_tensors, torch.float64)
