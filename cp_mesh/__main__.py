@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_mesh.call.methods import METHODS
+from cp_mesh.call.plan import METHODS
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.geometry.balance import balance

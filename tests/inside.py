@@ -42,11 +42,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "mask": ("Band", "CAUSAL", "FULL", "NONE"),
     "memory": ("ExtraMemory", "Sizes", "extra_memory"),
     "merge": ("BackwardTile", "Kernel", "MergingForward", "SummingBackward"),
-    "call.methods": ("METHODS",),
     "method": ("Plan",),
     "op": ("attention_op",),
     "packing": ("Packing",),
-    "call.plan": ("make_plan",),
+    "call.plan": ("METHODS", "make_plan"),
     "layout": ("Index",),
     "report": ("Finding", "ModelReport"),
     "schedule": ("Schedule", "Stage", "make_schedule", "num_rows", "split_causal", "tiles_of"),
@@ -130,7 +129,7 @@ class Distances:
 
 # What pins read.
 
-METHOD_NAMES = tuple(inner("call.methods", "METHODS"))
+METHOD_NAMES = tuple(inner("call.plan", "METHODS"))
 
 
 def planned(

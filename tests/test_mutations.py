@@ -508,16 +508,16 @@ def test_a_lost_seam_is_told():
     """And where its name is now."""
     combine, stages = path_of("combine"), path_of("ring_loop")
     for seam, home in {
-        "nowhere:forward_by_stages": stages,
+        "nowhere:forward_of_heads": stages,
         "ring_loop:nothing": "no module",
         "combine:RowSum.nothing": combine,
         "ring_loop:RowSum.add": combine,  # which is imported there
     }.items():
         with pytest.raises(SeamLost, match=rf"'a bug' is planted at {seam}, which does not .* is in {home}\)"):
             Mutation("a bug", "nothing", seam, ("parity",), lambda original: original).find()
-    seam = "ring_loop:forward_by_stages"
+    seam = "ring_loop:forward_of_heads"
     lost = Mutation("a bug", "nothing", seam, ("parity",), lambda f: with_arguments(f, nothing=id))
-    with pytest.raises(SeamLost, match=r"'a bug', in test_mutations: .*forward_by_stages has no argument nothing"):
+    with pytest.raises(SeamLost, match=r"'a bug', in test_mutations: .*forward_of_heads has no argument nothing"):
         lost.made()
 
 

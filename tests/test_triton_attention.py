@@ -121,7 +121,7 @@ def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
             S,
             schedule,
             kernel,
-            scores,
+            scores.features,
             torch.device("cpu"),
             METHODS["ring"],
             StageSettings(1, torch.float32),

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh._torch import raw_stream
@@ -24,46 +23,51 @@ from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.contract import KernelTile, Pairs, Steps
 from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.scores import POSITIONAL, Scores
+from cp_mesh.kernels.scores import POSITIONAL
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds that integers describe: nothing is copied to the device
 OfScores = dict[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
 class Method:
     """One way to compute attention over ranks. Everything that it decides is equal on all ranks.
 
-    Attributes:
-        name: as in ``cp_mesh.attention(method=)``.
-        choose_degree: (options, q, k, cp_size) -> the degree: how many ranks exchange heads for rows; 1 for
-            methods without groups. Refuses a degree that it cannot serve.
-        make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=, sources=) -> this rank's
-            schedule.
-        settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings. Refuses
-            options that it cannot serve.
-        forward: (q, k, v, scores, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; if the spec
-            ``keeps``, also the tensors of ``kept_shapes``.
-        backward: (dout, q, k, v, out, lse, dlse, scores, plan, group, wanted) -> dq, dk, dv, and the partial gradients
+    Subclasses have beside what follows:
+        make_schedule(layout, mask, seq_len, cp_size, cp_rank, by documents, degree=, sources=) -> this rank's schedule.
+        settings(options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings. It refuses
+            options that the method cannot serve.
+        forward(q, k, v, scores, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; if the spec
+            ``keeps``, also the tensors of `kept_shapes`.
+        backward(dout, q, k, v, out, lse, dlse, scores, plan, group, wanted) -> dq, dk, dv, and the partial gradients
             of the score tensors named in wanted. If the forward kept tensors, they come as ``kept``, out and lse, and
             q, k and v have no rows.
-        kept_shapes: (q, k, v, seq_len, cp_size, degree) -> shapes of the tensors that the forward saves for the
-            backward in place of q, k, v, out and lse, if the spec ``keeps``. None or no shapes: it saves none.
-        swaps: whether ``degree`` ranks exchange heads for rows; these count as one rank in the schedule.
+
+    Attributes:
+        name: as in ``cp_mesh.attention(method=)``.
     """
 
-    name: str
-    choose_degree: Callable[[AttentionSpec, Operand, Operand, int], int]
     make_schedule: Callable[..., Schedule]
-    settle: Callable[[AttentionSpec, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
-    forward: Callable[[Tensor, Tensor, Tensor, Scores, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
+    settings: Callable[..., Any]
+    forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
-    kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
-    swaps: bool = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def choose_degree(self, options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
+        """How many ranks exchange heads for rows; refuses a degree that the method cannot serve."""
+        return 1
 
     def inner_size(self, degree: int) -> int:
         """How many ranks count as one rank in a schedule."""
-        return degree if self.swaps else 1
+        return 1
+
+    def kept_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, seq_len: int, cp_size: int, degree: int
+    ) -> list[tuple[int, ...]]:
+        """The shapes of the tensors that the forward saves for the backward in place of q, k, v, out and lse, if the
+        spec ``keeps``; none: it saves none."""
+        return []
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,15 +86,12 @@ _DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)
 def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     q, k, v = call.format.to_bhsd(q, k, v)
-    method, shapes, dtype = None, [], accumulation_dtype(q.dtype)
+    shapes, dtype = [], accumulation_dtype(q.dtype)
     if call.options.keeps:
-        from cp_mesh.call.methods import METHODS  # as in `_compute`
+        from cp_mesh.call.plan import choose_method  # as in `_compute`
 
-        method = METHODS.get(call.options.method)
-    if method is not None and method.kept_shapes is not None:
-        size = call.group.size()
-        degree = method.choose_degree(call.options, q, k, size)
-        shapes = method.kept_shapes(q, k, v, call.seq_len, size, degree)
+        method, size = choose_method(call.options.method), call.group.size()
+        shapes = method.kept_shapes(q, k, v, call.seq_len, size, method.choose_degree(call.options, q, k, size))
     if shapes and not call.options.differentiable_lse:
         lse = q.new_empty(0, dtype=dtype)
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cp_mesh._torch import resolve_group
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.methods import Plan
+from cp_mesh.call.method import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
 from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import (

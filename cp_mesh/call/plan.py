@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.method import Plan, covers_of, stream_of
-from cp_mesh.call.methods import choose_method
+from cp_mesh.call.method import Method, Plan, covers_of, stream_of
+from cp_mesh.call.ring_loop import ALL_GATHER, RING
 from cp_mesh.call.spec import AttentionSpec, Call, Operand, check_choice, check_scores, check_tensors
+from cp_mesh.call.ulysses import HYBRID, ULYSSES
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse, warn
@@ -32,8 +33,15 @@ from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS, choose_kernel
 
+METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER, ULYSSES, HYBRID)}
 MOST = 16  # kept plans that hold device memory
 NUM_READ = len(TENSORS) + 1  # tensors whose content planning reads: the mask's and the layout's
+
+
+def choose_method(name: str) -> Method:
+    """The method with this name; for "auto" the ring, which supports every call."""
+    check_choice("method", name, ("auto", *METHODS), "ring")
+    return METHODS["ring" if name == "auto" else name]
 
 
 def make_plan(
@@ -147,7 +155,7 @@ def _resolve(
     request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
     warn_if_slow(kernel, options.kernel, request(schedule))
-    settings = method.settle(options, q, k, v, schedule, kernel, features, degree)
+    settings = method.settings(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
     kind = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
     return Plan(options, layout, mask, seq_len, schedule, kernel, features, q.device, method, settings, kind)

@@ -55,21 +55,17 @@ class StageSettings(NamedTuple):
         head_chunks: parts of the kv heads that are computed one after the other.
         gradient_dtype: the dtype in which dk and dv are sent: q's dtype if the kernel rounds them and a message has at
             most one contribution to a row; else the accumulation dtype, so that every sum is rounded once.
+        degree: ranks that exchange heads for rows.
+        repeats: how often they send each kv head.
+        home_dtype: the dtype in which their all-to-all returns dk and dv: q's if these are complete sums, else the
+            accumulation dtype; None without one.
     """
 
     head_chunks: int
     gradient_dtype: torch.dtype
-
-
-def settle(
-    options: AttentionSpec, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
-    features: Collection[str], degree: int,
-) -> StageSettings:  # fmt: skip
-    """The settings of a call; see `Method.settle`."""
-    rounded = travels_rounded(kernel, schedule, features)
-    return StageSettings(
-        choose_head_chunks(options.head_chunks, q, k, v, schedule), q.dtype if rounded else accumulation_dtype(q.dtype)
-    )
+    degree: int = 1
+    repeats: int = 1
+    home_dtype: torch.dtype | None = None
 
 
 def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
@@ -88,28 +84,6 @@ def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule
         return wanted
     total = q.shape[0] * schedule.route.most_fetched * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
-
-
-def forward_by_stages(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries over all keys.
-
-    Args:
-        q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv], never written.
-        scores, plan: of the call.
-        group: the cp group.
-
-    Returns:
-        out [B, H, S_local, Dv] in q's dtype, `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
-    """
-    if plan.settings.head_chunks == 1:
-        return forward_of_heads(q, k, v, scores, plan, group, None)
-    out = dense_like(q, v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan):
-        forward_of_heads(q_c, k_c, v_c, scores.heads(*heads), plan, group, (out_c, lse_c))
-    return out, lse
 
 
 def forward_of_heads(
@@ -138,48 +112,6 @@ def forward_of_heads(
         return forward.finish(into)
 
 
-def backward_by_stages(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    scores: Scores,
-    plan: Plan,
-    group: dist.ProcessGroup,
-    wanted: Collection[str] = (),
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients of this rank's q, k and v, and partial gradients of score tensors.
-
-    Args:
-        dout: [B, H, S_local, Dv], the gradient of out.
-        q, k, v: the forward's inputs.
-        out, lse: the forward's results.
-        dlse: [B, H, S_local] or None, the gradient of lse.
-        scores, plan: of the forward.
-        group: the cp group.
-        wanted: names of the score tensors (sinks, and those of `Scores.wanted`) that need a gradient.
-
-    Returns:
-        dq, dk, dv in the inputs' dtype, `dense_like` the inputs; and the wanted gradients by name, to be summed over
-        ranks, in the accumulation dtype.
-    """
-    given = begin_backward(dout, out, lse, dlse, scores, plan.kernel, wanted)
-    of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype)) if given.scores.wanted else None
-    # for a single chunk they are allocated at its end, when the kernels' own buffers are free
-    grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
-    tensors = given.dout, q, k, v, given.out_or_delta, given.lse, *grads
-    for heads, chunk in _by_head_chunks(tensors, plan):
-        of_heads = given.scores if plan.settings.head_chunks == 1 else given.scores.heads(*heads)
-        written, of_chunk = backward_of_heads(*chunk, scores=of_heads, plan=plan, group=group)
-        if of_tiles is not None:
-            of_tiles.part(heads=heads).add_(of_chunk)
-    dq, dk, dv = grads or written
-    return dq, dk, dv, given.of_scores if of_tiles is None else given.of_scores | of_tiles
-
-
 class BackwardRows(NamedTuple):
     """Inputs of the tiles of a backward for this rank's rows, with sinks and the gradient of lse already applied.
 
@@ -201,7 +133,7 @@ class BackwardRows(NamedTuple):
 def begin_backward(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scores: Scores, kernel: Kernel, wanted: Collection[str]
 ) -> BackwardRows:
-    """Prepare the tiles of a backward, on some rows and heads; arguments as in `backward_by_stages`."""
+    """Prepare the tiles of a backward, on some rows and heads; arguments as in `Stages.backward`."""
     of_scores = {}
     scores = replace(scores, wanted=frozenset(wanted) - {"sinks"}) if wanted else scores
     if (sinks := scores.sinks) is not None:
@@ -297,16 +229,89 @@ def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tup
         first += heads
 
 
-def _method_of(name: str, groups: Grouping) -> Method:
-    """A method that fetches from sources in stages by ``groups``."""
+class Stages(Method):
+    """A ring, or one of its kind, that fetches from sources in stages by ``groups``."""
 
-    def make(
-        layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 1,
-        sources: Seen | None = None,
+    def __init__(self, name: str, groups: Grouping = in_rising_stages) -> None:
+        super().__init__(name)
+        self._groups = groups
+
+    def make_schedule(
+        self, layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False,
+        degree: int = 1, sources: Seen | None = None,
     ) -> Schedule:  # fmt: skip
-        return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups, sources=sources)
+        return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, self._groups, sources=sources)
 
-    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages)
+    def settings(
+        self, options: AttentionSpec, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
+        features: Collection[str], degree: int,
+    ) -> StageSettings:  # fmt: skip
+        rounded = travels_rounded(kernel, schedule, features)
+        dtype = q.dtype if rounded else accumulation_dtype(q.dtype)
+        return StageSettings(choose_head_chunks(options.head_chunks, q, k, v, schedule), dtype)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, group: dist.ProcessGroup
+    ) -> tuple[Tensor, ...]:
+        """Attention of this rank's queries over all keys.
+
+        Args:
+            q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv], never written.
+            scores, plan: of the call.
+            group: the cp group.
+
+        Returns:
+            out [B, H, S_local, Dv] in q's dtype, `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
+        """
+        if plan.settings.head_chunks == 1:
+            return forward_of_heads(q, k, v, scores, plan, group, None)
+        out = dense_like(q, v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+        for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan):
+            forward_of_heads(q_c, k_c, v_c, scores.heads(*heads), plan, group, (out_c, lse_c))
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        scores: Scores,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        wanted: Collection[str] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Gradients of this rank's q, k and v, and partial gradients of score tensors.
+
+        Args:
+            dout: [B, H, S_local, Dv], the gradient of out.
+            q, k, v: the forward's inputs.
+            out, lse: the forward's results.
+            dlse: [B, H, S_local] or None, the gradient of lse.
+            scores, plan: of the forward.
+            group: the cp group.
+            wanted: names of the score tensors (sinks, and those of `Scores.wanted`) that need a gradient.
+
+        Returns:
+            dq, dk, dv in the inputs' dtype, `dense_like` the inputs; and the wanted gradients by name, to be summed
+            over ranks, in the accumulation dtype.
+        """
+        given = begin_backward(dout, out, lse, dlse, scores, plan.kernel, wanted)
+        of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype)) if given.scores.wanted else None
+        # for a single chunk they are allocated at its end, when the kernels' own buffers are free
+        grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
+        tensors = given.dout, q, k, v, given.out_or_delta, given.lse, *grads
+        for heads, chunk in _by_head_chunks(tensors, plan):
+            of_heads = given.scores if plan.settings.head_chunks == 1 else given.scores.heads(*heads)
+            written, of_chunk = backward_of_heads(*chunk, scores=of_heads, plan=plan, group=group)
+            if of_tiles is not None:
+                of_tiles.part(heads=heads).add_(of_chunk)
+        dq, dk, dv = grads or written
+        return dq, dk, dv, given.of_scores if of_tiles is None else given.of_scores | of_tiles
 
 
-RING, ALL_GATHER = _method_of("ring", in_rising_stages), _method_of("all_gather", in_one_stage)
+RING, ALL_GATHER = Stages("ring"), Stages("all_gather", in_one_stage)

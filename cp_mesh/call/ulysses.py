@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,15 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.joined_layout import join, rows_of_group
-from cp_mesh.call.method import Method, Plan, stream_of
-from cp_mesh.call.ring_loop import (
-    backward_by_stages,
-    backward_of_heads,
-    begin_backward,
-    forward_by_stages,
-    forward_of_heads,
-)
-from cp_mesh.call.ring_loop import settle as settle_stages
+from cp_mesh.call.method import Plan, stream_of
+from cp_mesh.call.ring_loop import Stages, StageSettings, backward_of_heads, begin_backward, forward_of_heads
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Swaps
 from cp_mesh.comm.exchange import choose_transport, make_swaps
@@ -49,126 +41,11 @@ from cp_mesh.comm.packing import make_packing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout, Piece, Run
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.schedule import Schedule, make_schedule
+from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
-
-
-class UlyssesSettings(NamedTuple):
-    """The settings of a call.
-
-    Attributes:
-        head_chunks: parts of a rank's heads that are exchanged and computed one after the other.
-        gradient_dtype: the dtype in which dk and dv are sent between inner groups, as in `StageSettings`.
-        degree: ranks of an inner group.
-        repeats: how often each kv head is sent.
-        home_dtype: the dtype in which the all-to-all returns dk and dv: q's if they are complete sums, else the
-            accumulation dtype.
-    """
-
-    head_chunks: int
-    gradient_dtype: torch.dtype
-    degree: int
-    repeats: int
-    home_dtype: torch.dtype
-
-
-def choose_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
-    """The degree of plain Ulysses: all ranks; see `Method.choose_degree`."""
-    num_heads = q.shape[1]
-    if num_heads % cp_size:
-        near = max(n for n in range(1, cp_size) if num_heads % n == 0)
-        expected = f"a multiple of the {cp_size} cp ranks"
-        hint = f"method='ring' works{f', or {near} cp ranks' if near > 1 else ''}"
-        refuse("method='ulysses': query heads", expected, num_heads, hint, UnsupportedError)
-    return cp_size
-
-
-def choose_inner_degree(options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
-    """The degree of the hybrid: ``ulysses_degree``; if 0, gcd(cp_size, kv heads), or if that is 1, with query heads.
-
-    See `Method.choose_degree`.
-    """
-    num_heads, num_kv_heads, degree = q.shape[1], k.shape[1], options.ulysses_degree
-    if not degree:
-        common = math.gcd(num_kv_heads, cp_size)
-        return common if common > 1 else math.gcd(num_heads, cp_size)
-    if cp_size % degree or num_heads % degree:
-        both = math.gcd(cp_size, num_heads)
-        near = max(n for n in range(1, min(both, degree) + 1) if both % n == 0)
-        expected = f"a divisor of the {cp_size} cp ranks and of the {num_heads} query heads"
-        refuse("method='hybrid': ulysses_degree", expected, degree, f"ulysses_degree={near} works, or method='ring'")
-    return degree
-
-
-def schedule_of_groups(
-    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 0,
-    sources: Seen | None = None,
-) -> Schedule:  # fmt: skip
-    """The schedule of a ring of inner groups (one of all ranks if ``degree`` is 0); see `Method.make_schedule`."""
-    degree = degree or cp_size
-    joined, outer = join(layout, degree, cp_size), cp_size // degree
-    of_groups = None if sources is None else np.any(sources.reshape(outer, degree, outer, degree), (1, 3))
-    return make_schedule(joined, mask, seq_len, outer, cp_rank // degree, segments, sources=of_groups)
-
-
-def settle(
-    options: AttentionSpec, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
-    features: Collection[str], degree: int,
-) -> UlyssesSettings:  # fmt: skip
-    """The settings of a call; see `Method.settle`."""
-    num_heads, num_kv_heads = q.shape[1], k.shape[1]
-    per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // degree
-    group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, equal on all ranks
-    wanted, of_kv = options.head_chunks, of_rank // group
-    if wanted and of_kv % wanted:
-        near = max(n for n in range(1, wanted) if of_kv % n == 0)
-        expected, hint = f"a divisor of the {of_kv} kv heads of a rank", f"head_chunks={near} works, or method='ring'"
-        refuse(f"method={options.method!r}: head_chunks", expected, wanted, hint)
-    k_h, v_h = (x._replace(shape=torch.Size((x.shape[0], of_kv, *x.shape[2:]))) for x in (k, v))
-    staged, repeats = settle_stages(options, q, k_h, v_h, schedule, kernel, features, degree), per_kv_head // group
-    return UlyssesSettings(*staged, degree, repeats, q.dtype if repeats == 1 else accumulation_dtype(q.dtype))
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """Attention of this rank's queries over all keys; see `cp_mesh.call.ring_loop.forward_by_stages`.
-
-    With `AttentionSpec.keeps`, and if kv heads are sent once, it also returns for this rank's heads the q, k and v that
-    arrived [rows, features], out [rows, features] and lse [B, h, rows]. The first lse is then empty unless it has a
-    gradient.
-    """
-    if plan.settings.degree == 1:
-        return forward_by_stages(q, k, v, scores, plan, group)
-    keeps, chunks = plan.options.keeps and plan.settings.repeats == 1, plan.settings.head_chunks
-    brings_lse = not keeps or plan.options.differentiable_lse
-    out = dense_like(q, v.shape[3])
-    lse = q.new_empty(q.shape[:3] if brings_lse else 0, dtype=accumulation_dtype(q.dtype))
-    kept: list[Tensor] = []
-
-    def compute(chunk: int, scores: Scores, qkv: Sequence[Tensor]) -> list[Tensor]:
-        # a function, so that the arrived tensors are freed when it returns
-        arrived = call.exchange.to_heads(call.swaps, qkv)
-        q_h, k_h, v_h = arrived.tensors
-        out_h, lse_h = forward_of_heads(q_h, k_h, v_h, scores, call.plan, call.outer, None)
-        if keeps:
-            parts = arrived.buffers[0], _by_row(out_h), lse_h
-            if chunks > 1:
-                kept.extend(x.new_empty((x.shape[0], x.shape[1] * chunks, *x.shape[2:])) for x in parts if not chunk)
-                for x, part in zip(kept, parts, strict=True):
-                    _chunk_of(x, chunks, chunk).copy_(part)
-            else:
-                kept.extend(parts)
-        return [out_h, lse_h[..., None]] if brings_lse else [out_h]
-
-    with _Call(plan, group, q.shape[1], scores) as call:
-        tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
-        for chunk, (of_part, parts) in enumerate(call.by_parts((*tensors, *into))):
-            call.bring_home(compute(chunk, of_part, parts[:3]), parts[3:])
-    return out, lse, *kept
 
 
 def _chunk_of(x: Tensor, chunks: int, chunk: int) -> Tensor:
@@ -179,85 +56,6 @@ def _chunk_of(x: Tensor, chunks: int, chunk: int) -> Tensor:
 def _by_row(x: Tensor) -> Tensor:
     """A [B, heads, rows, D] tensor as [rows, features]: a view if its memory has this order."""
     return x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
-
-
-def kept_shapes(q: Tensor, k: Tensor, v: Tensor, seq_len: int, cp_size: int, degree: int) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that `forward` returns beside out and lse; see `Method.kept_shapes`."""
-    per_kv_head, of_rank = q.shape[1] // k.shape[1], q.shape[1] // degree
-    if degree == 1 or of_rank % per_kv_head:
-        return []
-    rows = seq_len if degree == cp_size else q.shape[2] * degree
-    of_kv, (B, _, _, D), v_dim = k.shape[1] // degree, q.shape, v.shape[3]
-    return [(rows, B * (of_rank * D + of_kv * (D + v_dim))), (rows, B * of_rank * v_dim), (B, of_rank, rows)]
-
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    scores: Scores,
-    plan: Plan,
-    group: dist.ProcessGroup,
-    wanted: Collection[str] = (),
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients; see `cp_mesh.call.ring_loop.backward_by_stages`.
-
-    ``kept`` holds the q, k and v that arrived in the forward. out and lse are then also those of this rank's heads, as
-    the forward returned them, and q, k and v have no rows: only their other sizes and strides are read.
-    """
-    if plan.settings.degree == 1:
-        return backward_by_stages(dout, q, k, v, out, lse, dlse, scores, plan, group, wanted)
-    kernel, dtype, chunks = plan.kernel, plan.settings.home_dtype, plan.settings.head_chunks
-    own = None if kept is not None else begin_backward(dout, out, lse, dlse, scores, kernel, wanted)
-    of_sinks: list[Tensor] = []
-
-    def compute(chunk: int, scores: Scores, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ScoreGradients]:
-        # as in the forward
-        dout_h, *others = call.exchange.to_heads(call.swaps, parts).tensors
-        if kept is None:
-            q_h, k_h, v_h, out_or_delta, lse_h = others
-            # kernels read one number per row with stride 1
-            out_or_delta = out_or_delta[..., 0].contiguous() if kernel.uses_delta else out_or_delta
-            given = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
-        else:
-            q_h, k_h, v_h, out_h = call.views(kept, out, chunk, (q, k, v))
-            lse_h = _chunk_of(lse, chunks, chunk)
-            dlse_h = others[0][..., 0].contiguous() if others else None
-            rows = begin_backward(dout_h, out_h, lse_h, dlse_h, scores, kernel, wanted)
-            of_sinks.extend(rows.of_scores.values())
-            scores, given = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
-        return backward_of_heads(*given, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
-
-    asked = scores if own is None else own.scores
-    if own is None and wanted:
-        asked = replace(asked, wanted=frozenset(wanted) - {"sinks"})
-    with _Call(plan, group, q.shape[1], asked) as call:
-        of_scores, heads = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype)), 0
-        inputs: tuple[Tensor, ...]
-        if own is None:
-            inputs = (dout,) if dlse is None else (dout, dlse[..., None])
-        else:
-            out_or_delta = own.out_or_delta[..., None] if kernel.uses_delta else own.out_or_delta
-            inputs = own.dout, q, call.repeated(k), call.repeated(v), out_or_delta, own.lse[..., None]
-        num_rows = dout.shape[2]
-        dq, dk, dv = dense_like(q, num_rows=num_rows), call.sent_back(k, num_rows), call.sent_back(v, num_rows)
-        for chunk, (of_chunk, (*parts, dq_part, dk_part, dv_part)) in enumerate(call.by_parts((*inputs, dq, dk, dv))):
-            grads, of_part = compute(chunk, of_chunk, parts)
-            num_heads = dq_part.shape[3]
-            if of_chunk.wanted:
-                of_scores.part(heads=(heads, heads + num_heads)).add_(of_part)
-            heads += num_heads
-            call.bring_home(grads, (dq_part, dk_part, dv_part), (q.dtype, dtype, dtype))
-            del grads  # before the next chunk
-        if of_sinks:
-            of_scores["sinks"] = torch.cat(of_sinks)
-        shares = call.shares(asked, of_scores) | (own.of_scores if own is not None else {})
-    return dq, call.summed(dk, k), call.summed(dv, v), shares
 
 
 class _Call:
@@ -404,5 +202,187 @@ def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
     return None if rises else torch.cat(parts)
 
 
-ULYSSES = Method("ulysses", choose_degree, schedule_of_groups, settle, forward, backward, kept_shapes, swaps=True)
-HYBRID = replace(ULYSSES, name="hybrid", choose_degree=choose_inner_degree)
+class Ulysses(Stages):
+    """A ring of inner groups, in which ``degree`` ranks exchange heads for rows; they count as one rank."""
+
+    def inner_size(self, degree: int) -> int:
+        return degree
+
+    def choose_degree(self, options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
+        num_heads = q.shape[1]
+        if num_heads % cp_size:
+            near = max(n for n in range(1, cp_size) if num_heads % n == 0)
+            expected = f"a multiple of the {cp_size} cp ranks"
+            hint = f"method='ring' works{f', or {near} cp ranks' if near > 1 else ''}"
+            refuse("method='ulysses': query heads", expected, num_heads, hint, UnsupportedError)
+        return cp_size
+
+    def make_schedule(
+        self, layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False,
+        degree: int = 0, sources: Seen | None = None,
+    ) -> Schedule:  # fmt: skip
+        """The schedule of a ring of inner groups (one of all ranks if ``degree`` is 0)."""
+        degree = degree or cp_size
+        joined, outer = join(layout, degree, cp_size), cp_size // degree
+        of_groups = None if sources is None else np.any(sources.reshape(outer, degree, outer, degree), (1, 3))
+        return super().make_schedule(joined, mask, seq_len, outer, cp_rank // degree, segments, sources=of_groups)
+
+    def settings(
+        self, options: AttentionSpec, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
+        features: Collection[str], degree: int,
+    ) -> StageSettings:  # fmt: skip
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // degree
+        group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, equal on all ranks
+        wanted, of_kv = options.head_chunks, of_rank // group
+        if wanted and of_kv % wanted:
+            near = max(n for n in range(1, wanted) if of_kv % n == 0)
+            hint = f"head_chunks={near} works, or method='ring'"
+            what, expected = f"method={options.method!r}: head_chunks", f"a divisor of the {of_kv} kv heads of a rank"
+            refuse(what, expected, wanted, hint)
+        k_h, v_h = (x._replace(shape=torch.Size((x.shape[0], of_kv, *x.shape[2:]))) for x in (k, v))
+        staged = super().settings(options, q, k_h, v_h, schedule, kernel, features, degree)
+        repeats = per_kv_head // group
+        home_dtype = q.dtype if repeats == 1 else accumulation_dtype(q.dtype)
+        return staged._replace(degree=degree, repeats=repeats, home_dtype=home_dtype)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, group: dist.ProcessGroup
+    ) -> tuple[Tensor, ...]:
+        """Attention of this rank's queries over all keys.
+
+        With `AttentionSpec.keeps`, and if kv heads are sent once, it also returns for this rank's heads the q, k and v
+        that arrived [rows, features], out [rows, features] and lse [B, h, rows]. The first lse is then empty unless it
+        has a gradient.
+        """
+        if plan.settings.degree == 1:
+            return super().forward(q, k, v, scores, plan, group)
+        keeps, chunks = plan.options.keeps and plan.settings.repeats == 1, plan.settings.head_chunks
+        brings_lse = not keeps or plan.options.differentiable_lse
+        out = dense_like(q, v.shape[3])
+        lse = q.new_empty(q.shape[:3] if brings_lse else 0, dtype=accumulation_dtype(q.dtype))
+        kept: list[Tensor] = []
+
+        def compute(chunk: int, scores: Scores, qkv: Sequence[Tensor]) -> list[Tensor]:
+            # a function, so that the arrived tensors are freed when it returns
+            arrived = call.exchange.to_heads(call.swaps, qkv)
+            q_h, k_h, v_h = arrived.tensors
+            out_h, lse_h = forward_of_heads(q_h, k_h, v_h, scores, call.plan, call.outer, None)
+            if keeps:
+                parts = arrived.buffers[0], _by_row(out_h), lse_h
+                if chunks > 1:
+                    for x in () if chunk else parts:
+                        kept.append(x.new_empty((x.shape[0], x.shape[1] * chunks, *x.shape[2:])))
+                    for x, part in zip(kept, parts, strict=True):
+                        _chunk_of(x, chunks, chunk).copy_(part)
+                else:
+                    kept.extend(parts)
+            return [out_h, lse_h[..., None]] if brings_lse else [out_h]
+
+        with _Call(plan, group, q.shape[1], scores) as call:
+            tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
+            for chunk, (of_part, parts) in enumerate(call.by_parts((*tensors, *into))):
+                call.bring_home(compute(chunk, of_part, parts[:3]), parts[3:])
+        return out, lse, *kept
+
+    def kept_shapes(
+        self, q: Tensor, k: Tensor, v: Tensor, seq_len: int, cp_size: int, degree: int
+    ) -> list[tuple[int, ...]]:
+        per_kv_head, of_rank = q.shape[1] // k.shape[1], q.shape[1] // degree
+        if degree == 1 or of_rank % per_kv_head:
+            return []
+        rows = seq_len if degree == cp_size else q.shape[2] * degree
+        of_kv, (B, _, _, D), v_dim = k.shape[1] // degree, q.shape, v.shape[3]
+        return [(rows, B * (of_rank * D + of_kv * (D + v_dim))), (rows, B * of_rank * v_dim), (B, of_rank, rows)]
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        scores: Scores,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        wanted: Collection[str] = (),
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Gradients; see `Stages.backward`.
+
+        ``kept`` holds the q, k and v that arrived in the forward. out and lse are then also those of this rank's heads,
+        as the forward returned them, and q, k and v have no rows: only their other sizes and strides are read.
+        """
+        if plan.settings.degree == 1:
+            return super().backward(dout, q, k, v, out, lse, dlse, scores, plan, group, wanted)
+        kernel, dtype, chunks = plan.kernel, plan.settings.home_dtype, plan.settings.head_chunks
+        own = None if kept is not None else begin_backward(dout, out, lse, dlse, scores, kernel, wanted)
+        of_sinks: list[Tensor] = []
+
+        def compute(chunk: int, scores: Scores, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ScoreGradients]:
+            # as in the forward
+            dout_h, *others = call.exchange.to_heads(call.swaps, parts).tensors
+            if kept is None:
+                q_h, k_h, v_h, out_or_delta, lse_h = others
+                # kernels read one number per row with stride 1
+                out_or_delta = out_or_delta[..., 0].contiguous() if kernel.uses_delta else out_or_delta
+                given = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
+            else:
+                q_h, k_h, v_h, out_h = call.views(kept, out, chunk, (q, k, v))
+                lse_h = _chunk_of(lse, chunks, chunk)
+                dlse_h = others[0][..., 0].contiguous() if others else None
+                rows = begin_backward(dout_h, out_h, lse_h, dlse_h, scores, kernel, wanted)
+                of_sinks.extend(rows.of_scores.values())
+                scores, given = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
+            return backward_of_heads(*given, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
+
+        asked = scores if own is None else own.scores
+        if own is None and wanted:
+            asked = replace(asked, wanted=frozenset(wanted) - {"sinks"})
+        with _Call(plan, group, q.shape[1], asked) as call:
+            of_scores, heads = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype)), 0
+            inputs: tuple[Tensor, ...]
+            if own is None:
+                inputs = (dout,) if dlse is None else (dout, dlse[..., None])
+            else:
+                out_or_delta = own.out_or_delta[..., None] if kernel.uses_delta else own.out_or_delta
+                inputs = own.dout, q, call.repeated(k), call.repeated(v), out_or_delta, own.lse[..., None]
+            num_rows = dout.shape[2]
+            dq, dk, dv = dense_like(q, num_rows=num_rows), call.sent_back(k, num_rows), call.sent_back(v, num_rows)
+            for chunk, (of_chunk, (*parts, dq_part, dk_part, dv_part)) in enumerate(
+                call.by_parts((*inputs, dq, dk, dv))
+            ):
+                grads, of_part = compute(chunk, of_chunk, parts)
+                num_heads = dq_part.shape[3]
+                if of_chunk.wanted:
+                    of_scores.part(heads=(heads, heads + num_heads)).add_(of_part)
+                heads += num_heads
+                call.bring_home(grads, (dq_part, dk_part, dv_part), (q.dtype, dtype, dtype))
+                del grads  # before the next chunk
+            if of_sinks:
+                of_scores["sinks"] = torch.cat(of_sinks)
+            shares = call.shares(asked, of_scores) | (own.of_scores if own is not None else {})
+        return dq, call.summed(dk, k), call.summed(dv, v), shares
+
+
+class Hybrid(Ulysses):
+    """Ulysses in inner groups of some ranks."""
+
+    def choose_degree(self, options: AttentionSpec, q: Operand, k: Operand, cp_size: int) -> int:
+        """``ulysses_degree``; if 0, gcd(cp_size, kv heads), or if that is 1, with query heads."""
+        num_heads, num_kv_heads, degree = q.shape[1], k.shape[1], options.ulysses_degree
+        if not degree:
+            common = math.gcd(num_kv_heads, cp_size)
+            return common if common > 1 else math.gcd(num_heads, cp_size)
+        if cp_size % degree or num_heads % degree:
+            both = math.gcd(cp_size, num_heads)
+            near = max(n for n in range(1, min(both, degree) + 1) if both % n == 0)
+            expected = f"a divisor of the {cp_size} cp ranks and of the {num_heads} query heads"
+            hint = f"ulysses_degree={near} works, or method='ring'"
+            refuse("method='hybrid': ulysses_degree", expected, degree, hint)
+        return degree
+
+
+ULYSSES, HYBRID = Ulysses("ulysses"), Hybrid("hybrid")

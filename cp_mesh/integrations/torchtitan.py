@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
-from cp_mesh.call.methods import choose_method
+from cp_mesh.call.plan import choose_method
 from cp_mesh.call.spec import EXECUTION, settle
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.batch_mask import batch_mask

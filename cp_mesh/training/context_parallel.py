@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.call.dtensor import check_placements, check_score_placements, first_index, local_scores, wrap, wrap_results
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
-from cp_mesh.call.methods import choose_method
+from cp_mesh.call.plan import choose_method
 from cp_mesh.call.spec import EXECUTION, SCORE_OPTIONS, check_choice, check_dense, settle
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS

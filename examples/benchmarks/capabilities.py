@@ -1,7 +1,7 @@
 """Capabilities: which feature is exact or refused, for each method and kernel, by asking the code.
 
-Only the calls are listed by hand. Kernels answer by `cp_mesh.kernels.contract.shortfalls`, methods by `Method.settle`,
-as when a call is planned. Packages count as installed.
+Only the calls are listed by hand. Kernels answer by `cp_mesh.kernels.contract.shortfalls`, methods by
+`Method.settings`, as when a call is planned. Packages count as installed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from cp_mesh.call.methods import METHODS, Method
-from cp_mesh.call.plan import request_of
+from cp_mesh.call.method import Method
+from cp_mesh.call.plan import METHODS, request_of
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.geometry.layouts import Layout, Permuted, ZigZag
@@ -99,7 +99,7 @@ def answer(feature: Feature, method: Method, kernel: Kernel) -> str:
         schedule, _ = named_kernel(
             kernel.name, make, partial(request_of, q, v, options, features, compute_capability=capability), features
         )
-        method.settle(options, q, k, v, schedule, kernel, features, degree)
+        method.settings(options, q, k, v, schedule, kernel, features, degree)
     except (ArgumentError, UnsupportedError) as error:
         return _short(str(error))
     return EXACT

@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh.call.method import Plan
-from cp_mesh.call.methods import METHODS
-from cp_mesh.call.plan import make_plan
+from cp_mesh.call.plan import METHODS, make_plan
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors
 from cp_mesh.comm.exchange import TRANSPORTS, symmetric_memory_bytes
 from cp_mesh.geometry.layouts import Layout

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from planted.seams import in_area, with_arguments, with_call, with_result
+from planted.seams import changed, in_area, with_arguments, with_call, with_result
 
 # --- kernels
 plant = in_area("kernels")
@@ -371,7 +371,7 @@ def _(method: Any) -> Any:
         sinks = scores.sinks
         return {} if dlse is None or sinks is None else {"lse": torch.logaddexp(lse, sinks[:, None])}
 
-    return replace(method, backward=with_call(method.backward, with_sink))
+    return changed(method, backward=with_call(method.backward, with_sink))
 
 
 plant("the sink takes nothing where a gradient comes through lse", "sinks:share_of_keys", "scores")(

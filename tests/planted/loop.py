@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from inside import inner
 
-from planted.seams import Namespace, in_area, with_arguments, with_call, with_result
+from planted.seams import Namespace, changed, in_area, with_arguments, with_call, with_result
 
 # --- the loop
 plant = in_area("the loop")
@@ -53,10 +53,10 @@ def two_stages(plan: Any) -> Any:
 
 
 plant("the forward stops after two stages", "ring_loop:RING", "parity on six ranks")(
-    lambda method: replace(method, forward=with_arguments(method.forward, plan=two_stages))
+    lambda method: changed(method, forward=with_arguments(method.forward, plan=two_stages))
 )
 plant("the backward stops after two stages", "ring_loop:RING", "parity on six ranks")(
-    lambda method: replace(method, backward=with_arguments(method.backward, plan=two_stages))
+    lambda method: changed(method, backward=with_arguments(method.backward, plan=two_stages))
 )
 
 
@@ -182,7 +182,7 @@ def _(method: Any) -> Any:
         dist.all_gather(gathered, dk.contiguous(), group)
         return dq, gathered[(dist.get_rank() - 1) % size], dv, of_scores
 
-    return replace(method, backward=mutant)
+    return changed(method, backward=mutant)
 
 
 # --- other methods
@@ -213,7 +213,7 @@ def _(deliver: Any) -> Any:
 def _(method: Any) -> Any:
     RING = inner("ring_loop", "RING")
 
-    return replace(method, make_schedule=RING.make_schedule)
+    return changed(method, make_schedule=RING.make_schedule)
 
 
 plant("heads go to other ranks", "heads:HeadExchange.to_heads", "Ulysses")(
@@ -276,8 +276,8 @@ def _(repeated: Any) -> Any:
 
 @plant("gradients of kv heads are rounded before they are summed", "ulysses:ULYSSES", "sums of Ulysses")
 def _(method: Any) -> Any:
-    rounded = with_result(method.settle, lambda settings: settings._replace(home_dtype=torch.bfloat16))
-    return replace(method, settle=rounded)
+    rounded = with_result(method.settings, lambda settings: settings._replace(home_dtype=torch.bfloat16))
+    return changed(method, settings=rounded)
 
 
 @plant("scores are those of the first heads on every rank", "ulysses:_Call", "Ulysses")
@@ -354,7 +354,7 @@ def _(method: Any) -> Any:
         dq, dk, dv, of_scores = method.backward(*args, **kept)
         return dq, 2 * dk, 2 * dv, of_scores
 
-    return replace(method, backward=mutant)
+    return changed(method, backward=mutant)
 
 
 @plant("the degree that was asked for is left aside", "ulysses:HYBRID", "degrees")
@@ -362,7 +362,7 @@ def _(method: Any) -> Any:
     def mutant(options: Any, *args: Any) -> int:
         return method.choose_degree(options._replace(ulysses_degree=0), *args)
 
-    return replace(method, choose_degree=mutant)
+    return changed(method, choose_degree=mutant)
 
 
 # --- the transport

@@ -18,6 +18,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -240,6 +241,13 @@ def with_arguments(original: Any, **changes: Callable[[Any], Any]) -> Any:
         return original(*given.args, **given.kwargs)
 
     return mutant
+
+
+def changed(original: Any, **attributes: Any) -> Any:
+    """A copy of an object, with other attributes."""
+    found = copy(original)
+    vars(found).update(attributes)
+    return found
 
 
 def with_call(original: Any, change: Callable[..., dict[str, Any]]) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cp_mesh.call.methods import METHODS, choose_method
+from cp_mesh.call.plan import METHODS, choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, AttentionSpec, Operand, check_choice, check_sizes
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, typed
@@ -223,7 +223,7 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             layouts.append(even)
         if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
             layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
-    rings = [name for name, method in METHODS.items() if not method.swaps]
+    rings = [name for name, method in METHODS.items() if method.inner_size(2) == 1]
     variants = [(layout, name, 0) for layout in layouts for name in rings]
     if setting.knows_heads:
         variants.append((found.layout, "ulysses", 0))

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_mesh.call.method import as_one_tile
-from cp_mesh.call.methods import METHODS
-from cp_mesh.call.plan import choose_schedule, request_of
+from cp_mesh.call.plan import METHODS, choose_schedule, request_of
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.balance import keys_seen
@@ -168,7 +167,7 @@ class Setting:
         batch, num_heads, _, dim = self.q.shape
         sizes, chunks = Sizes(batch, num_heads, self.k.shape[1], dim, dim, *[self.q.dtype.itemsize] * 2), 1
         if not no_heads:
-            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
+            settings = chosen.settings(options, self.q, self.k, self.k, first, kernel, self.features, degree)
             sizes, chunks = sizes_of(self.q, self.k, self.k, settings), settings.head_chunks
         setup = Setup(
             chosen, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host

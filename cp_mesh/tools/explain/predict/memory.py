@@ -112,7 +112,7 @@ def extra_memory(
     """Evaluate the formula above for one rank of a method that fetches rows in stages.
 
     Args:
-        schedule: the rank's schedule (`cp_mesh.call.methods.Method.make_schedule`).
+        schedule: the rank's schedule (`cp_mesh.call.method.Method.make_schedule`).
         sizes: of its tensors.
         head_chunks: number of chunks in which heads are computed.
         transport: "symmetric_memory" or "functional".

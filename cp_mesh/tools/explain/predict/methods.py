@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cp_mesh.call.method import Method, as_one_tile
+from cp_mesh.call.ring_loop import StageSettings
 from cp_mesh.call.spec import Operand
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.kernels.merge import Kernel
@@ -59,8 +60,8 @@ def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
     return [degree for degree in range(2, min(common + 1, cp_size)) if common % degree == 0]
 
 
-def sizes_of(q: Operand, k: Operand, v: Operand, settings: Any) -> Sizes:
+def sizes_of(q: Operand, k: Operand, v: Operand, settings: StageSettings) -> Sizes:
     """`Sizes` of the tensors of a call, with the settings of its method."""
-    home = getattr(settings, "home_dtype", settings.gradient_dtype)  # only methods that exchange heads have it
+    home = settings.home_dtype or settings.gradient_dtype
     itemsizes = q.dtype.itemsize, settings.gradient_dtype.itemsize, home.itemsize
     return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], *itemsizes)
