@@ -26,6 +26,7 @@ from inside import (
     Call,
     Capability,
     ExtraMemory,
+    Kernel,
     Plan,
     Scores,
     Tensors,
@@ -44,7 +45,6 @@ from torch.utils._pytree import tree_leaves
 from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag
 
 combine = room("combine")
-merging_kernel = inner("merge", "merging_kernel")
 ulysses = room("ulysses")
 Setup, memory, sizes_of = inner("predict.methods", "Setup", "memory", "sizes_of")
 without_rows = inner("op", "without_rows")
@@ -101,7 +101,7 @@ def backward_tile(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros_like(t.q), dk, dv
 
 
-STAND_IN = merging_kernel(
+STAND_IN = Kernel(
     "stand_in",
     Capability(("cpu",), (torch.bfloat16,), covers=("full", "causal", "window")),
     forward_tile,

@@ -278,7 +278,7 @@ def test_the_two_kernels_are_compared() -> None:
         *grads, of_scores = flex._backward(tile)
         return *(x * 1.1 for x in grads), of_scores
 
-    kernel = flex.merging_kernel("flex", flex.FLEX.capability, flex._forward, scaled, uses_delta=True, one_tile=True)
+    kernel = flex.Kernel("flex", flex.FLEX.capability, flex._forward, scaled, uses_delta=True, one_tile=True)
     with mock.patch.dict(KERNELS, flex=kernel):
         assert max(compared(20, (2, 1), (16, 8), torch.float64, "cpu", lambda i, j: i - j)) > 1e-2
 
@@ -310,6 +310,6 @@ def test_an_error_is_found() -> None:
         out, lse = forward(q, *args)
         return out.to(torch.float8_e4m3fn).to(out.dtype), lse
 
-    kernel = flex.merging_kernel("flex", flex.FLEX.capability, coarse, flex._backward, uses_delta=True, one_tile=True)
+    kernel = flex.Kernel("flex", flex.FLEX.capability, coarse, flex._backward, uses_delta=True, one_tile=True)
     with mock.patch.dict(KERNELS, flex=kernel), pytest.raises(AssertionError, match=r"out [1-9]"):
         check(Case("relative table"), 66, torch.device("cpu"))

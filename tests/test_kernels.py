@@ -21,9 +21,11 @@ from inside import (
     Distances,
     Kernel,
     KernelTile,
+    MergingForward,
     Pairs,
     Request,
     Scores,
+    SummingBackward,
     inner,
     make_delta,
     name_of_captured,
@@ -37,7 +39,6 @@ from cp_mesh import ArgumentError, Mask, UnsupportedError
 flex = room("kernel")
 choose_kernel = inner("table", "choose_kernel")
 accumulation_dtype = inner("combine", "accumulation_dtype")
-KeyGradients = inner("merge", "KeyGradients")
 VECTORS = inner("scores", "VECTORS")
 kept_weights, philox = inner("dropout", "kept_weights", "philox")
 
@@ -79,27 +80,27 @@ def inputs(heads: tuple[int, int], num_q: int, num_k: int, v_dim: int = 5, **opt
 
 def run(kernel: Kernel, q, k, v, dout, dlse, steps: list[tuple[slice, list[KernelTile]]]) -> dict[str, Tensor]:
     """Forward and backward of one pass; each step takes rows of k and v, and tiles in coordinates of these rows."""
-    forward = kernel.begin_forward(q, v.shape[3], SCORES)
+    forward = MergingForward(kernel, q, v.shape[3], SCORES)
     for rows, tiles in steps:
         forward.step(k[:, :, rows], v[:, :, rows], tiles)
     out, lse = forward.finish()
     dtype = accumulation_dtype(q.dtype)
     assert lse.dtype == dtype
-    backward = kernel.begin_backward(dout, q, out, lse, delta_for(kernel, dout, out, dlse), SCORES)
+    backward = SummingBackward(kernel, dout, q, out, lse, delta_for(kernel, dout, out, dlse), SCORES)
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for i, (rows, tiles) in enumerate(steps):
         k_s, v_s = k[:, :, rows], v[:, :, rows]
         if i % 2:
             written = tuple(torch.full_like(x, torch.nan, dtype=dtype) for x in (k_s, v_s))
             assert backward.step(k_s, v_s, tiles, written) == []
-            pieces = [KeyGradients(0, *written)]
+            pieces = [(0, *written)]
         else:
             pieces = backward.step(k_s, v_s, tiles)
-        for piece in pieces:
-            assert piece.dk.dtype == piece.dv.dtype == (q.dtype if kernel.rounds else dtype)
-            begin = rows.start or 0
-            dk[:, :, begin + piece.begin :][:, :, : piece.dk.shape[2]] += piece.dk
-            dv[:, :, begin + piece.begin :][:, :, : piece.dv.shape[2]] += piece.dv
+        for first, dk_piece, dv_piece in pieces:
+            assert dk_piece.dtype == dv_piece.dtype == (q.dtype if kernel.rounds else dtype)
+            begin = (rows.start or 0) + first
+            dk[:, :, begin:][:, :, : dk_piece.shape[2]] += dk_piece
+            dv[:, :, begin:][:, :, : dv_piece.shape[2]] += dv_piece
     return {"out": out, "lse": lse, "dq": backward.finish(torch.full_like(q, torch.nan)), "dk": dk, "dv": dv}
 
 
@@ -206,15 +207,14 @@ def test_each_step_returns_gradients_of_its_own(kernel):
     """New tensors that hold this source's gradient alone, however often a source is visited."""
     q, k, v, dout, _ = inputs((6, 3), 5, 5)
     out, lse = dense_attention(q, k, v, torch.ones(1, 5, 5, dtype=torch.bool), SCALE)
-    backward = kernel.begin_backward(dout, q, out, lse, delta_for(kernel, dout, out, None), SCORES)
+    backward = SummingBackward(kernel, dout, q, out, lse, delta_for(kernel, dout, out, None), SCORES)
     tiles = [KernelTile((0, 5), (0, 5), FULL)]
-    (piece,) = backward.step(k, v, tiles)
-    first = piece.dk, piece.dv
+    ((_, *first),) = backward.step(k, v, tiles)
     kept = [x.clone() for x in first]
-    (piece,) = backward.step(k, v, tiles)
+    ((_, *second),) = backward.step(k, v, tiles)
     written = torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
     backward.step(k, v, tiles, written)
-    for a, b, c, d in zip(first, (piece.dk, piece.dv), kept, written, strict=True):
+    for a, b, c, d in zip(first, second, kept, written, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d) and a.data_ptr() != b.data_ptr()
 
 
@@ -272,7 +272,7 @@ def test_results_of_one_tile_are_not_views_of_a_kernel_buffer(kernel):
     q, k, v, _, _ = inputs((3, 3), 4, 4)
     results = []
     for shift in (0.0, 1.0):
-        forward = kernel.begin_forward(q, 5, SCORES)
+        forward = MergingForward(kernel, q, 5, SCORES)
         forward.step(k + shift, v + shift, [KernelTile((0, 4), (0, 4), FULL)])
         results.append(forward.finish())
     want, _ = dense_attention(q, k, v, torch.ones(1, 4, 4, dtype=torch.bool), SCALE)

@@ -12,9 +12,11 @@ from inside import (
     METHODS,
     AttentionSpec,
     KernelTile,
+    MergingForward,
     Plan,
     Scores,
     StageSettings,
+    SummingBackward,
     Tensors,
     dense_attention,
     inner,
@@ -67,13 +69,13 @@ def play_ring(
                 index = [rows[source][begin:end] for source, ranges in stage.fetch for begin, end in ranges]
                 fetched.append((torch.cat(index), plan.tiles(stage)))
         local = [x[:, :, rows[rank]] for x in (q, dout)]
-        forward = kernel.begin_forward(local[0], v.shape[3], scores)
+        forward = MergingForward(kernel, local[0], v.shape[3], scores)
         for index, tiles in fetched:
             forward.step(k[:, :, index], v[:, :, index], tiles)
         out[:, :, rows[rank]], lse[:, :, rows[rank]] = forward.finish()
         out_rows, lse_rows = out[:, :, rows[rank]], lse[:, :, rows[rank]]
         delta = make_delta(local[1], out_rows) if kernel.uses_delta else None
-        backward = kernel.begin_backward(local[1], local[0], out_rows, lse_rows, delta, scores)
+        backward = SummingBackward(kernel, local[1], local[0], out_rows, lse_rows, delta, scores)
         wire = q.dtype if travels_rounded(kernel, schedule, scores.features) else dtype
         for index, tiles in fetched:
             written = [torch.empty_like(x[:, :, index], dtype=wire) for x in (k, v)]
@@ -81,7 +83,7 @@ def play_ring(
             for total, part in zip((dk, dv), written, strict=True):
                 total.index_add_(2, index, part.to(dtype))
         dq[:, :, rows[rank]] = backward.finish(torch.empty_like(local[0]))
-        of_scores.add_(backward.score_gradients())
+        of_scores.add_(backward.of_scores)
     return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype), *of_scores.values()]
 
 
@@ -193,11 +195,11 @@ def test_large_tensors(name: str, rows_first: bool) -> None:
 
     def both_passes(q, k, v, dout) -> list[torch.Tensor]:
         kernel, scores, tiles = KERNELS[name], Scores(dim**-0.5), [KernelTile((0, seq_len), (0, seq_len), CAUSAL)]
-        forward = kernel.begin_forward(q, dim, scores)
+        forward = MergingForward(kernel, q, dim, scores)
         forward.step(k, v, tiles)
         out, lse = forward.finish()
         delta = make_delta(dout, out) if kernel.uses_delta else None
-        backward = kernel.begin_backward(dout, q, out, lse, delta, scores)
+        backward = SummingBackward(kernel, dout, q, out, lse, delta, scores)
         written = [torch.empty_like(x) for x in (k, v)]
         backward.step(k, v, tiles, tuple(written))
         return [out, lse, backward.finish(torch.empty_like(q)), *written]

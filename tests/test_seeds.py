@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from cases import gap, pairs
 from checks import report, to_format
 from dense import dense_attention, make_qkv
-from inside import CAUSAL, FULL, KERNELS, METHODS, KernelTile, Scores, make_delta
+from inside import CAUSAL, FULL, KERNELS, METHODS, KernelTile, MergingForward, Scores, SummingBackward, make_delta
 from model import Core, Model, V
 from ranks import mesh
 from torch import Tensor, nn
@@ -82,10 +82,10 @@ def half_precision(rank: int, dtype: torch.dtype, method: str) -> list[float]:
     rows = layout.positions(S * 8, CP, rank)
     q, k, v, dout = inputs
     kernel, whole = KERNELS["reference"], (0, S * 8)
-    forward = kernel.begin_forward(q, 6, Scores(6**-0.5))
+    forward = MergingForward(kernel, q, 6, Scores(6**-0.5))
     forward.step(k, v, [KernelTile(whole, whole, FULL)])
     out, lse = forward.finish()
-    backward = kernel.begin_backward(dout, q, None, lse, make_delta(dout, out), Scores(6**-0.5))
+    backward = SummingBackward(kernel, dout, q, None, lse, make_delta(dout, out), Scores(6**-0.5))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, [KernelTile(whole, whole, FULL)], (dk, dv))
     local = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
@@ -151,17 +151,17 @@ def one_pass(kernel_name: str, tiles: Sequence[KernelTile], calls: int) -> dict[
     """All gradients of a pass, its tiles spread over so many steps."""
     q, k, v, dout = make_qkv(2, 4, 2, CHUNK * CHUNKS, 6)
     kernel, scores = KERNELS[kernel_name], Scores(6**-0.5)
-    forward = kernel.begin_forward(q, 6, scores)
+    forward = MergingForward(kernel, q, 6, scores)
     for i in range(calls):
         forward.step(k, v, tiles[i::calls])
     out, lse = forward.finish()
     delta = make_delta(dout, out) if kernel.uses_delta else None
-    backward = kernel.begin_backward(dout, q, out, lse, delta, scores)
+    backward = SummingBackward(kernel, dout, q, out, lse, delta, scores)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for i in range(calls):
-        for piece in backward.step(k, v, tiles[i::calls]):
-            dk[:, :, piece.begin :][:, :, : piece.dk.shape[2]] += piece.dk
-            dv[:, :, piece.begin :][:, :, : piece.dv.shape[2]] += piece.dv
+        for begin, dk_piece, dv_piece in backward.step(k, v, tiles[i::calls]):
+            dk[:, :, begin:][:, :, : dk_piece.shape[2]] += dk_piece
+            dv[:, :, begin:][:, :, : dv_piece.shape[2]] += dv_piece
     return {"out": out, "lse": lse, "dq": backward.finish(torch.empty_like(q)), "dk": dk, "dv": dv}
 
 

@@ -31,6 +31,7 @@ from inside import (
     Config,
     Distances,
     KernelTile,
+    MergingForward,
     Pairs,
     Plan,
     Scores,
@@ -383,7 +384,7 @@ def test_rows_of_a_cache_that_hold_no_token(mask: str, slopes: bool) -> None:
     keys, values = (x[:, :, content] for x in (k, v))
     given = {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE)} if slopes else {}
     cover = Pairs(without_unused(make_mask(mask, 2, 60)), q_pos.to(DEVICE), rows.to(DEVICE))
-    running = KERNEL.begin_forward(q[:, :, q_pos], 16, Scores(0.25, **given))
+    running = MergingForward(KERNEL, q[:, :, q_pos], 16, Scores(0.25, **given))
     running.step(keys, values, [KernelTile((0, 3), (0, 130), cover)])
     out, lse = running.finish()
     whole = dense_attention(q.cpu(), k.cpu(), v.cpu(), pairs(mask, 2, 60), **{n: x.cpu() for n, x in given.items()})

@@ -16,7 +16,7 @@ import test_gpu
 import torch
 from cases import MASKS, SCORES, gap, pairs
 from checks import forget_plans
-from inside import KERNELS, METHODS, Kernel, Scores, dense_attention, inner, make_scores, path_of
+from inside import KERNELS, METHODS, BackwardTile, Kernel, Scores, dense_attention, inner, make_scores, path_of
 from ranks import mesh
 from scripts import run_script
 from torch import Tensor
@@ -97,22 +97,23 @@ def test_lower_precision_rounds_each_product_and_nothing_else(dtype: torch.dtype
 def rescaled(kernel: Kernel, of_forward: float, of_backward: float) -> Kernel:
     """One whose passes have another scale."""
 
-    def begin_forward(q: Tensor, v_head_dim: int, scores: Scores) -> Any:
-        return kernel.begin_forward(q, v_head_dim, replace(scores, scale=of_forward * scores.scale))
+    def forward(*given: Any) -> Any:
+        *others, scores = given
+        return kernel.forward(*others, replace(scores, scale=of_forward * scores.scale))
 
-    def begin_backward(dout: Tensor, q: Tensor, out: Any, lse: Tensor, delta: Any, scores: Scores) -> Any:
-        return kernel.begin_backward(dout, q, out, lse, delta, replace(scores, scale=of_backward * scores.scale))
+    def backward(tile: BackwardTile) -> Any:
+        return kernel.backward(tile._replace(scores=replace(tile.scores, scale=of_backward * tile.scores.scale)))
 
-    return replace(kernel, begin_forward=begin_forward, begin_backward=begin_backward)
+    return replace(kernel, forward=forward, backward=backward)
 
 
 def doubled(kernel: Kernel) -> Kernel:
     """One whose backward returns twice the gradients."""
 
-    def begin_backward(dout: Tensor, *others: Any) -> Any:
-        return kernel.begin_backward(2 * dout, *others[:3], None if others[3] is None else 2 * others[3], others[4])
+    def backward(tile: BackwardTile) -> Any:
+        return kernel.backward(tile._replace(dout=2 * tile.dout, delta=None if tile.delta is None else 2 * tile.delta))
 
-    return replace(kernel, begin_backward=begin_backward)
+    return replace(kernel, backward=backward)
 
 
 def near_sighted(self: Mask, seq_len: int, reaches: Callable[..., Any] = Mask.reaches) -> Any:

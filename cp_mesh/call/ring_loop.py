@@ -41,7 +41,7 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Grouping, Schedule, Stage, in_one_stage, in_rising_stages, make_schedule
 from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, make_delta
-from cp_mesh.kernels.merge import Kernel
+from cp_mesh.kernels.merge import Kernel, MergingForward, SummingBackward
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.kernels.scores.sinks import gradient_of_sinks, include_sinks, share_of_keys
 
@@ -99,7 +99,7 @@ def forward_of_heads(
     route = plan.schedule.route
     with _open_transport(plan, group) as transport:
         incoming = None if transport is None else transport.fetch((k, v), route)
-        forward = plan.kernel.begin_forward(q, v.shape[3], scores)
+        forward = MergingForward(plan.kernel, q, v.shape[3], scores)
         if local_tiles := plan.tiles(None):
             forward.step(k, v, local_tiles)
 
@@ -171,7 +171,7 @@ def backward_of_heads(
             incoming = transport.fetch((k, v), route)
             outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
         out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
-        backward = plan.kernel.begin_backward(dout, q, out, lse, delta, scores)
+        backward = SummingBackward(plan.kernel, dout, q, out, lse, delta, scores)
         dk_sum, dv_sum = RowSum(k.shape, dtype, k.device), RowSum(v.shape, dtype, v.device)
 
         def collect() -> None:
@@ -194,15 +194,15 @@ def backward_of_heads(
         local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
         collect()
         # after all deliveries, so that every transport adds in the same order
-        for piece in local_pieces:
-            dk_sum.add(piece.begin, piece.dk)
-            dv_sum.add(piece.begin, piece.dv)
+        for begin, own_dk, own_dv in local_pieces:
+            dk_sum.add(begin, own_dk)
+            dv_sum.add(begin, own_dv)
         if as_computed is not None:
             results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
-            return results, backward.score_gradients()
+            return results, backward.of_scores
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
         backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
-        return (dq, dk, dv), backward.score_gradients()
+        return (dq, dk, dv), backward.of_scores
 
 
 def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:

@@ -38,7 +38,7 @@ from cp_mesh.geometry.mask import FULL, NONE, Mask
 from cp_mesh.inference.split_kv import MAX_ROWS, attend_few
 from cp_mesh.kernels.combine import OutputSum, accumulation_dtype
 from cp_mesh.kernels.contract import KernelTile, Pairs, Request, shortfalls
-from cp_mesh.kernels.merge import Kernel
+from cp_mesh.kernels.merge import Kernel, MergingForward
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.table import choose_kernel
 from cp_mesh.kernels.triton_attention import TRITON
@@ -281,7 +281,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, where: Where, kernel: Ker
         return result
     if where.num_keys is not None:
         pairs = _without_others(pairs, where.num_keys, shape[2], key.shape[2])
-    running = kernel.begin_forward(query, shape[3], scores)
+    running = MergingForward(kernel, query, shape[3], scores)
     if key.shape[2]:
         running.step(key, value, [KernelTile((0, shape[2]), (0, key.shape[2]), pairs or FULL)])
     running.finish(into)

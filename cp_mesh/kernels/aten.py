@@ -17,7 +17,7 @@ from cp_mesh._torch import cpu_flash, cudnn, flash
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import CAUSAL, Band
 from cp_mesh.kernels.contract import Capability, Pairs
-from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.merge import BackwardTile, Kernel
 from cp_mesh.kernels.scores import Scores
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     )  # fmt: skip
 
 
-CPU_FLASH = merging_kernel(
+CPU_FLASH = Kernel(
     "cpu_flash",
     Capability(devices=("cpu",), dtypes=(torch.float64, torch.float32, *_HALF)),
     _cpu_flash_forward,
@@ -90,7 +90,7 @@ CPU_FLASH = merging_kernel(
     squares=True,
     rounds=False,
 )
-CUDNN = merging_kernel(
+CUDNN = Kernel(
     "cudnn",
     Capability(
         devices=("cuda",),
@@ -104,7 +104,7 @@ CUDNN = merging_kernel(
     _cudnn_backward,
     squares=True,
 )
-FA2 = merging_kernel(
+FA2 = Kernel(
     "fa2",
     Capability(
         devices=("cuda",),

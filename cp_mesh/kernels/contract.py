@@ -1,7 +1,6 @@
 """The contract between the loops and the kernels that compute tiles.
 
-A pass of a kernel *begins* (which prepares fp32 running state), takes one *step* per source of keys, and *finishes*
-(`cp_mesh.kernels.merge`).
+A pass of a kernel takes one *step* per source of keys, and *finishes* (`cp_mesh.kernels.merge`).
 
 Shapes: q [B, H, Sq, D], k [B, K, Sk, D], v [B, K, Sk, Dv], out [B, H, Sq, Dv], with any strides; H is a multiple of
 K and query head h reads kv head h // (H // K). lse [B, H, Sq] is the log-sum-exp of the scaled scores, natural log,
@@ -12,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_mesh.geometry.mask import Band, Mask
-from cp_mesh.geometry.schedule import Rows
+from cp_mesh.geometry.mask import CAUSAL, FULL, Band, Mask
+from cp_mesh.geometry.schedule import Rows, split_causal
 from cp_mesh.geometry.varlen import Segments
 
 
@@ -84,6 +84,18 @@ class KernelTile:
     k: Rows
     cover: Band | Pairs | Segments
     bound: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def squares(self) -> list[KernelTile]:
+        """The tile of a band as full tiles and square causal ones."""
+        assert isinstance(self.cover, Band), "choose_kernel gives tensor masks to kernels that read them"
+        split = split_causal(self.cover, self.q[1] - self.q[0], self.k[1] - self.k[0])
+        assert split is not None, "choose_kernel gives windows to kernels that support them"
+        parts = []
+        for q, k, causal in split:
+            q_rows, k_rows = (self.q[0] + q[0], self.q[0] + q[1]), (self.k[0] + k[0], self.k[0] + k[1])
+            parts.append(KernelTile(q_rows, k_rows, CAUSAL if causal else FULL))
+        return parts
 
 
 @dataclass(frozen=True)

@@ -22,49 +22,43 @@ FAR, PART = 2**31, 2**29
 """Elements that a tensor spans from which on it is computed in parts; and about those of a part."""
 
 
-def by_heads(
-    forward: Callable[..., Any], backward: Callable[..., Any]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two tile functions of a kernel; tensors that span `FAR` elements reach them a few heads at a time."""
+def forward_of_parts(
+    forward: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, cover: Any, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """The results of a kernel's tile function on all heads."""
+    whole: list[Tensor] = []
+    for of_q, of_kv in _parts(q, v):
+        given = _part(q, of_q), _part(k, of_kv), _part(v, of_kv)
+        parts = forward(*given, cover, scores.heads(of_q.start, of_q.stop))
+        if not whole:
+            shape = *q.shape[:3], v.shape[3]
+            whole = [parts[0].new_empty_strided(shape, dense_strides(shape, q)), parts[1].new_empty(shape[:3])]
+        for x, part in zip(whole, parts, strict=True):
+            x[:, of_q] = part
+    return whole[0], whole[1]
 
-    def forward_too(q: Tensor, k: Tensor, v: Tensor, cover: Any, scores: Scores) -> tuple[Tensor, Tensor]:
-        if not are_far(q, k, v):
-            return forward(q, k, v, cover, scores)
-        whole: list[Tensor] = []
-        for of_q, of_kv in _parts(q, v):
-            given = _part(q, of_q), _part(k, of_kv), _part(v, of_kv)
-            out, lse = forward(*given, cover, scores.heads(of_q.start, of_q.stop))
-            if not whole:
-                shape = *q.shape[:3], v.shape[3]
-                whole = [out.new_empty_strided(shape, dense_strides(shape, q)), lse.new_empty(shape[:3])]
-            for x, part in zip(whole, (out, lse), strict=True):
-                x[:, of_q] = part
-        out, lse = whole
-        return out, lse
 
-    def backward_too(t: Any) -> Any:
-        if not are_far(t.q, t.k, t.v, t.dout, t.out):
-            return backward(t)
-        sums: list[Tensor] = []
-        of_scores = ScoreGradients.zeros(t.scores, t.lse.dtype)
-        parts = _parts(t.q, t.v)
-        for of_q, of_kv in parts:
-            heads = dict.fromkeys(("dout", "q", "out", "lse", "delta"), of_q) | dict.fromkeys("kv", of_kv)
-            given = {name: _part(x, at) for name, at in heads.items() if (x := getattr(t, name)) is not None}
-            scores = t.scores.heads(of_q.start, of_q.stop)
-            *grads, found = (*backward(t._replace(**given, scores=scores, dk=None, dv=None)), None)[:4]
-            dtypes = [x.dtype for x in grads]
-            if not sums:
-                added = torch.promote_types(dtypes[1], t.lse.dtype) if len(parts) > t.k.shape[1] else dtypes[1]
-                likes = zip((t.q, t.k, t.v), (dtypes[0], added, added), strict=True)
-                sums = [torch.zeros_like(like, dtype=dtype) for like, dtype in likes]
-            for x, part, at in zip(sums, grads, (of_q, of_kv, of_kv), strict=True):
-                x[:, at] += part
-            if found:
-                of_scores.part(heads=(of_q.start, of_q.stop)).add_(found)
-        return *(x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True)), of_scores
-
-    return forward_too, backward_too
+def backward_of_parts(backward: Callable[[Any], Any], t: Any) -> tuple[Tensor, Tensor, Tensor, ScoreGradients]:
+    """As `forward_of_parts`, of a `BackwardTile`; gradients of keys that several parts read are summed in fp32."""
+    sums: list[Tensor] = []
+    of_scores = ScoreGradients.zeros(t.scores, t.lse.dtype)
+    parts = _parts(t.q, t.v)
+    for of_q, of_kv in parts:
+        heads = dict.fromkeys(("dout", "q", "out", "lse", "delta"), of_q) | dict.fromkeys("kv", of_kv)
+        given = {name: _part(x, at) for name, at in heads.items() if (x := getattr(t, name)) is not None}
+        scores = t.scores.heads(of_q.start, of_q.stop)
+        *grads, found = (*backward(t._replace(**given, scores=scores, dk=None, dv=None)), None)[:4]
+        dtypes = [x.dtype for x in grads]
+        if not sums:
+            added = torch.promote_types(dtypes[1], t.lse.dtype) if len(parts) > t.k.shape[1] else dtypes[1]
+            likes = zip((t.q, t.k, t.v), (dtypes[0], added, added), strict=True)
+            sums = [torch.zeros_like(like, dtype=dtype) for like, dtype in likes]
+        for x, part, at in zip(sums, grads, (of_q, of_kv, of_kv), strict=True):
+            x[:, at] += part
+        if found:
+            of_scores.part(heads=(of_q.start, of_q.stop)).add_(found)
+    dq, dk, dv = (x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True))
+    return dq, dk, dv, of_scores
 
 
 def _part(x: Tensor, heads: slice) -> Tensor:
@@ -73,36 +67,28 @@ def _part(x: Tensor, heads: slice) -> Tensor:
 
 
 def are_far(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
-    if q.shape[1] * _of_head(q, v) >= FAR:
-        return True
-    # each tile asks, and memory that holds less is known sooner than strides
-    return any(x is not None and x.untyped_storage().nbytes() >= FAR and _span(x) >= FAR for x in (q, k, v, *others))
+    """Whether a tile is computed in parts."""
+    spans = [q.shape[1] * _of_head(q, v)]
+    for x in (q, k, v, *others):
+        spans += [] if x is None else [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))]
+    return max(spans) >= FAR
 
 
 def _of_head(q: Tensor, v: Tensor) -> int:
     """Elements of a head in the largest tensor; some kernels repeat keys for each query head, or pad head dims."""
-    (B, _, num_q, dim), (_, _, num_k, v_dim) = q.shape, v.shape
-    return B * (num_q if num_q > num_k else num_k) * (dim if dim > v_dim else v_dim)
-
-
-def _span(x: Tensor) -> int:
-    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return q.shape[0] * max(q.shape[2], v.shape[2]) * max(q.shape[3], v.shape[3])
 
 
 def _parts(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
-    """Ranges of query heads and of the kv heads that they read: those of several kv heads, or a few of one's."""
-    num_kv, group, of_head = v.shape[1], q.shape[1] // v.shape[1], _of_head(q, v)
+    """Equal ranges of query heads and the kv heads that they read: several kv heads, or some query heads of one."""
+    group, of_head = q.shape[1] // v.shape[1], _of_head(q, v)
     if of_head >= FAR:  # on all ranks of equal shapes alike, but in a tile: few GPUs could hold that
         hint = "take more ranks, or kernel='triton'"
         refuse("attention", f"less than {FAR} elements in a head", of_head, hint, UnsupportedError)
-    if group * of_head >= FAR:
-        step = max(1, PART // of_head)
-        cuts = [
-            (i, min(i + step, (kv + 1) * group))
-            for kv in range(num_kv)
-            for i in range(kv * group, (kv + 1) * group, step)
-        ]
+    most = max(1, PART // of_head)
+    if group * of_head < FAR:
+        step = max(1, most // group) * group
     else:
-        step = max(1, PART // (group * of_head))
-        cuts = [(kv * group, min(kv + step, num_kv) * group) for kv in range(0, num_kv, step)]
-    return [(slice(i, j), slice(i // group, -(-j // group))) for i, j in cuts]
+        step = max(n for n in range(1, most + 1) if group % n == 0)
+    heads = [(i, min(i + step, q.shape[1])) for i in range(0, q.shape[1], step)]
+    return [(slice(i, j), slice(i // group, -(-j // group))) for i, j in heads]

@@ -44,7 +44,7 @@ from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.compiling import one_rank_compiles, own_folder
 from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
-from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.merge import BackwardTile, Kernel
 from cp_mesh.kernels.scores import Scores
 
 LONGEST = 1024
@@ -595,14 +595,14 @@ _HAS = Capability(
     lacking=_lacks,
 )
 _bind = _binds(_BoundForward, backward=False), _binds(_BoundBackward, backward=True)
-FA4 = merging_kernel(
+FA4 = Kernel(
     "fa4",
     _HAS,
     _forward,
     _backward,
     bind=_bind,
     # In squares: FlashAttention-4 treats other bands as windows, with which its deterministic backward was not tried.
-    reproducible=merging_kernel(
+    reproducible=Kernel(
         "fa4",
         _HAS,
         _forward,

@@ -16,7 +16,7 @@ from cp_mesh.geometry.mask import Band
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
-from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.merge import BackwardTile, Kernel
 from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, VECTORS, ScoreGradients, Scores, Where
 from cp_mesh.kernels.scores.dropout import kept_weights
 
@@ -147,7 +147,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     return rearrange(torch.cat(dqs, dim=3), "b k g s d -> b (k g) s d"), dk, dv, of_scores
 
 
-REFERENCE = merging_kernel(
+REFERENCE = Kernel(
     "reference",
     Capability(
         devices=("cpu", "cuda"),

@@ -26,7 +26,7 @@ from torch import Tensor
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import Band
 from cp_mesh.kernels.contract import Capability, Pairs
-from cp_mesh.kernels.merge import BackwardTile, Kernel, merging_kernel
+from cp_mesh.kernels.merge import BackwardTile, Kernel
 from cp_mesh.kernels.scores import ADDED, ScoreGradients, Scores
 
 MAX_ROWS = 1 << 30  # per tile: band bounds and local indices have 32 bits
@@ -81,7 +81,7 @@ FLOAT_CONFIGS = (
 
 def triton_kernel(config: Config | None = None) -> Kernel:
     """The kernel, with block sizes from the table or, for tests, as given."""
-    return merging_kernel(
+    return Kernel(
         "triton",
         Capability(
             devices=("cuda",),

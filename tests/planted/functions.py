@@ -59,9 +59,10 @@ def _(gradient: Any) -> Any:
 
 @plant("the backward forgets mask_mod", "kernels.reference:REFERENCE", "functions")
 def _(kernel: Any) -> Any:
-    return replace(
-        kernel, begin_backward=lambda *given: kernel.begin_backward(*given[:-1], replace(given[-1], mask_mod=None))
-    )
+    def backward(tile: Any) -> Any:
+        return kernel.backward(tile._replace(scores=replace(tile.scores, mask_mod=None)))
+
+    return replace(kernel, backward=backward)
 
 
 @plant("captured gradients are summed in the inputs' dtype", "spec:make_scores", "captured sums in fp32")

@@ -29,9 +29,9 @@ def _(step: Any) -> Any:
         pieces = [piece for tile in tiles for piece in step(self, k, v, [tile])]
         if into is None:
             return pieces
-        for piece in pieces:
-            rows = slice(piece.begin, piece.begin + piece.dk.shape[2])
-            into[0][:, :, rows], into[1][:, :, rows] = piece.dk, piece.dv
+        for begin, dk, dv in pieces:
+            rows = slice(begin, begin + dk.shape[2])
+            into[0][:, :, rows], into[1][:, :, rows] = dk, dv
         return []
 
     return mutant
@@ -43,9 +43,9 @@ def _(step: Any) -> Any:
         pieces = step(self, k, v, tiles, into)
         before = vars(self).get("before")
         if into is None:
-            vars(self)["before"] = [(piece.dk, piece.dv) for piece in pieces]
-        elif before and before[0][0].shape == into[0].shape:
-            into[0].add_(before[0][0])
+            vars(self)["before"] = pieces
+        elif before and before[0][1].shape == into[0].shape:
+            into[0].add_(before[0][1])
         return pieces
 
     return mutant
@@ -82,12 +82,12 @@ plant("delta without the gradient of lse", "combine:make_delta", "parity")(
 )
 
 
-@plant("the caller's queries are scaled in place", "kernels.reference:REFERENCE", "parity")
-def _(kernel: Any) -> Any:
-    def begin_forward(q: Any, v_head_dim: int, scores: Any) -> Any:
-        return kernel.begin_forward(q.mul_(scores.scale), v_head_dim, replace(scores, scale=1.0))
+@plant("the caller's queries are scaled in place", "merge:MergingForward.__init__", "parity")
+def _(init: Any) -> Any:
+    def mutant(self: Any, kernel: Any, q: Any, v_head_dim: int, scores: Any) -> None:
+        init(self, kernel, q.mul_(scores.scale), v_head_dim, replace(scores, scale=1.0))
 
-    return replace(kernel, begin_forward=begin_forward)
+    return mutant
 
 
 @plant("blocks lost in the backward", "kernels.reference:REFERENCE", "parity")
@@ -96,15 +96,9 @@ def _(kernel: Any) -> Any:
 
     def without_blocks(tile: Any) -> Any:
         known = isinstance(tile.cover, Pairs)
-        return replace(tile, cover=replace(tile.cover, mask=replace(tile.cover.mask, blocks=None))) if known else tile
+        return tile._replace(cover=replace(tile.cover, mask=replace(tile.cover.mask, blocks=None))) if known else tile
 
-    def begin_backward(*given: Any) -> Any:
-        begun = kernel.begin_backward(*given)
-        step = begun.step
-        begun.step = lambda k, v, tiles, into=None: step(k, v, list(map(without_blocks, tiles)), into)
-        return begun
-
-    return replace(kernel, begin_backward=begin_backward)
+    return replace(kernel, backward=lambda tile: kernel.backward(without_blocks(tile)))
 
 
 plant("heads of a group interleaved", "kernels.reference:_grouped", "head order")(
@@ -114,32 +108,16 @@ plant("heads of a group interleaved", "kernels.reference:_grouped", "head order"
 
 @plant("causal tiles computed as full ones", "aten:CPU_FLASH", "parity")
 def _(kernel: Any) -> Any:
-    def begin_forward(*given: Any) -> Any:
-        from inside import FULL
+    from inside import FULL
 
-        begun = kernel.begin_forward(*given)
-        step = begun.step
-        begun.step = lambda k, v, tiles: step(
-            k, v, [replace(tile, cover=FULL) if tile.q == (0, given[0].shape[2]) else tile for tile in tiles]
-        )
-        return begun
-
-    return replace(kernel, begin_forward=begin_forward)
+    return replace(kernel, forward=lambda q, k, v, cover, scores: kernel.forward(q, k, v, FULL, scores))
 
 
 @plant("the backward computes causal tiles as full ones", "aten:CPU_FLASH", "parity")
 def _(kernel: Any) -> Any:
-    def begin_backward(*given: Any) -> Any:
-        from inside import FULL
+    from inside import FULL
 
-        begun = kernel.begin_backward(*given)
-        step = begun.step
-        begun.step = lambda k, v, tiles, *into: step(
-            k, v, [replace(tile, cover=FULL) if tile.q == (0, given[1].shape[2]) else tile for tile in tiles], *into
-        )
-        return begun
-
-    return replace(kernel, begin_backward=begin_backward)
+    return replace(kernel, backward=lambda tile: kernel.backward(tile._replace(cover=FULL)))
 
 
 @plant("rows outside of all sequences are not cleared", "flash_attn_4:_run_forward", "sequences")
@@ -281,9 +259,13 @@ def with_scores(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Of a kernel: its passes are given other scores."""
 
     def make(kernel: Any) -> Any:
-        begins = kernel.begin_forward, kernel.begin_backward
-        forward, backward = (lambda *given, begin=begin: begin(*given[:-1], change(given[-1])) for begin in begins)
-        return replace(kernel, begin_forward=forward, begin_backward=backward)
+        def forward(*given: Any) -> Any:
+            return kernel.forward(*given[:-1], change(given[-1]))
+
+        def backward(tile: Any) -> Any:
+            return kernel.backward(tile._replace(scores=change(tile.scores)))
+
+        return replace(kernel, forward=forward, backward=backward)
 
     return make
 
@@ -434,9 +416,10 @@ plant("slopes without the sign of their gradient", "alibi_slopes:add_gradient", 
 
 @plant("the backward drops no weights", "kernels.reference:REFERENCE", "scores")
 def _(kernel: Any) -> Any:
-    return replace(
-        kernel, begin_backward=lambda *given: kernel.begin_backward(*given[:-1], replace(given[-1], dropout_p=0.0))
-    )
+    def backward(tile: Any) -> Any:
+        return kernel.backward(tile._replace(scores=replace(tile.scores, dropout_p=0.0)))
+
+    return replace(kernel, backward=backward)
 
 
 plant("weights that are kept are not scaled", "kernels.reference:_dropout_factors", "scores")(

@@ -136,10 +136,10 @@ plant("gradients land on the first rows of a shard", "comm.contract:split_arrive
     lambda split: with_result(split, lambda arrived: (replace(part, begin=0) for part in arrived))
 )
 plant("local dv is not added", "merge:SummingBackward.step", "parity")(
-    lambda step: with_result(step, lambda pieces: [replace(piece, dv=torch.zeros_like(piece.dv)) for piece in pieces])
+    lambda step: with_result(step, lambda pieces: [(begin, dk, torch.zeros_like(dv)) for begin, dk, dv in pieces])
 )
 plant("local dk is not added", "merge:SummingBackward.step", "parity")(
-    lambda step: with_result(step, lambda pieces: [replace(piece, dk=torch.zeros_like(piece.dk)) for piece in pieces])
+    lambda step: with_result(step, lambda pieces: [(begin, torch.zeros_like(dk), dv) for begin, dk, dv in pieces])
 )
 
 

@@ -26,7 +26,7 @@ from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.flex.blocks import blocks_of
 from cp_mesh.kernels.flex.programs import program
 from cp_mesh.kernels.flex.tiles import Tile, padded
-from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.merge import BackwardTile, Kernel
 from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores, name_of_captured
 
 _OPTIONS: dict[str, Any] = {
@@ -146,7 +146,7 @@ def _lacks() -> str | None:
     return None if found else f"the operators of flex_attention as in PyTorch 2.11 to 2.14 (found {torch.__version__})"
 
 
-FLEX = merging_kernel(
+FLEX = Kernel(
     "flex",
     Capability(
         devices=("cuda",),

@@ -29,7 +29,7 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import make_schedule
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import KernelTile
-from cp_mesh.kernels.merge import Kernel
+from cp_mesh.kernels.merge import Kernel, MergingForward, SummingBackward
 from cp_mesh.kernels.scores import TERMS, Scores
 from cp_mesh.tools.verification.dense import Dense, dense_attention
 from cp_mesh.tools.verification.report import ModelReport
@@ -296,15 +296,15 @@ def _one_device(
     kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, wanted: Any
 ) -> Dense:
     """Run the kernel on the whole sequence on one device."""
-    forward = kernel.begin_forward(q, v.shape[3], scores)
+    forward = MergingForward(kernel, q, v.shape[3], scores)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
     rows = begin_backward(dout, out, lse, None, scores, kernel, wanted)
     delta = rows.out_or_delta if kernel.uses_delta else None
-    backward = kernel.begin_backward(dout, q, out, rows.lse, delta, rows.scores)
+    backward = SummingBackward(kernel, dout, q, out, rows.lse, delta, rows.scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
-    of_scores = rows.of_scores | backward.score_gradients()
+    of_scores = rows.of_scores | backward.of_scores
     return Dense(out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_scores)
 
 
