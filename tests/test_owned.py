@@ -19,7 +19,7 @@ from cp_mesh import Mask, ShardedSequence, ZigZag, attention, balance, mixers
 from cp_mesh.geometry import Balanced, Permuted
 from cp_mesh.training import document_sums
 
-settle = inner("spec", "settle")
+make_spec = inner("spec", "make_spec")
 Content, is_owned, read_once = inner("host_tensors", "Content", "is_owned", "read_once")
 
 IDS = torch.arange(24) // 7
@@ -31,7 +31,7 @@ def rows(mask: Mask) -> list[Any]:
 
 def test_specs_that_are_kept_hold_no_mask() -> None:
     mask = Mask(documents=IDS)
-    first, again, windowed = (settle(mask=x) for x in (mask, Mask(documents=IDS), Mask(window=(3, 0))))
+    first, again, windowed = (make_spec(mask=x) for x in (mask, Mask(documents=IDS), Mask(window=(3, 0))))
     assert first is again and windowed.mask == Mask(window=(3, 0)).spec() != first.mask
     kept = weakref.ref(mask)
     del mask

@@ -30,10 +30,10 @@ from cp_mesh.call.spec import (
     Call,
     Tensors,
     autocast,
-    check_keywords,
     check_tensors,
+    make_spec,
+    read_keywords,
     seed_tensor,
-    settle,
     shown,
 )
 from cp_mesh.comm.agreement import announce_refusal
@@ -239,7 +239,7 @@ def _make_call(
     Args:
         captured: the tensors that score_mod and mask_mod read, in the order of `Call.captured`.
         sources: (group name, layout, seq_len) -> which ranks' keys mask_mod shows to which ranks; None: unknown.
-        others: the tensors of `TERMS`, and the keywords of `settle`.
+        others: the tensors of `TERMS`, and the keywords of `make_spec`.
     """
     form, compiling, is_local = FORMATS[axis.seq_dim], torch.compiler.is_compiling(), not isinstance(query, DTensor)
     check_format(query, key, value, form)
@@ -251,11 +251,9 @@ def _make_call(
         graded = graded or (name in ADDED and isinstance(x, Tensor) and x.requires_grad)
     for x in captured:
         graded = graded or x.requires_grad
-    spec = settle(layout, mask, graded=graded and torch.is_grad_enabled(), as_inputs=is_local, **others)
+    spec = make_spec(layout, mask, graded=graded and torch.is_grad_enabled(), as_inputs=is_local, **others)
     if dropout_seed is not None or type(seq_len) not in (int, type(None)):
-        seq_len = as_int(seq_len)
-        dropout_seed = dropout_seed if isinstance(dropout_seed, Tensor) else as_int(dropout_seed)
-        check_keywords({"seq_len": seq_len, "dropout_seed": dropout_seed})
+        seq_len, dropout_seed = read_keywords({"seq_len": seq_len, "dropout_seed": dropout_seed}).values()
     if spec.dropout_p and dropout_seed is None:
         hint = "pass a number that is equal on all cp ranks and differs in every layer and step"
         refuse("dropout_seed", "an int or an int64 tensor with dropout_p", None, hint)

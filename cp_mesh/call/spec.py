@@ -45,7 +45,7 @@ _PLAIN = {str, bool, int, float, type(None)}
 class AttentionSpec(NamedTuple):
     """The keywords of `attention` that are no tensors, and further fields that styles and planning set.
 
-    `settle` makes it from keywords, with 0 for None. `text` writes it as JSON, which `Call.read` reads.
+    `make_spec` makes it from keywords, with 0 for None. `text` writes it as JSON, which `Call.read` reads.
 
     Attributes:
         layout, mask: the texts of their ``spec()``.
@@ -121,7 +121,7 @@ def _read(text: str) -> AttentionSpec:
 _kept_text, _kept_spec = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_read)
 
 
-def settle(
+def make_spec(
     layout: Layout = ZigZag(),  # noqa: B008 - frozen
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
     return_lse: bool = False,
@@ -137,24 +137,21 @@ def settle(
     Args:
         graded: whether any tensor of the call needs a gradient.
         others: keywords of `attention`, and fields of `AttentionSpec`.
-
-    Raises:
-        ArgumentError: see the messages.
     """
     if type(mask) is not Mask or not isinstance(layout, Layout):
-        check_keywords({"layout": layout, "mask": mask})
+        read_keywords({"layout": layout, "mask": mask})
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     given = layout, mask.spec(), return_lse, fixed, graded
     if not torch.compiler.is_compiling() and {*map(type, others.values())} <= _PLAIN:
         with suppress(TypeError):  # a value without a hash
-            return _settle_once(*given, **others)
-    return _settle(*given, **as_numbers(others))
+            return _kept_make(*given, **others)
+    return _make_spec(*given, **others)
 
 
-def _settle(
+def _make_spec(
     layout: Layout, mask: str, return_lse: bool, deterministic: bool, graded: bool, **others: Any
 ) -> AttentionSpec:
-    check_keywords({"return_lse": return_lse, "deterministic": deterministic, **others})
+    others = read_keywords({"return_lse": return_lse, "deterministic": deterministic, **others})
     spec, chosen, compiling = layout.spec(), others.get("method", "auto"), torch.compiler.is_compiling()
     if (x := others.get("ulysses_degree")) is not None and chosen != "hybrid":
         got, hint = f"{x} with method={chosen!r}", "method='hybrid' takes it, or leave it out"
@@ -165,21 +162,18 @@ def _settle(
     if not compiling and layout.tensor is None and parse_layout(spec) != layout:
         hint = 'put its integer fields into spec(), "name:1,2", and make it a frozen dataclass'
         refuse("layout", f"{layout} from its spec", parse_layout(spec), hint)
-    factors = {name: _as_float(others.get(name)) for name in FACTORS}
-    sizes = {name: others.get(name) or 0 for name in _COUNTS}
+    for name in FACTORS:  # of Python, symbolic or NumPy
+        x = others.get(name) or 0.0
+        others[name] = float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
+    for name in _COUNTS:
+        others[name] = others.get(name) or 0
     # A trace must know the sizes of kept tensors. In compiled code it knows only those of Ulysses: in inner groups they
     # differ between ranks. DTensors keep nothing.
-    keeps = graded and others.get("as_inputs", False) and (chosen == "ulysses" or not compiling)
-    settled = {"deterministic": deterministic, "differentiable_lse": return_lse and graded, "keeps": keeps}
-    return AttentionSpec(spec, mask, **others | factors | sizes | settled)
+    others["keeps"] = graded and others.get("as_inputs", False) and (chosen == "ulysses" or not compiling)
+    return AttentionSpec(spec, mask, differentiable_lse=others.pop("return_lse") and graded, **others)
 
 
-_settle_once = lru_cache(maxsize=16, typed=True)(_settle)
-
-
-def as_numbers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords with Python numbers in place of NumPy's and of one-element CPU tensors that need no gradient."""
-    return {name: as_int(x) if name in _COUNTS else _number(x) if name in FACTORS else x for name, x in given.items()}
+_kept_make = lru_cache(maxsize=256, typed=True)(_make_spec)
 
 
 def _number(x: Any) -> Any:
@@ -219,16 +213,18 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
     )  # fmt: skip
 
 
-def check_keywords(given: Mapping[str, Any]) -> None:
-    """Refuse keywords with wrong values."""
+def read_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords with Python's numbers in place of NumPy's and of one-element CPU tensors; refuses wrong values."""
+    found = dict(given)
+    for name, x in given.items():
+        if name in FACTORS:
+            found[name] = _number(x)
+        elif name in (*_COUNTS, "seq_len") or (name == "dropout_seed" and not isinstance(x, Tensor)):
+            found[name] = as_int(x)
     for name, is_right, expected, hint in _rules():
-        if name in given and not is_right(x := given[name]):
+        if name in found and not is_right(x := found[name]):
             refuse(name, expected, shown(x), hint)
-
-
-def _as_float(x: Any) -> Any:
-    """A Python, symbolic or NumPy number as a float; 0 for None."""
-    return 0.0 if x is None else float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
+    return found
 
 
 def shown(x: object) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from cp_mesh._torch import funcol, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.plan import compute_capability_of, warn_if_slow
-from cp_mesh.call.spec import AttentionSpec, Tensors, check_dense, check_scores, check_tensors, make_scores, settle
+from cp_mesh.call.spec import AttentionSpec, Tensors, check_dense, check_scores, check_tensors, make_scores, make_spec
 from cp_mesh.comm.agreement import announce_refusal, checking, require_agreement
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.waiting import wait_for
@@ -201,7 +201,7 @@ def _prepare(
     query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any], tensors: Tensors, where: Where, num_rows: int
 ) -> tuple[Where, Kernel | None, Scores, AttentionSpec]:
     """Return the allowed pairs and the kernel for so many queries (None: `attend_few`), or refuse the call."""
-    options = settle(**given)
+    options = make_spec(**given)
     check_tensors(query, key, value, decoding=True)
     for name in _TERMS:
         if (x := getattr(tensors, name)) is None:

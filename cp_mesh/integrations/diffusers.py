@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.call.function import attention
-from cp_mesh.call.spec import settle
+from cp_mesh.call.spec import make_spec
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Joint
 from cp_mesh.geometry.mask import Mask
@@ -175,7 +175,7 @@ def parallelize(
     """
     sequence = ShardedSequence(mesh, Contiguous(), pad=False)  # type: ignore[arg-type]
     processors = check_model(model)
-    settle(**options)
+    make_spec(**options)
     own = _Parallel(model, sequence, options)
     claim(model, sequence.mesh, sequence, own)  # type: ignore[arg-type]
     for processor in processors:

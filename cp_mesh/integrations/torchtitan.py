@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor, nn
 
 from cp_mesh.call.plan import choose_method
-from cp_mesh.call.spec import EXECUTION, settle
+from cp_mesh.call.spec import EXECUTION, make_spec
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.batch_mask import batch_mask
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
@@ -55,7 +55,7 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
     """
     if unknown := sorted(options.keys() - set(EXECUTION)):
         refuse("context_parallel", f"options among {', '.join(EXECUTION)}", unknown[0], "set it in torchtitan's config")
-    settle(**options)
+    make_spec(**options)
     choose_method(options.get("method", "auto"))
     model_spec = getattr(spec, "model_spec", None)
     if not is_dataclass(spec) or isinstance(spec, type) or model_spec is None or not hasattr(spec, "override"):

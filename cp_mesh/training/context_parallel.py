@@ -25,7 +25,7 @@ from cp_mesh.call.dtensor import check_placements, check_score_placements, first
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
 from cp_mesh.call.plan import choose_method
-from cp_mesh.call.spec import EXECUTION, SCORE_OPTIONS, check_choice, check_dense, settle
+from cp_mesh.call.spec import EXECUTION, SCORE_OPTIONS, check_choice, check_dense, make_spec
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.model_groups import ranks_of_tp
@@ -139,7 +139,7 @@ class ContextParallel(ParallelStyle):
         if method == "hybrid" and ulysses_degree is None:
             self.options["ulysses_degree"] = sequence.ulysses_degree
         self._looked_at: set[ref[nn.Module]] = set()
-        settle(**self.options)
+        make_spec(**self.options)
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
         check_choice("transport", transport, TRANSPORTS, "functional")

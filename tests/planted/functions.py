@@ -91,8 +91,8 @@ plant("blocks are not compared with mask_mod", "block_mask:_check_blocks", "bloc
 plant("sums have no order where one is asked for", "functions:_fixed_order", "order of captured sums")(
     lambda fixed_order: lambda asked: fixed_order(False)
 )
-plant("heads over tp count from 0 in functions", "spec:settle", "heads of cores over tp")(
-    lambda settle: with_result(settle, lambda spec: spec._replace(first_head=0))
+plant("heads over tp count from 0 in functions", "spec:make_spec", "heads of cores over tp")(
+    lambda make_spec: with_result(make_spec, lambda spec: spec._replace(first_head=0))
 )
 plant("a core calls PyTorch's flex_attention", "sdpa_mode:_asked_by_flex", "flex_attention of PyTorch in cores")(
     lambda asked: lambda *given: False

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from cp_mesh._torch import COMPILED_CALL
-from cp_mesh.call.spec import settle
+from cp_mesh.call.spec import make_spec
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
@@ -109,7 +109,7 @@ def parallelize(
         refuse("layout", "a Layout", repr(layout), 'ZigZag(), or "balanced"')
     sequence = ShardedSequence(mesh, ZigZag() if of_batch else layout)  # type: ignore[arg-type]
     check_model(model)
-    settle(**options)
+    make_spec(**options)
     facts = Facts(model)
     plan = None if tp is None else plan_over_tp(facts, model, tp, linears or {}, gather_output)
     if plan is None and linears is not None:

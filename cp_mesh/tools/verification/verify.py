@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.call.function import attention, with_degree
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.ring_loop import begin_backward
-from cp_mesh.call.spec import FACTORS, SCORE_OPTIONS, Call, Tensors, as_numbers, make_scores, seed_tensor, settle
+from cp_mesh.call.spec import FACTORS, SCORE_OPTIONS, Call, Tensors, make_scores, make_spec, read_keywords, seed_tensor
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.errors import UnsupportedError, refuse, typed
@@ -160,7 +160,7 @@ def verify(
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
         hint = "see cp_mesh.attention; to test a score_mod, compare with cp_mesh.flex_attention on a mesh of one rank"
         refuse("verify: scores", names, sorted(unknown), hint)
-    given = as_numbers(given)
+    given = read_keywords(given)
     if given.get("dropout_p"):
         given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
@@ -178,7 +178,7 @@ def verify(
     scale = given.get("scale") or head_dim**-0.5
     asked = with_degree(axes, {name: settings[name] for name in ("method", "kernel", "ulysses_degree")})
     numbers = {"scale": scale, **{name: given[name] for name in FACTORS if name in given}}
-    options = settle(layout, mask, deterministic=deterministic, **asked, **numbers)
+    options = make_spec(layout, mask, deterministic=deterministic, **asked, **numbers)
     call = Call(Tensors.of(mask, layout, **held), seq_len, 2, group.group_name, options)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], call, group, call.scores(q).features)
     wide, wanted = accumulation_dtype(dtype), list(leaves)
