@@ -44,7 +44,6 @@ from cp_mesh import Contiguous, Layout, Mask
 from cp_mesh.geometry import Permuted
 from cp_mesh.geometry.layouts import Run
 
-geometry = room("survey")
 plan = room("call.plan")
 flat = inner("groups", "flat")
 PARTIAL = inner("mask", "PARTIAL")
@@ -106,7 +105,6 @@ def band_tile(at: Distances, num_q: int, num_k: int) -> Tile:
 def forget_plans() -> None:
     """Nothing is kept of earlier calls, so that what a test patches is asked again."""
     forget_kept(plan.Plans)
-    geometry._geometry.cache_clear()
 
 
 def forget_kept(*kinds: type) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from cases import LAYOUTS, MASKS, make_mask, pairs
-from checks import forget_plans
 from dense import dense_mask
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, balance
 from cp_mesh.geometry import Balanced
 from cp_mesh.geometry.layouts import Run
 
-geometry = room("survey")
+survey = room("survey")
 K_END, LEFT, PAIRS, Q_END = inner("block_table", "K_END", "LEFT", "PAIRS", "Q_END")
 RIGHT, K, Q, keys_of = inner("block_table", "RIGHT", "K", "Q", "keys_of")
 Piece = inner("layout", "Piece")
@@ -101,7 +100,7 @@ def test_keys_that_no_block_needs_do_not_travel(layout, window):
         mask = Mask(blocks=ids, window=window)
         seen = dense_mask(S, blocks=torch.atleast_2d(ids), window=window).any(0)
         want = [[int(seen[q][:, k].any(0).sum()) * (q is not k) for k in rows] for q in rows]
-        assert geometry.geometry(LAYOUTS[layout](S), mask, S, cp_size, False).needed.tolist() == want
+        assert survey.survey(LAYOUTS[layout](S), mask, S, cp_size, 0, False).needed.tolist() == want
 
 
 def bands(pieces: list[Run], **options: Any) -> list[tuple[int, ...]]:
@@ -196,14 +195,14 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
     whole = Mask(**mask, documents=ids if documents else None)
     for segments in {False, documents}:
         want = facts_of_all_blocks(chosen, whole, S, cp_size, segments)
-        found = geometry.geometry(chosen, whole, S, cp_size, segments)
+        found = survey.survey(chosen, whole, S, cp_size, cp_size // 2, segments)
         assert found.needed.tolist() == want["needed"]
         assert found.overlapping == want["overlapping"]
 
 
 @pytest.mark.parametrize("chunk", (1, 7, 30))
 @pytest.mark.parametrize("name", ("zigzag", "striped", "balanced"))
-def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, name, chunk):
+def test_a_survey_does_not_depend_on_how_much_is_looked_at_together(monkeypatch, name, chunk):
     S = 60
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 40, 11, 6]))
     for options in (
@@ -215,18 +214,15 @@ def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, nam
     ):
         mask, layout = Mask(documents=ids, **options), LAYOUTS[name](S)
         for segments, cp_size in product((False, True), (3, 5)):
-            forget_plans()
-            want = geometry.geometry(layout, mask, S, cp_size, segments)
-            with monkeypatch.context() as patch:
-                patch.setattr(geometry, "CHUNK", chunk)
-                forget_plans()
-                got = geometry.geometry(layout, mask, S, cp_size, segments)
-                tables = [got.of_receiver(rank) for rank in range(cp_size)]
-            assert got.needed.tolist() == want.needed.tolist()
-            assert (got.overlapping, got.covers) == (want.overlapping, want.covers)
-            for rank, table in enumerate(tables):
-                assert all(map(np.array_equal, table, want.of_receiver(rank)))
-    forget_plans()
+            each = [survey.survey(layout, mask, S, cp_size, rank, segments) for rank in range(cp_size)]
+            with monkeypatch.context() as patch, survey.of_many_ranks():
+                patch.setattr(survey, "CHUNK", chunk)
+                together = [survey.survey(layout, mask, S, cp_size, rank, segments) for rank in range(cp_size)]
+            for got, want in zip(together, each, strict=True):
+                assert got.needed.tolist() == want.needed.tolist()
+                assert (got.overlapping, got.covers) == (want.overlapping, want.covers)
+                assert all(map(np.array_equal, got.blocks, want.blocks))
+                assert sorted(got.asked.tolist()) == sorted(want.asked.tolist())
 
 
 SIZES = {64: (0, 1, 31, 63), 256: (0, 100, 255), 1024: (0, 511, 1023)}
@@ -277,7 +273,6 @@ def test_sampled_ranks_of_many(cp_size, name):
             to_others = [sum(e - b for b, e in rows) for rows in schedule.serve]
             assert schedule.route.needed[rank].tolist() == of_rank
             assert schedule.route.needed[:, rank].tolist() == to_others
-    forget_plans()
 
 
 def test_packed_documents_of_many_ranks():

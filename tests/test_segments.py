@@ -166,7 +166,6 @@ def test_too_many_bands_stay_as_they_are():
     few = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert "segments" in few.covers
     with mock.patch.object(room("survey"), "MAX_BANDS", 0):
-        forget_plans()
         many = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert many.covers == {"pairs"}
 
@@ -175,11 +174,9 @@ def test_striped_documents_of_too_many_pieces_are_tiles_of_pairs():
     """Three documents of four ranks are 48 pairs of pieces, and four runs 16."""
     S, options = 24, {"documents": ids_of([9, 10, 5])}
     with mock.patch.object(room("survey"), "MAX_PAIRS", 47):
-        forget_plans()
         assert make_schedule(Striped(), Mask(**options), S, 4, 0, True).covers == {"pairs"}
         assert make_schedule(ZigZag(), Mask(**options), S, 4, 0, True).covers == {"segments"}
         report([coverage(Striped(), Mask(**options), dense_mask(S, **options), 4, segments=True)])
-    forget_plans()
     assert make_schedule(Striped(), Mask(**options), S, 4, 0, True).covers == {"segments"}
 
 

@@ -266,6 +266,12 @@ def bands_of(blocks: Array) -> Array:
     return np.asarray(blocks[:, LEFT] * (4 * NONE) + blocks[:, RIGHT])
 
 
+def of_band(number: int) -> tuple[int, int]:
+    """Return the bounds that `bands_of` made a number of."""
+    left, right = divmod(number + 2 * NONE, 4 * NONE)
+    return left, right - 2 * NONE
+
+
 def cut_in_two(blocks: Array) -> bool:
     """Return whether a causal block has rows after its square, so that two calls have the same keys."""
     causal, _, _, after = parts_of(blocks)

@@ -19,10 +19,22 @@ from itertools import pairwise
 
 import numpy as np
 
-from cp_mesh.geometry.block_table import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
+from cp_mesh.geometry.block_table import (
+    K_END,
+    PAIRS,
+    Q_END,
+    RECEIVER,
+    SOURCE,
+    Array,
+    K,
+    Q,
+    causal_parts,
+    join_full,
+    unions,
+)
 from cp_mesh.geometry.layout import Layout
 from cp_mesh.geometry.mask import NONE, PARTIAL, Band, Cover, Mask
-from cp_mesh.geometry.survey import Seen, active_steps, geometry
+from cp_mesh.geometry.survey import Seen, active_steps, survey
 from cp_mesh.geometry.varlen import Segments, segments_of
 
 Rows = tuple[int, int]  # begin, end of local rows
@@ -189,19 +201,18 @@ def make_schedule(
         groups: groups the active steps in stages; the same on every rank.
         sources: bool [receiver, source], the sources that may be visited; None: all.
     """
-    found = geometry(layout, mask, seq_len, cp_size, segments, sources)
-    needed, by_documents = found.needed, "segments" in found.covers
-    blocks = found.of_receiver(cp_rank)
-    every = np.concatenate(blocks)
-    away = every[every[:, SOURCE] != cp_rank]
+    found = survey(layout, mask, seq_len, cp_size, cp_rank, segments, sources)
+    needed, blocks, asked, by_documents = found.needed, found.blocks, found.asked, "segments" in found.covers
+    of_others = [table[table[:, SOURCE] != cp_rank] for table in blocks]
+    away = np.concatenate(of_others)
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
-    asked = found.of_source(cp_rank)
-    fetched, served = by_rank(fetch, cp_size), by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
+    served = by_rank(unions(asked[:, RECEIVER], asked[:, K], asked[:, K_END]), cp_size)
+    fetched = by_rank(fetch, cp_size)
     steps_of = groups(active_steps(needed))
     stage_of = np.full(cp_size, -1)  # stage of each source; this rank's own rows are in no stage
     for number, group in enumerate(steps_of):
         stage_of[(cp_rank - np.array(group)) % cp_size] = number
-    placed = [_placed(table[table[:, SOURCE] != cp_rank], fetch, stage_of) for table in blocks]
+    placed = [_placed(table, fetch, stage_of) for table in of_others]
     stages = []
     for number, group in enumerate(steps_of):
         sources, receivers = (np.sort((cp_rank + sign * np.array(group)) % cp_size).tolist() for sign in (-1, 1))

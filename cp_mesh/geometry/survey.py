@@ -1,31 +1,31 @@
-"""Survey: the blocks of a layout and a mask, computed for one rank on request, and figures that all ranks need alike.
+"""Survey: what one rank's queries see, what others see of its keys, and figures that all ranks need alike.
 
 A rank computes the blocks of its own queries, and sends the keys in the blocks of other ranks. It also needs some
 figures of all ranks: how many rows travel between every two ranks, which kinds of tile occur. Pieces of queries are
 paired with pieces of keys: runs of the layout, cut where the mask's distances change. Packed documents cut them too,
 if documents are runs of positions with few bands; pieces are then paired within each document alone.
 
-All blocks of all ranks are computed, in chunks that are not kept; `examples/benchmarks/planning.py` measures the time.
+One walk computes all blocks of all ranks, some thousand pairs of pieces at a time, and keeps those of one rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from copy import copy
-from functools import lru_cache
-from itertools import chain, pairwise
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_mesh.geometry.block_table import (
     K_END,
-    LEFT,
     PAIRS,
     Q_END,
     RECEIVER,
-    RIGHT,
     SOURCE,
     Array,
     K,
@@ -40,6 +40,7 @@ from cp_mesh.geometry.block_table import (
     is_order,
     join_full,
     keys_of,
+    of_band,
     own_causal,
     pieces_of,
     run_begins,
@@ -48,9 +49,8 @@ from cp_mesh.geometry.block_table import (
     squares,
     unions,
 )
-from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layout import Layout
-from cp_mesh.geometry.mask import NONE, Documents, Mask, parse_mask
+from cp_mesh.geometry.mask import NONE, Documents, Mask
 
 Seen = NDArray[np.bool_]
 SAME_KEYS = RECEIVER, SOURCE, K, K_END
@@ -62,183 +62,207 @@ MAX_PAIRS = 1 << 20
 document on every rank; with many ranks and documents their tiles are pairs, unless whole runs have half as many."""
 
 
-class Geometry:
-    """The blocks of all ranks, one table per batch row, or one table if all batch rows share it.
+class Survey(NamedTuple):
+    """What one rank computes and sends, and figures that are the same on every rank.
 
     Attributes:
         shard_lens: rows held by each rank.
+        blocks: the blocks of this rank's queries, one table per batch row, or one table if all batch rows share it.
+        asked: the blocks of other ranks with keys of this rank, for all batch rows; only their keys are used.
         needed: int64 [receiver, source], how many of the source's rows the receiver fetches; 0 on the diagonal.
         overlapping: whether, on any rank, two kernel calls of a stage compute gradients of the same row.
         covers: kinds of tile that occur on any rank, see `Schedule`.
     """
 
+    shard_lens: tuple[int, ...]
+    blocks: tuple[Array, ...]
+    asked: Array
     needed: Array
     overlapping: bool
     covers: frozenset[str]
-    _sources: Seen | None = None
-
-    def __init__(
-        self, layout: Layout, pieces: Pieces, mask: Mask, seq_len: int, cp_size: int, by_documents: bool
-    ) -> None:
-        self.shard_lens, self._cp_size = shard_lens_of(pieces, cp_size), cp_size
-        self._by_documents, self._opaque = by_documents, mask.elementwise and not by_documents
-        self._squares, self._max_pairs = by_documents and mask.causal, max(MAX_PAIRS, 2 * pieces.num**2)
-        self._rising = increasing(pieces, cp_size) & (is_order(mask, seq_len) and not self._opaque)
-        parts = [_in_documents(pieces, documents) for documents in mask.runs()] if by_documents else [pieces]
-        self._rows = [(q, keys_of(q, mask, seq_len)) for q in parts]
-        if mask.documents is not None and not by_documents:
-            simple = pieces.regular.all() and (pieces.stride == 1).all()
-            order = None if simple else layout.permutation(seq_len, cp_size).numpy()
-            ((q, k),) = self._rows
-            self._rows = [(_labelled(q, mask, self.shard_lens, order), _labelled(k, mask, self.shard_lens, order))]
-
-    def of_sources(self, sources: Seen) -> Geometry:
-        """Return it without the blocks outside of bool [receiver, source]; `covers` then lists kinds that may occur."""
-        found = copy(self)
-        found._sources, found.needed = sources, np.where(sources, self.needed, 0)
-        return found
-
-    def of_receiver(self, rank: int) -> tuple[Array, ...]:
-        """Return the blocks of a rank's queries, with full blocks joined along rows."""
-        tables = []
-        for q, k in self._rows:
-            q = q.at(q.rank == rank)
-            i, j = np.concatenate([np.empty((2, 0), dtype=np.int64), *self._pairs(q, k)], axis=1)
-            order = i.argsort(kind="stable")
-            blocks = [own_causal(q.at(self._rising[q.rank])), self._blocks(q, i[order], k, j[order])]
-            tables.append(self._seen(join_full(np.concatenate(blocks), SAME_KEYS, Q, Q_END)))
-        return tuple(tables)
-
-    def of_source(self, rank: int) -> Array:
-        """Return the blocks of other ranks with keys of this rank, for all batch rows; only their keys are used."""
-        tables = [np.empty((0, 8), dtype=np.int64)]
-        for q, k in self._rows:
-            k = k.at(k.rank == rank)
-            tables += [self._blocks(q, i, k, j) for i, j in self._pairs(q, k)]
-        table = np.concatenate(tables)
-        return self._seen(table[table[:, RECEIVER] != rank])
-
-    def _seen(self, blocks: Array) -> Array:
-        return blocks if self._sources is None else blocks[self._sources[blocks[:, RECEIVER], blocks[:, SOURCE]]]
-
-    def _blocks(self, q: Pieces, i: Array, k: Pieces, j: Array) -> Array:
-        blocks = block_table(q, i, k, j, self._opaque, keep_own=self._by_documents)
-        return squares(blocks) if self._squares else blocks
-
-    def _groups(self, q: Pieces, k: Pieces) -> tuple[Array, Array, Array, Array]:
-        """Group pieces of q, sorted by document and rank, by these two, with all pieces of k of the document.
-
-        Returns:
-            For each group its first piece of q, the number of pieces, and where its pieces of k begin and end.
-        """
-        owner = q.document * self._cp_size + q.rank
-        first = run_begins(owner[1:] != owner[:-1])[: q.num]
-        begin, end = (np.searchsorted(k.document, q.document[first], side=side) for side in ("left", "right"))
-        return first, np.diff(np.append(first, q.num)), begin, end
-
-    def _num_pairs(self) -> int:
-        """Number of pairs of pieces within documents."""
-        groups = (self._groups(q, k) for q, k in self._rows)
-        return sum(int(num @ (end - begin)) for _, num, begin, end in groups)
-
-    def _pairs(self, q: Pieces, k: Pieces) -> Iterator[Array]:
-        """Yield pairs of pieces that may see each other, except those of `own_causal`: [2, n], in chunks.
-
-        They are in order of `_groups`, then of k. The pairs of a group with one piece of k, a slot, are in one chunk.
-        """
-        first, num, begin, end = self._groups(q, k)
-        slots, pairs = np.cumsum(end - begin), np.cumsum(num * (end - begin))
-        cuts = np.arange(0, pairs.max(initial=0), CHUNK)
-        group = np.searchsorted(pairs, cuts, side="right")
-        edges = np.unique(np.append(slots[group] - ceil_div(pairs[group] - cuts, num[group]), slots[-1:]))
-        for some in pairwise(edges.tolist()):
-            slot = np.arange(*some)
-            group = np.searchsorted(slots, slot, side="right")
-            which, place = expand(num[group])
-            i, j = first[group][which] + place, (end[group] - slots[group] + slot)[which]
-            meet = (q.rank[i] != k.rank[j]) | ~self._rising[q.rank[i]]
-            if q.labels.size:
-                (q_low, q_high), (k_low, k_high) = (x.labels.T[..., of] for x, of in ((q, i), (k, j)))
-                meet &= ((q_low <= k_high) & (k_low <= q_high)).any(0)
-            yield np.stack([i, j])[:, meet]
-
-    def survey(self) -> bool:
-        """Compute `needed`, `overlapping` and `covers` from all blocks.
-
-        Returns:
-            False if documents have too many pairs of pieces, too many bands, or blocks that are not bands.
-        """
-        size, self.overlapping = self._cp_size, False
-        kinds: set[str] = set()
-        bands: set[tuple[int, int]] = set()  # receiver, and both bounds in one number
-        ranges: list[tuple[Array, Array, Array]] = []
-        if self._by_documents and self._num_pairs() > self._max_pairs:
-            return False
-        for q, k in self._rows:
-            tables = (self._blocks(q, i, k, j) for i, j in self._pairs(q, k))
-            for blocks in chain([own_causal(q.at(self._rising[q.rank]))], tables):
-                blocks = join_full(blocks, SAME_KEYS, Q, Q_END, in_order=True)
-                kinds |= self._kinds(blocks)
-                if self._by_documents:
-                    of_blocks, which = np.unique(bands_of(blocks), return_inverse=True)
-                    receiver, which = divmod(
-                        np.unique(blocks[:, RECEIVER] * len(of_blocks) + which), len(of_blocks) or 1
-                    )
-                    bands.update(zip(receiver.tolist(), of_blocks[which].tolist(), strict=True))
-                away = blocks[blocks[:, RECEIVER] != blocks[:, SOURCE]]
-                self.overlapping |= shares_keys(away, size)
-                ranges.append(unions(away[:, RECEIVER] * size + away[:, SOURCE], away[:, K], away[:, K_END]))
-        owner, begin, end = unions(*map(np.concatenate, zip(*ranges, strict=True)))
-        self.needed = np.bincount(owner, end - begin, size * size).astype(np.int64).reshape(size, size)
-        self.covers = frozenset({"segments"} | kinds & {"window"} if self._by_documents else kinds)
-        most = max(Counter(receiver for receiver, _ in bands).values(), default=0)
-        return most <= MAX_BANDS and not (self._by_documents and "pairs" in kinds)
-
-    def _kinds(self, blocks: Array) -> set[str]:
-        left, right = blocks[:, LEFT], blocks[:, RIGHT]
-        causal = (left == NONE) & (right == 0 if self._by_documents else right < NONE)
-        found = {"pairs": left == PAIRS, "full": (left == NONE) & (right == NONE), "causal": causal}
-        found["window"] = ~np.any([*found.values()], axis=0)
-        return {kind for kind, x in found.items() if x.any()}
 
 
-def geometry(
-    layout: Layout, mask: Mask, seq_len: int, cp_size: int, documents: bool, sources: Seen | None = None
-) -> Geometry:
-    """Return the geometry, cached for later calls with the same arguments.
+def survey(
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, documents: bool, sources: Seen | None = None
+) -> Survey:
+    """Return the survey of one rank.
 
     Args:
         layout: positions of every rank.
         mask: its tensors, if any, hold all ``seq_len`` tokens.
         seq_len, cp_size: length of the whole sequence in tokens, and number of ranks.
+        cp_rank: the rank.
         documents: make blocks by documents, if documents are runs of positions with few bands.
-        sources: bool [receiver, source], a further limit on which sources a receiver sees; None: all.
+        sources: bool [receiver, source], a further limit on which sources a receiver sees; None: all. `Survey.covers`
+            then lists kinds that may occur.
     """
-    tensors = (mask.documents, mask.key_padding, mask.blocks)
-    contents = tuple(None if x is None else Content.of(x) for x in tensors)
-    by_documents = documents and contents[0] is not None and contents[1:] == (None, None)
-    found = _geometry(layout, mask.spec(), contents, seq_len, cp_size, by_documents)
-    return found if sources is None else found.of_sources(sources)
+    documents = documents and mask.documents is not None and mask.key_padding is None and mask.blocks is None
+    ranks, walks = np.arange(cp_size) == cp_rank, _WALKS.get()
+    if walks is None:
+        walk = _walk(layout, mask, seq_len, documents, ranks)
+    else:
+        key = layout, mask, seq_len, cp_size, documents
+        if key not in walks:
+            walks[key] = _walk(layout, mask, seq_len, documents, np.ones_like(ranks))
+        walk = walks[key]
+    asked, tables = [], []
+    for q, own, blocks in walk.rows:
+        receiver, source = blocks[:, RECEIVER], blocks[:, SOURCE]
+        asked.append(blocks[(source == cp_rank) & (receiver != cp_rank)])
+        mine = walk.squared(_by_pieces(blocks[receiver == cp_rank], q.at(q.rank == cp_rank)))
+        mine = np.concatenate([own[own[:, RECEIVER] == cp_rank], mine])
+        tables.append(join_full(mine, SAME_KEYS, Q, Q_END))
+    seen, needed = [np.concatenate(asked), *tables], walk.needed
+    if sources is not None:
+        seen, needed = [x[sources[x[:, RECEIVER], x[:, SOURCE]]] for x in seen], np.where(sources, needed, 0)
+    return Survey(walk.shard_lens, tuple(seen[1:]), seen[0], needed, walk.overlapping, walk.covers)
 
 
-@lru_cache(maxsize=4)  # small: a key holds a batch's documents. It halves the time of `explain`, which needs all ranks
-def _geometry(
-    layout: Layout,
-    mask_spec: str,
-    contents: tuple[Content | None, ...],
-    seq_len: int,
-    cp_size: int,
-    by_documents: bool,
-) -> Geometry:
-    mask = parse_mask(mask_spec, *(None if x is None else x.tensor for x in contents))
-    pieces = pieces_of(layout, seq_len, cp_size)
-    if by_documents and pieces.regular.all() and not any(documents.come_back for documents in mask.runs()):
-        found = Geometry(layout, pieces, mask, seq_len, cp_size, True)
-        if found.survey():
-            return found
-    found = Geometry(layout, pieces, mask, seq_len, cp_size, False)
-    found.survey()
-    return found
+_WALKS: ContextVar[dict[Any, Walk] | None] = ContextVar("cp_mesh_walks", default=None)
+
+
+@contextmanager
+def of_many_ranks() -> Iterator[None]:
+    """Around surveys of many ranks: the first one of a layout and mask keeps the blocks of all ranks."""
+    token = _WALKS.set({})
+    try:
+        yield
+    finally:
+        _WALKS.reset(token)
+
+
+def _walk(layout: Layout, mask: Mask, seq_len: int, documents: bool, ranks: Seen) -> Walk:
+    """Walk over all blocks and keep those of some ranks, bool [cp_size]."""
+    pieces = pieces_of(layout, seq_len, len(ranks))
+    by_documents = documents and pieces.regular.all() and not any(runs.come_back for runs in mask.runs())
+    if by_documents and (walk := Walk(layout, pieces, mask, seq_len, ranks, True)).is_whole:
+        return walk
+    return Walk(layout, pieces, mask, seq_len, ranks, False)
+
+
+class Walk:
+    """All blocks of all ranks, computed some at a time: those of some ranks are kept, of all the figures.
+
+    Attributes:
+        shard_lens, overlapping: as in `Survey`.
+        is_whole: False if documents have too many pairs of pieces or bands, or blocks that are not bands.
+        rows: for each batch row, or for all, the pieces of queries, the blocks of `own_causal`, and the other blocks
+            that are kept.
+    """
+
+    def __init__(
+        self, layout: Layout, pieces: Pieces, mask: Mask, seq_len: int, ranks: Seen, by_documents: bool
+    ) -> None:
+        self._size, self._by_documents, self._causal = len(ranks), by_documents, mask.causal
+        self.shard_lens, self.overlapping = shard_lens_of(pieces, self._size), False
+        self.rows: list[tuple[Pieces, Array, Array]] = []
+        self._kinds, self._bands = set[str](), set[tuple[int, int]]()  # receiver, and both bounds in one number
+        self._ranges: list[tuple[Array, Array, Array]] = []
+        opaque = mask.elementwise and not by_documents
+        rising = increasing(pieces, self._size) & (is_order(mask, seq_len) and not opaque)
+        parts = [_in_documents(pieces, documents) for documents in mask.runs()] if by_documents else [pieces]
+        rows = [(q, keys_of(q, mask, seq_len)) for q in parts]
+        if mask.documents is not None and not by_documents:
+            simple = pieces.regular.all() and (pieces.stride == 1).all()
+            order = None if simple else layout.permutation(seq_len, self._size).numpy()
+            label = partial(_labelled, mask=mask, shard_lens=self.shard_lens, order=order)
+            rows = [(label(q), label(k)) for q, k in rows]
+        grouped = [_groups(q, k, self._size) for q, k in rows]
+        if by_documents and sum(int(num @ num_k) for _, num, _, num_k in grouped) > max(MAX_PAIRS, 2 * pieces.num**2):
+            self.is_whole = False
+            return
+        for (q, k), groups in zip(rows, grouped, strict=True):
+            own, kept = own_causal(q.at(rising[q.rank])), []
+            more = own
+            for i, j in _pairs(q, k, groups, rising):
+                blocks = block_table(q, i, k, j, opaque, keep_own=by_documents)
+                kept.append(blocks[ranks[blocks[:, RECEIVER]] | ranks[blocks[:, SOURCE]]])
+                self._note(np.concatenate([more, self.squared(blocks)]))
+                more = more[:0]
+            self.rows.append((q, own, np.concatenate(kept)))
+        most = max(Counter(receiver for receiver, _ in self._bands).values(), default=0)
+        self.is_whole = most <= MAX_BANDS and not (by_documents and "pairs" in self._kinds)
+
+    def squared(self, blocks: Array) -> Array:
+        """Return blocks as they are computed: of causal documents as squares."""
+        return squares(blocks) if self._by_documents and self._causal else blocks
+
+    def _note(self, blocks: Array) -> None:
+        """Note figures of blocks; all of a receiver with the same keys are noted together, in order of their rows."""
+        size, bands = self._size, bands_of(blocks)
+        known = np.unique(bands)
+        self._kinds.update(self._kind(*of_band(band)) for band in known.tolist())
+        if self._by_documents:
+            which = known.searchsorted(bands)
+            receiver, which = divmod(np.unique(blocks[:, RECEIVER] * len(known) + which), len(known) or 1)
+            self._bands.update(zip(receiver.tolist(), known[which].tolist(), strict=True))
+        away = blocks[blocks[:, RECEIVER] != blocks[:, SOURCE]]
+        if not self.overlapping and shares_keys(away, size):
+            self.overlapping = shares_keys(join_full(away, SAME_KEYS, Q, Q_END, in_order=True), size)
+        self._ranges.append(unions(away[:, RECEIVER] * size + away[:, SOURCE], away[:, K], away[:, K_END]))
+
+    def _kind(self, left: int, right: int) -> str:
+        if left != NONE:
+            return "pairs" if left == PAIRS else "window"
+        if right == NONE:
+            return "full"
+        return "causal" if right == 0 or not self._by_documents else "window"
+
+    @property
+    def covers(self) -> frozenset[str]:
+        """As in `Survey`."""
+        return frozenset({"segments"} | self._kinds & {"window"} if self._by_documents else self._kinds)
+
+    @cached_property
+    def needed(self) -> Array:
+        """As in `Survey`."""
+        owner, begin, end = unions(*map(np.concatenate, zip(*self._ranges, strict=True)))
+        counts = np.bincount(owner, end - begin, self._size**2)
+        return counts.astype(np.int64).reshape(self._size, self._size)
+
+
+def _groups(q: Pieces, k: Pieces, cp_size: int) -> tuple[Array, Array, Array, Array]:
+    """Group pieces of q, sorted by document and rank, by these two, with all pieces of k of the document.
+
+    Returns:
+        For each group its first piece of q, the number of pieces, where its pieces of k begin, and their number.
+    """
+    owner = q.document * cp_size + q.rank
+    first = run_begins(owner[1:] != owner[:-1])[: q.num]
+    begin, end = (k.document.searchsorted(q.document[first], side) for side in ("left", "right"))
+    return first, np.append(first, q.num)[1:] - first, begin, end - begin
+
+
+def _pairs(
+    q: Pieces, k: Pieces, groups: tuple[Array, Array, Array, Array], rising: NDArray[np.bool_]
+) -> Iterator[tuple[Array, Array]]:
+    """Yield pairs of pieces that may see each other, except those of `own_causal`: indices in q and in k, in chunks.
+
+    They are in order of `_groups`, then of k. The pairs of a group with one piece of k, a slot, are in one chunk.
+    """
+    first, num, begin, num_k = groups
+    slots, pairs = num_k.cumsum(), (num * num_k).cumsum()
+    cuts = np.arange(CHUNK, pairs.max(initial=0), CHUNK)
+    group = pairs.searchsorted(cuts, "right")
+    inner = slots[group] - ceil_div(pairs[group] - cuts, num[group])
+    for some in pairwise([*dict.fromkeys([0, *inner.tolist()]), slots.max(initial=0)]):
+        slot = np.arange(*some)
+        group = slots.searchsorted(slot, "right")
+        which, place = expand(num[group])
+        i, j = first[group][which] + place, (begin[group] + num_k[group] - slots[group] + slot)[which]
+        meet = (q.rank[i] != k.rank[j]) | ~rising[q.rank[i]]
+        if k.labels.size:
+            (q_low, q_high), (k_low, k_high) = (x.labels.T[..., of] for x, of in ((q, i), (k, j)))
+            meet &= ((q_low <= k_high) & (k_low <= q_high)).any(0)
+        yield i[meet], j[meet]
+
+
+def _by_pieces(blocks: Array, q: Pieces) -> Array:
+    """Sort blocks by the piece of q that holds their rows; those of a piece stay in order."""
+    rows = q.rank * NONE + q.row
+    order = rows.argsort()
+    piece = order[rows.searchsorted(blocks[:, RECEIVER] * NONE + blocks[:, Q], "right", order) - 1]
+    return blocks[piece.argsort(kind="stable")]
 
 
 def active_steps(needed: Array) -> tuple[int, ...]:

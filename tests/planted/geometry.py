@@ -153,8 +153,8 @@ plant("pieces that share their last document alone are left out", "survey:_label
 plant("pieces that hold the rest of a block are left out", "block_table:keys_of", "coverage")(
     lambda keys_of: with_arguments(keys_of, mask=lambda mask: replace(mask, blocks=None))
 )
-plant("rows that travel are counted of the first pairs alone", "survey:Geometry._pairs", "facts")(
-    lambda pairs: lambda self, q, k: islice(pairs(self, q, k), 1)
+plant("rows that travel are counted of the first pairs alone", "survey:_pairs", "facts")(
+    lambda pairs: lambda *given: islice(pairs(*given), 1)
 )
 plant("two calls with the same keys go unseen", "block_table:shares_keys", "facts")(
     lambda shares_keys: with_result(shares_keys, lambda shared: False)

@@ -66,9 +66,11 @@ def every_fact(rank: int) -> list[str]:
     for options, layout, cp_size, documents in product(
         masks, ("contiguous", "zigzag", "striped"), (2, 3, 5), (None, packed)
     ):
-        given = LAYOUTS[layout](31), Mask(**options, documents=documents), 31, cp_size, documents is not None
-        with mock.patch.object(survey, "CHUNK", 30):  # more than pairs of one rank, less than those of all
-            found, want = survey.geometry(*given), facts_of_all_blocks(*given)
+        given = LAYOUTS[layout](31), Mask(**options, documents=documents), 31, cp_size
+        by_documents = documents is not None
+        want = facts_of_all_blocks(*given, by_documents)
+        with mock.patch.object(survey, "CHUNK", 30):  # less than pairs of all ranks
+            found = survey.survey(*given, 0, by_documents)
         if found.needed.tolist() != want["needed"] or found.overlapping != want["overlapping"]:
             got = found.needed.tolist(), found.overlapping
             problems.append(f"{layout}, {options}, {cp_size} ranks: {got}, not {want}")

@@ -19,6 +19,7 @@ from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.survey import of_many_ranks
 from cp_mesh.kernels.table import KERNELS
 from cp_mesh.tools.explain.predict.methods import degrees
 from cp_mesh.tools.explain.text import as_bytes, text_of
@@ -75,6 +76,7 @@ class Explanation:
 
 
 @typed
+@of_many_ranks()
 def explain(
     seq_len: int,
     cp_size: int,
