@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, Striped,
 from cp_mesh.geometry import Permuted
 from cp_mesh.training import document_sums
 
-agreement, first_calls = room("agreement"), room("first_calls")
+agreement = room("agreement")
 passes = room("passes")
 fingerprint = inner("fingerprints", "fingerprint")
 
@@ -328,18 +329,26 @@ def test_a_refused_seq_dim_does_not_hang(pool: Any) -> None:
         assert error is not None and error.type == ("ArgumentError" if rank == ODD else "RankMismatchError")
 
 
-def count(rank: int, context: Callable[[], Any], environment: dict[str, str]) -> tuple[int, int]:
-    """Collectives of a forward and of its backward."""
+def count(rank: int, context: Callable[[], Any], environment: dict[str, str]) -> tuple[list[int], list[int]]:
+    """Comparisons and collectives of a forward that is not the first of its kind, and of its backward."""
     forget_plans()  # CP_MESH_CHECK is read when a plan is made
     options = arguments(rank, Case((), dict))
     for name in ("query", "key", "value"):
         options[name].requires_grad_()
+    attention(**options)
+
+    def done() -> list[int]:
+        return [words.call_count, num_collectives()]
+
     with mock.patch.dict("os.environ", environment), context():
-        before = num_collectives()
-        out = attention(**options)
-        between = num_collectives()
-        out.sum().backward()
-    return between - before, num_collectives() - between
+        with mock.patch.object(agreement, "Words", wraps=agreement.Words) as words:
+            numbers = [done()]
+            out = attention(**options)
+            numbers.append(done())
+            out.sum().backward()
+            numbers.append(done())
+    forward, backward = ([y - x for x, y in zip(*pair, strict=True)] for pair in itertools.pairwise(numbers))
+    return forward, backward
 
 
 def checks_off() -> Any:
@@ -363,9 +372,8 @@ def test_exchanges_only_where_asked(
     pool: Any, context: Callable[[], Any], environment: dict[str, str], exchanges: bool
 ) -> None:
     ring = WORLD_SIZE - 1  # one hop of K and V from each other rank, one of their gradients back
-    for forward, backward in pool(WORLD_SIZE).run(count, context, environment):
-        assert (forward > ring) if exchanges else (forward == ring)
-        assert (backward > 2 * ring) if exchanges else (backward == 2 * ring)
+    for found in pool(WORLD_SIZE).run(count, context, environment):
+        assert found == ([int(exchanges), ring], [int(exchanges), 2 * ring])
 
 
 class Cores(nn.Module):
@@ -442,23 +450,20 @@ def test_check_mode_compares_the_order_of_calls(
 
 
 def one_more(rank: int) -> None:
-    """A compiled backward, as before it on all ranks, but the odd one has had one more, of which nobody was told."""
+    """The odd rank runs a compiled backward once more, where the others call attention."""
     axis, x = mesh((WORLD_SIZE,), ("cp",)), torch.randn(B, H, ROWS, D).requires_grad_()
     call = torch.compile(functools.partial(attention, mesh=axis), backend="aot_eager")
-    count = first_calls.Calls.count
-    with mock.patch.object(first_calls.Calls, "count", autospec=True, side_effect=count) as noted:
-        call(x, x, x).sum().backward()
-    if rank == ODD:
-        count(*noted.call_args.args)[0] += 1
     with check_mode():
-        call(x, x, x).sum().backward()
+        loss = call(x, x, x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward() if rank == ODD else call(x, x, x)
 
 
 @pytest.mark.full
-def test_check_mode_compares_how_many_compiled_backwards_there_were(pool: Any) -> None:
+def test_check_mode_compares_how_many_compiled_backwards_there_are(pool: Any) -> None:
     for error in pool(WORLD_SIZE).run_expecting_error(one_more):
         assert error is not None and error.type == "RankMismatchError", error
-        assert "same order of calls" in error.message and "cp rank 1: backward, after " in error.message
+        assert "same pass on every cp rank, got cp rank 0: forward; cp rank 1: backward" in error.message
 
 
 def one_rank_forgets(rank: int, compiled: bool) -> None:
@@ -467,7 +472,7 @@ def one_rank_forgets(rank: int, compiled: bool) -> None:
     call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     q, k, v = (x.requires_grad_() for x in tensors().values())
     call(q, k, v).sum().backward()
-    with mock.patch.object(first_calls, "agree") as agree:
+    with mock.patch.object(agreement, "Words") as words:
         for when in ("forward", "backward"):
             if rank == ODD and when == "forward":
                 forget_plans()
@@ -475,7 +480,7 @@ def one_rank_forgets(rank: int, compiled: bool) -> None:
             if rank == ODD and when == "backward":
                 forget_plans()
             out.sum().backward()
-    agree.assert_not_called()
+    words.assert_not_called()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -576,10 +581,10 @@ def made_anew(rank: int) -> None:
     """Two comparisons of one number over one store, as when a group is destroyed and made again under its name."""
     group = mesh((2,), ("cp",)).get_group()
     for number in range(3):
-        forget_kept(agreement._Compared, first_calls.Calls)
+        forget_kept(agreement.Calls)
         dist.barrier(group)
         time.sleep(0.2 * rank * number)  # what the other rank left before is there already
-        first_calls.agree_first(group, number, {"seq_len": str(number)})
+        agreement.compare(group, number, lambda number=number: {"seq_len": str(number)})
 
 
 def test_a_group_that_is_made_anew_reads_nothing_old(pool: Any) -> None:
@@ -631,7 +636,7 @@ def test_a_later_refusal_is_told_when_the_wait_ends(pool: Any) -> None:
 def many_kinds(rank: int) -> list[str]:
     """What calls say after the most kinds that are kept, of which the third differs on the odd rank."""
     group, said = dist.new_group(), []
-    with mock.patch.object(first_calls, "MOST_KINDS", 1):
+    with mock.patch.object(agreement, "MOST_KINDS", 1):
         for i in range(5):
             try:
                 attention(**tensors(), mesh=group, scale=1 + i + (0.5 if (i, rank) == (3, ODD) else 0))

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cp_mesh
 from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence
 
-agreement, first_calls = room("agreement"), room("first_calls")
+agreement = room("agreement")
 trained = room("sequence.losses")
 
 UNREDUCED = "equal on all ranks before the optimizer steps, got different ones on the ranks"
@@ -367,7 +367,7 @@ def the_same_answers(rank: int) -> list[list[int]]:
         if rank == 2 and topic == "two":
             dist.barrier(group)
         with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=5 if topic == "all" else 0.2)):
-            said.append([*agreement.compare_step(group, topic, {})])
+            said.append([*agreement.exchange_in_time(group, topic, {})])
         if rank < 2 and topic == "two":
             dist.barrier(group)
     return said
@@ -385,20 +385,21 @@ def left_alone(rank: int, how: str) -> None:
         group = dist.new_group()
         under_the_name_of(group, store)
         if rank == 1 and how == "refused":
-            agreement.announce_refusal(group, ValueError("only here"))
+            with contextlib.suppress(ValueError), agreement.refusing(group):
+                raise ValueError("only here")
         if rank == 1 and how == "waited":
             with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.1)):
                 with pytest.raises(cp_mesh.RankMismatchError, match=r"got none from ranks \[0\]"):
-                    first_calls.agree_first(group, 0, {"seq_len": "1"})
+                    agreement.compare(group, 0, lambda: {"seq_len": "1"})
         if times == 1:
-            first_calls.look_again(group)  # what a plan counts is of its group too
+            agreement.look_again(group)  # what a plan counts is of its group too
         dist.destroy_process_group(group)
         dist.barrier()
     group = dist.new_group()
     under_the_name_of(group, store)
     with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=5)):
         for kind in range(2):
-            first_calls.agree_first(group, kind, {"seq_len": str(kind)})
+            agreement.compare(group, kind, lambda kind=kind: {"seq_len": str(kind)})
 
 
 @pytest.mark.parametrize("how", ["refused", "waited"])

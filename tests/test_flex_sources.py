@@ -468,7 +468,7 @@ def of_batches(rank: int) -> int:
     """How many kinds of call are compared, of four batches of documents."""
     sequence = ShardedSequence(mesh((2,), ("cp",)), Contiguous())
     local = [x[:, :, : S // 2] for x in make_qkv(B, H, H, S, D)[:3]]
-    with mock.patch.object(passes, "agree_first", wraps=passes.agree_first) as compared:
+    with mock.patch.object(passes, "_what_must_agree", wraps=passes._what_must_agree) as compared:
         tables = set()
         for length in (2, 4, 6, 12):
             block_mask = create_block_mask(documents(torch.arange(S) // length), None, None, S, S, sequence)

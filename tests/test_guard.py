@@ -30,7 +30,7 @@ from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequ
 loss = room("loss")
 _decide, _decide_over_tp = inner("gradients", "_decide", "_decide_over_tp")
 _norm = inner("gradients", "_norm")
-Calls, state_of = inner("first_calls", "Calls"), inner("group_state", "state_of")
+Calls, state_of = inner("agreement", "Calls"), inner("group_state", "state_of")
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D

@@ -54,7 +54,7 @@ def calls(rank: int) -> list[str]:
     with torch.no_grad():  # no gradient is wanted: another kind of call
         attention(*(x[:, :, rows] for x in (q, k, v)), mesh=axis, mask=masks[0])
     compare("after a call without gradients", masks[0], True)
-    room("first_calls").look_again(axis.get_group())
+    room("agreement").look_again(axis.get_group())
     compare("first calls are compared again", masks[0], False)
     compare("and then known", masks[0], True)
     call(masks[0], torch.float32)

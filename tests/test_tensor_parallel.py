@@ -49,7 +49,7 @@ from cp_mesh import (
 from cp_mesh.comm.exchange import release, symmetric_memory_bytes
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 
-agreement, first_calls = room("agreement"), room("first_calls")
+agreement = room("agreement")
 column_linears = room("colwise")
 cuts = room("cuts")
 overlap = room("overlap")
@@ -729,7 +729,7 @@ def checkpointed(rank: int) -> list[int]:
         out.square().sum().backward()
         results.append(num_collectives() - before)
         grads.append({"x": x.grad, **gradients(module)})
-        words += inside.state_of(tp.get_group(), agreement._Compared).times  # since the plan
+        words += inside.state_of(tp.get_group(), agreement.Calls).times  # since the plan
     results.append(words)
     for other in grads[1:]:
         assert all(torch.equal(other[name], grads[0][name]) for name in grads[0])
@@ -1191,9 +1191,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 def refused(rank: int, names: list[str]) -> list[str]:
     """What was raised for each, and where a collective ran before it: weights are scattered when a style is applied."""
     found, (_, tp) = [], alone_and_tp()
-    forget_kept(
-        agreement._Compared, first_calls.Calls
-    )  # other tests made calls of the same kind, of which the first alone is compared
+    forget_kept(agreement.Calls)  # other tests made calls of the same kind, of which the first alone is compared
     for name in names:
         try:
             REFUSED[name][0](tp)
@@ -1395,7 +1393,7 @@ def refused_alone(rank: int, names: tuple[str, ...], checked: bool = False) -> l
 def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
     found, axes = [], mesh((2, 2), ("dp", "tp"))
     for name in names:
-        forget_kept(agreement._Compared, first_calls.Calls)
+        forget_kept(agreement.Calls)
         dist.barrier()
         begin = time.monotonic()
         try:
@@ -1476,7 +1474,7 @@ def refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
 
 def _refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
     """What was raised, after how many seconds, and the shape of what a right call then returns."""
-    forget_kept(agreement._Compared, first_calls.Calls, cuts.Cuts)  # cuts of other tests, too
+    forget_kept(agreement.Calls, cuts.Cuts)  # cuts of other tests, too
     torch._dynamo.reset()
     axes = mesh((2, 2), ("cp", "tp"))
     cp, tp = axes["cp"], axes["tp"]
@@ -1524,7 +1522,7 @@ def planned_elsewhere(rank: int) -> tuple[int, ...]:
     for _ in range(2):
         found = row(torch.ones(2, 4, C // 2))
         if axes.get_local_rank("tp") == 0:  # another model, of these ranks alone
-            first_calls.look_again(axes["dp"].get_group())
+            agreement.look_again(axes["dp"].get_group())
     return tuple(found.shape)
 
 

@@ -36,7 +36,7 @@ from cp_mesh.call.spec import (
     seed_tensor,
     shown,
 )
-from cp_mesh.comm.agreement import announce_refusal
+from cp_mesh.comm.agreement import refusing
 from cp_mesh.errors import as_int, refuse
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import TENSORS, Mask
@@ -181,15 +181,12 @@ def attend(
         if known_by is not None and (found := known.find(known_by)) is not None:
             out, lse = known.run(found, query, key, value)
             return (out, lse) if return_lse else out
-    try:
+    with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             others = with_degree(mesh, others)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, mask=mask, return_lse=return_lse, **others)
-    except Exception as error:
-        announce_to_cp(error, query, mesh, seq_dim)
-        raise
     if isinstance(query, DTensor) and (call.seq_len < axis.size or call.options.score_mod or call.options.mask_mod):
         # DTensor gathers a dim shorter than its mesh axis, and has no rule for lists of tensors. Other DTensors go
         # through its dispatch. `ContextParallel` unwraps those of a core over tp alone, which have no cp axis.
@@ -202,12 +199,6 @@ def attend(
         if known_by is not None:
             known.note(known_by, call, (query, key, value), mesh, mask)
     return (out, lse) if return_lse else out
-
-
-def announce_to_cp(error: Exception, query: Any, mesh: Any, seq_dim: Any) -> None:
-    """`announce_refusal` to the cp group if the arguments show it; not in a trace, where all ranks refuse alike."""
-    if not torch.compiler.is_compiling() and (group := group_that_waits(query, mesh, seq_dim)) is not None:
-        announce_refusal(group, error)
 
 
 def with_degree(mesh: DeviceMesh | dist.ProcessGroup, given: Mapping[str, Any]) -> dict[str, Any]:

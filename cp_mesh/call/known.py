@@ -23,8 +23,7 @@ from cp_mesh.call.passes import backward, kind_of, kind_of_forward, run_backward
 from cp_mesh.call.plan import MOST as MOST_PLANS
 from cp_mesh.call.plan import Plans, make_plan, refuse_copies
 from cp_mesh.call.spec import Call, autocast
-from cp_mesh.comm.agreement import CHECK, checking, turned_off
-from cp_mesh.comm.first_calls import Calls, calls_of, is_compared
+from cp_mesh.comm.agreement import CHECK, Calls, calls_of, checking
 from cp_mesh.comm.group_state import states_of
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import TENSORS, Mask
@@ -45,7 +44,6 @@ class Known(NamedTuple):
         group: a weak reference, as a group's plans go with it.
         dtype: of q, k and v, cast by autocast.
         states: of the group; ``plans``, ``calls`` and ``kinds`` must be those in it, else the group was told to forget.
-        counter: of its forwards, for check mode.
         read: tensors of the mask, and how often they had been written when the plan read them.
         alive: weak references to mesh and mask.
     """
@@ -60,7 +58,6 @@ class Known(NamedTuple):
     plans: Plans
     calls: Calls
     kinds: set[Any]
-    counter: list[int]
     read: list[tuple[Tensor, int]]
     alive: tuple[Any, ...]
 
@@ -112,12 +109,12 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
     options, group, (q, k, v) = call.options, call.group, call.format.to_bhsd(*qkv)
     if options.score_mod or options.mask_mod or any(x is not None for x in call.tensors[len(TENSORS) + 1 :]):
         return
-    if not all(isinstance(x, _PLAIN) for x in key) or checking(group) or turned_off(group):
+    if not all(isinstance(x, _PLAIN) for x in key) or checking(group) is not None:
         return
     scores = call.scores(q)
     plan = make_plan(q, k, v, call, group, scores.features)
-    kind, states, read = kind_of_forward(plan, call), states_of(group), [x for x in call.tensors if x is not None]
-    if not is_compared(group, kind):
+    states, read = states_of(group), [x for x in call.tensors if x is not None]
+    if kind_of_forward(plan, call) not in states[Calls].kinds:
         return
     known = [*_calls.items()]
     held = [*dict.fromkeys(x.plan for _, x in known if x.plan.reads_tensors and x.plan is not plan)]
@@ -143,7 +140,6 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
         states[Plans],
         calls,
         calls.kinds,
-        calls.count("forward", kind),
         versions,
         (watch(mesh), watch(mask)),
     )
@@ -165,8 +161,6 @@ def forward(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]
     """As `passes.run_forward`."""
     if known.plan.reads_tensors:
         refuse_copies(known.plan)
-    known.calls.forwards += 1
-    known.counter[0] += 1
     return run_forward(known.plan, known.scores, known.call, known.group(), q, k, v)
 
 
@@ -204,8 +198,7 @@ class _Node(torch.autograd.Function):
         else:
             if known.plan.reads_tensors:
                 refuse_copies(known.plan)
-            group = known.group()
-            calls_of(group).count("backward", known.kind)[0] += 1  # refuses a group in which a pass broke off
+            calls_of(group := known.group())  # refuses a group in which a pass broke off
             with below_autograd():
                 dq, dk, dv, _ = run_backward(known.plan, known.scores, known.call, group, *given)
         return None, dq, dk, dv

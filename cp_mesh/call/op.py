@@ -44,8 +44,7 @@ from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.operators import is_seen, library, refuse_tangents
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
-from cp_mesh.comm.agreement import checked, checking
-from cp_mesh.comm.first_calls import last_forward
+from cp_mesh.comm.agreement import checked, checking, last_forward
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
@@ -139,7 +138,7 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(*(() if options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
         group = resolve_group(ctx.others[2])
-        ctx.forward = last_forward(group) if checking(group) else None
+        ctx.forward = last_forward(group) if checking(group) else ""
         if ctx.has_kept:
             ctx.save_for_backward(*(without_rows(x, ctx.others[1]) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
@@ -165,8 +164,7 @@ class _Attention(torch.autograd.Function):
         names = ",".join([*wanted, *map(name_of_captured, read)])
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
         group = resolve_group(ctx.others[2])
-        check = bool(ctx.forward) or checking(group)
-        with checked(enabled=True, backward_of=ctx.forward) if check else nullcontext():
+        with checked(enabled=True, backward_of=ctx.forward) if ctx.forward or checking(group) else nullcontext():
             dq, dk, dv, *grads, flat = _call_backward(ctx.keys, given, ctx.plan)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # a plain tensor beside DTensors gets this rank's partial gradient

@@ -17,17 +17,8 @@ from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.method import Plan
 from cp_mesh.call.plan import make_plan, refuse_copies
 from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, Call, Operand, nothing_kept
-from cp_mesh.comm.agreement import (
-    GRADED_INPUT,
-    ORDER,
-    PASS,
-    announce_refusal,
-    checking,
-    refusing,
-    require_agreement,
-)
+from cp_mesh.comm.agreement import GRADED_INPUT, ORDER, PASS, compare, end_by, order_of, refusing
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.first_calls import agree_first, calls_of, end_by, is_first, order_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
@@ -126,25 +117,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
     query, key, value = q, k, v
     q, k, v = form.to_bhsd(q, k, v)
-    try:
+    with refusing(group):
         root = ROOT.get()
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
             check_length(call.seq_len, root.seq_len)
         scores = call.scores(q)
         plan = make_plan(q, k, v, call, group, scores.features)
-    except Exception as error:
-        announce_refusal(group, error)
-        raise
-    kind = kind_of_forward(plan, call)
-    if checking(group):
-        told = _what_must_agree(plan, q, k, v, call)
-        require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
-    elif is_first(group, kind):
+
+    def told() -> dict[str, str]:
         note_callers()
-        with refusing(call.group_name, in_check_mode=False):
-            check_mark(query, call.seq_dim, plan.layout, group)
-        agree_first(group, kind, _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None))
-    calls_of(group).count_forward(kind)
+        check_mark(query, call.seq_dim, plan.layout, group)
+        fields = _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None)
+        return {PASS: "forward", **fields, ORDER: order_of("forward")}
+
+    compare(group, kind_of_forward(plan, call), told)
     out, lse, *kept = run_forward(plan, scores, call, group, query, key, value)
     return (out, lse, *(kept or nothing_kept(q, lse))), plan
 
@@ -194,11 +180,12 @@ def backward(
         plan = make_plan(of_q, of_k, of_v, call, group, scores.features)
     elif plan.reads_tensors:
         refuse_copies(plan)
-    kind = kind_of(plan, call)
-    if checking(group):
-        told = {**_in_words(call, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
-        require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
-    calls_of(group).count("backward", kind)[0] += 1
+
+    def told() -> dict[str, str]:
+        fields = {**_in_words(call, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
+        return {PASS: "backward", ORDER: order_of("backward"), **fields}
+
+    compare(group, None, told)
     names = wanted.split(",") if wanted else ()
     dq, dk, dv, of_scores = run_backward(plan, scores, call, group, dout, q, k, v, out, lse, dlse, kept, names)
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]

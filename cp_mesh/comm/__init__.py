@@ -3,7 +3,6 @@
 `contract` defines transports, `functional` and `symmetric_memory` implement them, `exchange` chooses one. `heads` does
 the all-to-all of heads and rows; `shards` and `symmetric_shards` move rows for linears, `whole` moves small tensors.
 `packing` and `waiting` are shared helpers; `groups` makes groups within the cp group, `group_state` keeps state by
-group. `agreement` compares ranks before the first collective, and `first_calls` selects the calls to compare:
-`store_messages` writes messages to the store, `fingerprints` makes digests of tensors, `model_groups` lists the groups
-that are informed of a refusal.
+group. `agreement` compares ranks before the first collective: `store_messages` writes messages to the store,
+`fingerprints` makes digests of tensors, `model_groups` lists the groups that are informed of a refusal.
 """

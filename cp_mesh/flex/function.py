@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import forward_level, function_modes, in_transform, untraced
-from cp_mesh.call.dtensor import find_cp_axis
+from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import announce_to_cp, attend, check_format
+from cp_mesh.call.function import attend, check_format
+from cp_mesh.comm.agreement import refusing
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.flex.block_mask import read_mask
 from cp_mesh.flex.rank_mask import Sources
@@ -124,7 +125,7 @@ def flex_attention(
         of_torch: Any = module.flex_attention
         return of_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     seq_len = options["seq_len"]
-    try:
+    with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         form = FORMATS[axis.seq_dim]
         check_format(query, key, value, form)
@@ -136,9 +137,6 @@ def flex_attention(
         whole = length if isinstance(query, DTensor) else length * axis.size if seq_len is None else seq_len
         batch = query.shape[form.dims["batch"]] if "batch" in form.dims else 1
         functions = Functions.of(score_mod, block_mask, query, (batch, num_heads, whole))
-    except Exception as error:
-        announce_to_cp(error, query, mesh, seq_dim)
-        raise
     return attend(query, key, value, scale=scale, return_lse=return_lse, **options, **functions.keywords())
 
 

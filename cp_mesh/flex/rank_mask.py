@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_mesh._torch import funcol, times_written, untraced
-from cp_mesh.comm.agreement import announce_refusal, keep_to_itself, leave_word, read_word, refusing
+from cp_mesh.comm.agreement import compare, leave_word, read_word, refusing
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.first_calls import agree_once, is_first
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import RankMismatchError, UnsupportedError, refuse, written
 from cp_mesh.flex.trace import trace
@@ -121,11 +120,10 @@ def find_sources(
     if not isinstance(sequence, ShardedSequence):
         refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it has mesh and layout")
     group = sequence.mesh.get_group()
-    with refusing(group.group_name):
+    with refusing(group):
         asked = _checked(mask_mod, batch, heads, length, sequence, group)
     kind = "create_block_mask", *asked.said.values()
-    seen = _look(asked, group, kind)
-    agree_once(
+    compare(
         group,
         kind,
         lambda: (
@@ -133,11 +131,10 @@ def find_sources(
             | {f"captured tensor {i} of mask_mod": fingerprint(x) for i, x in enumerate(asked.read)}
         ),
     )
-    told = _tell(group, seen, asked.keys[0].device)
+    told = _tell(group, _look(asked, group), asked.keys[0].device)
     if (failed := (told == FAILED).any(1)).any():
         said_by_it = f"cp rank {failed.argmax()} raised while this rank did not: {read_word()}"
-        keep_to_itself(mismatch := RankMismatchError(f"create_block_mask: {said_by_it}"))
-        raise mismatch
+        raise RankMismatchError(f"create_block_mask: {said_by_it}")
     of_mask, place = (asked.function.handle, asked.sizes), (group.group_name, asked.layout, asked.seq_len)
     return Sources(say_sources(told == 1), of_mask, Unchanged(asked.read), place)
 
@@ -173,19 +170,15 @@ def _checked(
     return _Asked(function, read, function.sizes(batch or 1, heads or 1), layout, seq_len, keys)
 
 
-def _look(asked: _Asked, group: dist.ProcessGroup, kind: Hashable) -> list[bool]:
+def _look(asked: _Asked, group: dist.ProcessGroup) -> list[bool]:
     """Whether this rank's queries see each source; reports an error to the other ranks before raising it."""
     try:
-        with torch.no_grad():
+        with refusing(group, heard=True), torch.no_grad():
             own = asked.keys[group.rank()]
             found = [_seen(asked.function, x, asked.sizes, own, asked.keys) for x in _as_read(asked.read)]
-    except Exception as error:
-        if is_first(group, kind):
-            announce_refusal(group, error, in_check_mode=False)
-        else:  # the other ranks wait in the all-gather for this rank's flags
-            leave_word(f"{type(error).__name__}: {error}")
-            keep_to_itself(error)
-            _tell(group, [FAILED] * group.size(), asked.keys[0].device)
+    except Exception as error:  # the other ranks wait in the all-gather for this rank's flags
+        leave_word(f"{type(error).__name__}: {error}")
+        _tell(group, [FAILED] * group.size(), asked.keys[0].device)
         raise
     return [any(of_source) for of_source in zip(*found, strict=True)]
 

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from cp_mesh._torch import untraced
 from cp_mesh.call.spec import check_tensors
-from cp_mesh.comm.agreement import checking
+from cp_mesh.comm.agreement import checking, compare, refusing
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
-from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.errors import as_int, refuse
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.inference.decoding import UNUSED, announcing, check_tensor, decode
+from cp_mesh.inference.decoding import UNUSED, check_tensor, decode
 from cp_mesh.inference.split_kv import Further
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -134,7 +133,7 @@ class ShardedCache:
             key: [B, K, n, D], the same on every cp rank.
             value: [B, K, n, Dv], likewise.
         """
-        with announcing(self.sequence.mesh):
+        with refusing(group := self.sequence.mesh.get_group()):
             self._check(key, value)
             num_new = key.shape[2]
             if num_new < 1:
@@ -143,9 +142,9 @@ class ShardedCache:
                 hint = "call prefill first; for no prompt, make the cache with a ShardedSequence without length="
                 refuse("append", f"the {prompt} tokens of the sequence in the cache", "an empty cache", hint)
             self._check_room(self.length + num_new)
-        told = fingerprint if checking(group := self.sequence.mesh.get_group()) else shape_of
+        told = fingerprint if checking(group) else shape_of
         kind = "append", told(key), told(value)
-        agree_once(group, kind, lambda: dict(zip(("call", "key", "value"), kind, strict=True)))
+        compare(group, kind, lambda: dict(zip(("call", "key", "value"), kind, strict=True)))
         if self.capacity is None:
             self._append_from_host(key, value)
         else:
@@ -199,7 +198,7 @@ class ShardedCache:
         Returns:
             out [B, H, n, Dv]; with ``return_lse`` (out, lse).
         """
-        with announcing(self.sequence.mesh):
+        with refusing(self.sequence.mesh.get_group()):
             check_tensor("query", query)
             num_rows = query.shape[2]
             if num_rows > self._num_new:

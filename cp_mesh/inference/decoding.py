@@ -14,8 +14,7 @@ Legend: B batch, H query heads, K kv heads, n query rows, D head dim, Dv that of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from cp_mesh._torch import funcol, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.plan import compute_capability_of, warn_if_slow
 from cp_mesh.call.spec import AttentionSpec, Tensors, check_dense, check_scores, check_tensors, make_scores, make_spec
-from cp_mesh.comm.agreement import announce_refusal, checking, require_agreement
+from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import UnsupportedError, as_int, refuse, typed
@@ -128,22 +127,24 @@ def _decode(
     tensors: Tensors, where: Where, q_lens: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q_lens = [*map(as_int, q_lens)] if isinstance(q_lens, list | tuple) else q_lens
-    with announcing(mesh):
+    with refusing(lambda: group_that_waits(None, mesh, None)):
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
         axis = find_cp_axis((query, key, value), mesh, 2)
         num_rows = query.shape[2] if q_lens is None else _check_lens(q_lens, query, axis.group)
         where, kernel, scores, options = _prepare(query, key, value, given, tensors, where, num_rows)
-    if checking(axis.group):
+
+    def told() -> dict[str, str]:
         equal = {name: getattr(tensors, name) for name in _TERMS}
-        alike = {
+        if q_lens is None:
+            equal |= {"query": query, "q_positions": where.q_positions}
+        return {
             "key and value": str([(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (key, value)]),
             "options": f"{options.text()} {where.k_positions is None} {where.num_keys is None}",
             "q_lens": str(q_lens and list(q_lens)),
-        }
-        if q_lens is None:
-            equal |= {"query": query, "q_positions": where.q_positions}
-        require_agreement(axis.group, alike | {name: fingerprint(x) for name, x in equal.items()})
+        } | {name: fingerprint(x) for name, x in equal.items()}
+
+    compare(axis.group, None, told)
     without_sinks = replace(scores, sinks=None)  # they count once, not on every rank
     with torch.autocast(query.device.type, enabled=False):  # autocast would round the fp32 sums of kernels
         if q_lens is None:
@@ -168,17 +169,6 @@ def _check_lens(q_lens: Sequence[int], query: Tensor, group: dist.ProcessGroup) 
     if q_lens[group.rank()] != query.shape[2]:
         refuse("query", f"{q_lens[group.rank()]} rows, as in q_lens", query.shape[2], "list its rows in q_lens")
     return sum(q_lens)
-
-
-@contextmanager
-def announcing(mesh: Any) -> Iterator[None]:
-    """Send errors raised inside to the other ranks."""
-    try:
-        yield
-    except Exception as error:
-        if (group := group_that_waits(None, mesh, None)) is not None:
-            announce_refusal(group, error)
-        raise
 
 
 def check_tensor(name: str, x: Tensor) -> None:

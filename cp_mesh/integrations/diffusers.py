@@ -33,7 +33,7 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.integrations.renamed import asks_for, with_names
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.gradients import watch_first_step
-from cp_mesh.training.style_helpers import announcing, claim
+from cp_mesh.training.style_helpers import claim, telling
 from cp_mesh.wrap import STYLE, replace_forward
 
 STREAMS = {
@@ -111,7 +111,7 @@ class _Parallel:
 
     def refuse(self, *words: Any) -> NoReturn:
         """Raise on this rank, and on the ranks that wait for it."""
-        with announcing(self.sequence):
+        with telling(self.sequence):
             refuse(*words)
 
 

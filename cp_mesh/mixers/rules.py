@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_mesh._torch import untraced
 from cp_mesh.call.spec import check_dense
-from cp_mesh.comm.first_calls import agree_once
+from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
@@ -164,7 +164,7 @@ def causal_conv1d(
     what, final = "causal_conv1d", output_final_state
     tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
     place = place_of(what, {"sequence": sequence, "mask": mask, "kernel": kernel})
-    with place.refusing():
+    with refusing(place.group):
         given, wrap = to_local(what, tensors, place.sequence, final or initial_state is not None)
         own, taps, bias, initial = given.values()
         autocast = own is not None and torch.is_autocast_enabled(own.device.type)
@@ -216,7 +216,7 @@ _OF_CONVOLUTION = {"x": "B T D", "weight": "D W", "bias": "D", "initial_state": 
 def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor | None]:
     """Any of the rules, of its tensors by name."""
     place = place_of(what, options)
-    with place.refusing():
+    with refusing(place.group):
         for name in options:
             if name not in Options.__annotations__ or (what == "ssd" and name in ("scale", "use_qk_l2norm_in_kernel")):
                 refuse(what, "options of cp_mesh.mixers", name, f"it has {', '.join(Options.__annotations__)}")
@@ -292,7 +292,7 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
     if what == "roll" and place.sequence is None and any(cuts.last for cuts in states_of_all(Cuts)):
         hint = "pass sequence=; of whole tokens torch.roll, or a ShardedSequence over a mesh of one rank"
         refuse(what, "the sequence of x, in a process that shards sequences", None, hint)
-    with place.refusing():
+    with refusing(place.group):
         given, wrap = to_local(what, {"x": x}, place.sequence, False)
         own = given["x"]
         check_dense(**{f"{what}: x": own})
@@ -311,7 +311,7 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
 def agreed_pieces(what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None) -> Pieces:
     """The pieces of rows x [B, T, ...], compared over the ranks in a first call."""
     place = Place(sequence, mask)
-    with place.refusing():
+    with refusing(place.group):
         pieces = _pieces(what, place, x, None)
     _agree(what, place, pieces, (len(x), x.shape[2:], x.dtype))
     return pieces
@@ -329,7 +329,7 @@ def _agree(what: str, place: Place, pieces: Pieces, arguments: tuple[Any, ...]) 
     if place.group is not None and place.sequence is not None:
         kind = what, *arguments, place.sequence.layout.spec(), pieces.seq_len
         told = {"call": what, "documents": pieces.digest}
-        agree_once(place.group, kind, lambda: told | {"arguments": repr(kind)})
+        compare(place.group, kind, lambda: told | {"arguments": repr(kind)})
 
 
 def _normalized(x: Tensor) -> Tensor:

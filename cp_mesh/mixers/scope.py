@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from cp_mesh.comm.agreement import refusing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.mixers.pieces import Pieces, pieces_of
@@ -51,9 +49,6 @@ class Place(NamedTuple):
     def name(self) -> str:
         """Of the group; "" on one rank."""
         return "" if self.group is None else self.group.group_name
-
-    def refusing(self) -> AbstractContextManager[None]:
-        return refusing(self.name) if self.name else nullcontext()
 
     def pieces(self, what: str, batch: int, rows: int) -> Pieces:
         """`pieces_of` this place; refuse other rows than the root's, and a mask with other documents than the style's.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_mesh._torch import FakeTensor, world
-from cp_mesh.comm.agreement import capturing, turned_off
+from cp_mesh.comm.agreement import capturing, checking
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.group_state import groups_with, state_of, states_of_all
 from cp_mesh.errors import describe, refuse, warn
@@ -110,13 +110,13 @@ def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist
         own.last = (*own.last[-7:], (layout, seq_len))
     if isinstance(whole, FakeTensor) or name not in TOKENS or whole.ndim != 2 or whole.is_floating_point():
         return
-    if not (whole.is_meta or capturing() or turned_off(group)):
+    if not (whole.is_meta or capturing() or checking(group) is False):
         _note_batch(whole.reshape(-1), own.batches.sums)
     own.gathered, own.count, own.total = 0, own.count + 1, own.total + 1
     own.done &= own.total.bit_count() != 1
     # a loader may be a batch ahead, so the first batch is kept until a call uses it
     goes = own.tokens is None or own.evaluated or (own.used and own.tokens.whole.shape != whole.shape)
-    if goes and not own.done and not turned_off(group):
+    if goes and not own.done and checking(group) is not False:
         ranks = tuple(dist.get_process_group_ranks(group))
         own.tokens = Tokens(whole, layout, seq_len, ranks, group.rank())
         own.used = own.evaluated = False
@@ -134,7 +134,7 @@ def note_mask(mask: Mask, group: dist.ProcessGroup) -> None:
     """Add the tensors of a style's mask to the digest, if the last mask had others."""
     own = state_of(group, Cuts).batches
     given = [x for name in TENSORS if (x := getattr(mask, name)) is not None and x.device.type == "cpu"]
-    if given and (masks := tuple(Content.of(x) for x in given)) != own.masks and not turned_off(group):
+    if given and (masks := tuple(Content.of(x) for x in given)) != own.masks and checking(group) is not False:
         own.masks = masks
         own.of_masks = sum((own.of_masks, *(x.number for x in masks))) * _ODD % (1 << 64)
 

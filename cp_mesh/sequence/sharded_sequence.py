@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import FakeTensor, MappingKey, funcol, tree_map_with_path
-from cp_mesh.comm.first_calls import agree_once
+from cp_mesh.comm.agreement import compare
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.comm.waiting import wait_for
@@ -236,7 +236,7 @@ class ShardedSequence:
         if not torch.compiler.is_compiling() and not isinstance(x, FakeTensor):
             graded = str(torch.is_grad_enabled() and x.requires_grad)
             kind = {"call": what, "shape": shape, "dtype": str(x.dtype), "requires_grad": graded}
-            agree_once(self.mesh.get_group(), (*kind.values(),), lambda: kind)
+            compare(self.mesh.get_group(), (*kind.values(),), lambda: kind)
 
     def dropout_seed(
         self, step: int, seed: int = 0, replica: int = 0, device: torch.device | str | None = None

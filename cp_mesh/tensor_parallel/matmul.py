@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import in_transform, resolve_group, spec_of_dtensor
 from cp_mesh.call.spec import autocast
-from cp_mesh.comm.agreement import refusing
+from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.comm.shards import Shards
 from cp_mesh.errors import UnsupportedError, refuse
 
@@ -125,13 +124,13 @@ def check_rows(
     ``features``: compared instead of x's feature count, for calls in which that may differ between ranks.
     """
     group: dist.ProcessGroup = resolve_group(group_name)
-    with refusing(group_name, "tp"):
+    with refusing(group):
         expected = Shards(num_rows, group_name).own if sharded else num_rows
         if x.shape[-2] != expected:
             hint = "pass DTensors, whose shape has the number of rows, if tp does not divide it"
             refuse(f"{what}: input", f"{expected} of {num_rows} rows on this rank", x.shape[-2], hint)
     shape, features = tuple(x.shape[:-2]), x.shape[-1] if features is None else features
-    agree_once(
+    compare(
         group,
         (what, sharded, x.ndim, features, x.dtype, transport, graded, *kind),
         lambda: {

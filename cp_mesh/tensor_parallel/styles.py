@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import is_view, times_written
 from cp_mesh.call.spec import check_choice, is_autocast
-from cp_mesh.comm.agreement import announce_error
+from cp_mesh.comm.agreement import refusing
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.errors import REFUSALS, ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.geometry.layouts import chunk_bounds
@@ -43,11 +43,8 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with refusing(where.group_name, REFUSALS):
             return run(style, where, *args, **kwargs)
-        except REFUSALS as error:
-            announce_error(where.group_name, error, "tp")
-            raise
 
     return wrapper
 
@@ -303,11 +300,8 @@ class VocabParallelEmbedding(_OverTP):
         where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
         weight = where.local(module.weight)
         assert isinstance(module, nn.Embedding) and weight is not None
-        try:
+        with refusing(where.group_name, IndexError):  # of a token on this rank alone
             found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
-        except IndexError as error:  # of a token on this rank alone: the others hear of it, as of a refusal
-            announce_error(where.group_name, error, "tp")
-            raise
         graded = graded_names(["weight"], [weight])
         out = sum_rows("VocabParallelEmbedding", found, None, where.group_name, sharded, graded, input)
         return out if self.use_local_output else where.wrap(out, num_rows, sharded)

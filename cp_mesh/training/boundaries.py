@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_mesh.comm.agreement import compare_batch
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
-from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
@@ -140,7 +140,7 @@ class ShardInput(_Boundary):
         if isinstance(whole, Tensor) and not torch.compiler.is_compiling():
             group, kind = sequence.mesh.get_group(), ("ShardInput", name, whole.shape, whole.dtype)
             contents = shape_of if whole.is_floating_point() else fingerprint
-            agree_on_shapes(group, kind, {name or "input": whole}, contents)
+            compare_batch(group, kind, {name or "input": whole}, contents)
         return sequence.shard({name: whole}, dim=self.dim)[name]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import resolve_group
-from cp_mesh.comm.first_calls import agree_on_shapes
+from cp_mesh.comm.agreement import compare_batch
 from cp_mesh.geometry.layouts import parse_layout
 from cp_mesh.sequence.cuts import note_cut
 
@@ -21,7 +21,7 @@ def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: st
     """Compare the inputs over the group in the first forward of each shape, and note that this layout shards them."""
     found, group = dict(zip(names.split(), inputs, strict=True)), resolve_group(group_name)
     if inputs:
-        agree_on_shapes(group, kind_of(found), found)
+        compare_batch(group, kind_of(found), found)
     if layout:
         parsed = parse_layout(layout)
         multiple = parsed.multiple(group.size())

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import FakeTensor, funcol
-from cp_mesh.comm.agreement import announce_error, capturing, leave_word, read_word
-from cp_mesh.comm.first_calls import has_no_call, is_first_here
+from cp_mesh.comm.agreement import capturing, is_first_here, leave_word, read_word, refusing
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, typed
@@ -100,13 +99,10 @@ def cross_entropy(
     Example:
         >>> share = cross_entropy(hidden, labels, data, weight=head.weight, z_loss=1e-4)  # doctest: +SKIP
     """
-    try:
+    over_tp = logits.head.group_name if hasattr(logits, "head") else None  # its ranks are in other groups of the mesh
+    with refusing(over_tp, (ArgumentError, UnsupportedError)):
         terms = temperature, label_smoothing, z_loss, teacher
         return _cross_entropy(logits, labels, mesh, ignore_index, count, weight, bias, *terms)
-    except (ArgumentError, UnsupportedError) as error:
-        if hasattr(logits, "head"):  # the other tp ranks are in other groups of the mesh
-            announce_error(logits.head.group_name, error, "tp")
-        raise
 
 
 def _cross_entropy(
@@ -125,7 +121,7 @@ def _cross_entropy(
         losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
     except (ArgumentError, UnsupportedError) as error:
         if not torch.compiler.is_compiling():
-            first = all([has_no_call(group, "cross_entropy") for group in groups_of(mesh)])
+            first = all([is_first_here(group, "cross_entropy") for group in groups_of(mesh)])
             if first or count is None:  # the others wait in a sum
                 _tell_of(error, mesh, logits, labels)
         raise
@@ -139,7 +135,7 @@ def _cross_entropy(
     # without the number of rows, which may differ between ranks; requires_grad since an evaluation may come first
     kind = "cross_entropy", len(logits.shape), vocab, ignore_index, trained
     eager = not torch.compiler.is_compiling()
-    first = eager and any([is_first_here(group, kind) for group in groups])  # a list: every group notes it
+    first = eager and any([is_first_here(group, *kind) for group in groups])  # a list: every group notes it
     if first or (eager and trained and not capturing() and waits_for_labels({*ranks_of(mesh)})):
         found: Exception | None = None
         try:

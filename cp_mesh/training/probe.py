@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.random import fork_rng
 
 from cp_mesh._torch import active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
-from cp_mesh.comm.agreement import check_mode, compare_first, keep_to_itself, turned_off
+from cp_mesh.comm.agreement import check_mode, exchange, refusing
 from cp_mesh.comm.group_state import states_of_all
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse, typed, warn
+from cp_mesh.errors import UnsupportedError, refuse, typed, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.cuts import Cuts
@@ -175,9 +175,8 @@ class _Probe:
         if kind in ("", "skipped"):
             return _skip(words) if kind else ""
         expected = f"the same rows as on one rank, within {LIMIT:g} on {self.length} tokens"
-        found = ArgumentError(describe("cp_mesh.probe", expected, words, _CAUSES))
-        keep_to_itself(found)  # not announced, since all ranks raise it
-        raise found
+        with refusing(None, heard=True):
+            refuse("cp_mesh.probe", expected, words, _CAUSES)
 
     def _compare(self, alone: DeviceMesh) -> str:
         """Run the model whole and sharded; return the result on which all ranks agree."""
@@ -202,8 +201,8 @@ class _Probe:
     def _vote(self, word: str) -> str:
         """Return the alphabetically first nonempty result of all ranks, the same on each rank; "" if all are empty."""
         for group in self.groups:
-            with check_mode() if turned_off(group) else nullcontext():  # ranks must agree even with checks turned off
-                answers = compare_first(group, {"call": "cp_mesh.probe", "probe": word})
+            with check_mode():  # ranks must agree even with checks turned off
+                answers = exchange(group, {"call": "cp_mesh.probe", "probe": word})
             word = min(filter(None, (answer["probe"] for answer in answers)), default="")
         return word
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import constant_in_traces
-from cp_mesh.comm.first_calls import agree_on_shapes
+from cp_mesh.comm.agreement import compare_batch
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
@@ -250,7 +250,7 @@ class ShardedModel(ParallelStyle):
         """
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
         if any(x is not None for x in found.values()):
-            agree_on_shapes(group, kind_of(found), found)
+            compare_batch(group, kind_of(found), found)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return ``arguments`` of a traced forward through an op that compares them at run time, as in `compare`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import announce_error
+from cp_mesh.comm.agreement import refusing
 from cp_mesh.comm.groups import names_of_axes
 from cp_mesh.errors import REFUSALS, ArgumentError, describe, refuse, written
 from cp_mesh.geometry.layouts import Layout
@@ -61,18 +60,18 @@ def mask_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Mask:
 
 def ask(style: Any, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a style's function with the arguments of a module's call; its errors are sent to the other ranks."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
+    with refusing(style.sequence.mesh.get_group):
         try:
-            inspect.signature(function).bind(*args, **kwargs)
-        except TypeError:
-            given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
-            expected, hint = f"a function of the core's call arguments, ({', '.join(given)})", "take *args, **kwargs"
-            got = f"one of {inspect.signature(function)}"
-            raise ArgumentError(describe(f"{type(style).__name__}.{name}", expected, got, hint)) from error
-        announce(style.sequence, error)
-        raise
+            return function(*args, **kwargs)
+        except Exception as error:
+            try:
+                inspect.signature(function).bind(*args, **kwargs)
+            except TypeError:
+                given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
+                expected = f"a function of the core's call arguments, ({', '.join(given)})"
+                got, hint = f"one of {inspect.signature(function)}", "take *args, **kwargs"
+                raise ArgumentError(describe(f"{type(style).__name__}.{name}", expected, got, hint)) from error
+            raise
 
 
 def check_root(sequence: ShardedSequence, layout: Layout) -> None:
@@ -142,30 +141,20 @@ def gathers(model: nn.Module) -> bool:
     return any(getattr(style, "gather_output", False) for style in styles_of(model))
 
 
-def announce(sequence: ShardedSequence, error: Exception) -> None:
-    """Send the error to the ranks that wait for this one, so that they raise too."""
-    announce_error(sequence.mesh.get_group().group_name, error)
-
-
-@contextmanager
-def announcing(sequence: ShardedSequence) -> Iterator[None]:
-    """Announce refusals within the context; not in compiled code. All ranks may skip an error of the user's own."""
-    try:
-        yield
-    except REFUSALS as error:
-        announce(sequence, error)
-        raise
+def telling(sequence: ShardedSequence) -> refusing:
+    """Send refusals within the context to the other ranks. All ranks may skip an error of the user's own."""
+    return refusing(sequence.mesh.get_group, REFUSALS)
 
 
 def announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a style so that refusals in eager code are sent to other ranks, as by `announcing`."""
+    """Decorate a method of a style so that refusals in eager code are sent to other ranks, as by `telling`."""
 
     @functools.wraps(run)
     def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            return run(style, *args, **kwargs)
-        except REFUSALS as error:
-            announce(style.sequence, error)
+            with telling(style.sequence):
+                return run(style, *args, **kwargs)
+        except REFUSALS:
             raise
         except RuntimeError as error:
             if dist.is_initialized():

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import tree_unflatten, untraced
-from cp_mesh.comm.agreement import compare_first, refusing
+from cp_mesh.comm.agreement import exchange, refusing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.training.tile_call import Call, drawing, random_state, style_over_cp
@@ -77,7 +77,7 @@ class TiledMLP(ParallelStyle):
     ) -> Any:
         where = getattr(replaced(module, TILES), "where", "")
         key = ref(module), module.training, torch.is_grad_enabled()
-        with refusing(group.group_name, in_check_mode=False):
+        with refusing(group):
             call = Call(f"TiledMLP({type(module).__name__}{where and f' at {where}'})", module, forward, self.dim)
             rows = call.read(args, kwargs)
             call.cut_into(self.tiles, self.tile_rows)
@@ -85,7 +85,7 @@ class TiledMLP(ParallelStyle):
                 call.look(rows)
         if first:
             if torch.is_grad_enabled():  # one rank may evaluate alone; ranks that refused have told the others
-                compare_first(group, {"call": "TiledMLP", "module": where})
+                exchange(group, {"call": "TiledMLP", "module": where})
             self._looked_at = {known for known in self._looked_at if known[0]() is not None} | {key}
         outs = _Tiles.apply(call, *_Keep.apply(call, *rows), *call.weights)
         return tree_unflatten([None if i is None else outs[i] for i in call.places], call.out_spec)

@@ -7,7 +7,7 @@ from typing import Any
 
 from inside import inner, room
 
-from planted.seams import in_area, with_result
+from planted.seams import in_area, with_arguments, with_result
 
 plant = in_area("the guard")
 
@@ -18,7 +18,7 @@ def nothing(result: Any = None) -> Any:
 
 
 plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
-plant("first calls are not compared", "first_calls:is_first", "first calls")(nothing(False))
+plant("first calls are not compared", "agreement:compare", "first calls")(nothing(False))
 
 
 plant("calls of unlike masks are one", "known:key_of", "known calls")(
@@ -42,16 +42,10 @@ def _(find: Any) -> Any:
     return mutant
 
 
-@plant("a call whose plan is new is a first one", "first_calls:is_first", "lost plans")
-def _(is_first: Any) -> Any:
-    state_of, Plans = inner("group_state", "state_of"), inner("call.plan", "Plans")
-    seen: dict[Any, Any] = {}
-
-    def mutant(group: Any, kind: Any) -> bool:
-        plans = state_of(group, Plans)
-        return seen.setdefault(group, plans) is not plans
-
-    return mutant
+@plant("a call whose plan is new is a first one", "agreement:compare", "lost plans")
+def _(compare: Any) -> Any:
+    states_of_all, Plans = inner("group_state", "states_of_all"), inner("call.plan", "Plans")
+    return with_arguments(compare, kind=lambda kind: kind and (kind, *map(id, states_of_all(Plans))))
 
 
 plant("labels are not compared with tokens", "labels:_of_others", "labels of other rows")(nothing())

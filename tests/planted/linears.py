@@ -118,8 +118,8 @@ plant("padding of an embedding is trained", "vocab_parallel:embed", "linears")(
 plant("logits of the last rows are left out", "vocab_parallel:_chunks", "chunks of logits")(
     lambda chunks: with_result(chunks, lambda rows: list(rows)[:-1])
 )
-plant("tp ranks do not compare their first calls", "first_calls:agree_once", "unlike tokens over tp")(
-    lambda agree_once: lambda *_: None
+plant("tp ranks do not compare their first calls", "agreement:compare", "unlike tokens over tp")(
+    lambda compare: lambda *_: False
 )
 plant("tp ranks do not compare what requires a gradient", "matmul:graded_names", "unlike gradients over tp")(
     lambda graded_names: lambda *_: "none"

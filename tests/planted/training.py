@@ -367,12 +367,10 @@ plant = in_area("check mode and verify")
 plant("tensors are compared by their shapes", "fingerprints:fingerprint", "check mode")(
     lambda fingerprint: lambda tensor: "None" if tensor is None else str(tuple(tensor.shape))
 )
-plant("only the first of the arguments is compared", "agreement:require_agreement", "check mode")(
-    lambda require_agreement: with_arguments(require_agreement, fields=lambda fields: dict(list(fields.items())[:1]))
+plant("only the first of the arguments is compared", "agreement:_require_equal", "check mode")(
+    lambda require_equal: with_arguments(require_equal, fields=lambda fields: dict(list(fields.items())[:1]))
 )
-plant("a rank keeps to itself what it refuses", "agreement:announce_refusal", "check mode")(
-    lambda announce_refusal: lambda group, error: None
-)
+plant("a rank keeps to itself what it refuses", "agreement:_send", "check mode")(lambda send: lambda group, error: None)
 plant("verify passes whatever it measured", "verification.verify:Report.passed", "verify")(
     lambda passed: lambda self: True
 )

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_mesh._torch import COMPILED_CALL, tree_leaves
-from cp_mesh.comm.agreement import announce_refusal, check_mode, require_agreement
-from cp_mesh.errors import RankMismatchError, refuse
+from cp_mesh.comm.agreement import check_mode, compare, refusing
+from cp_mesh.errors import refuse
 from cp_mesh.sequence.sharded_sequence import IGNORED, ROOT, ShardedSequence
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
 from cp_mesh.tools.verification.traces import Trace, traced_modules
@@ -220,14 +220,9 @@ class Step:
             return
         group = self.ranks.group(self.ranks.cp)
         with check_mode():
-            try:
+            with refusing(group):
                 yield
-            except RankMismatchError:
-                raise  # every rank raises it
-            except Exception as error:
-                announce_refusal(group, error)
-                raise
-            require_agreement(group, {"step": "done"})
+            compare(group, None, lambda: {"step": "done"})
 
 
 def run_step(step: Step, reduce_gradients: Callable[[nn.Module], Any] | None, trace: Trace | None = None) -> Run:

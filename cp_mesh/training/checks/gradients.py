@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_mesh._torch import backward_number, comm_hooks, ranks_of_fsdp
-from cp_mesh.comm.agreement import capturing, compare_step, turned_off
-from cp_mesh.comm.first_calls import look_again
+from cp_mesh.comm.agreement import capturing, checking, exchange_in_time, look_again
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -118,9 +117,9 @@ def _check(module: nn.Module, planned: Planned, graded: Mapping[str, Tensor], in
         ArgumentError: on every rank.
     """
     tp, cp = planned.tp, planned.cp
-    if tp is not None and graded and not turned_off(tp) and not (inside and _over(tp, graded.values())):
+    if tp is not None and graded and checking(tp) is not False and not (inside and _over(tp, graded.values())):
         _compare_norms(tp, planned, {name: x for name, x in graded.items() if not _over(tp, [x])}, over_tp=True)
-    if cp is None or not graded or turned_off(cp):
+    if cp is None or not graded or checking(cp) is False:
         return
     gathered, losses = gathers(module), planned.losses
     if not losses.ran and not gathered and not planned.staged:
@@ -248,7 +247,7 @@ def _compare_norms(
         "samples": {name: _norm(_some(x.detach())) for name, x in graded.items()},
     }
     topic = f"gradients {planned.number} {planned.steps}{' over tp' * over_tp}"
-    if answers := compare_step(group, topic, {field: json.dumps(norms) for field, norms in own.items()}):
+    if answers := exchange_in_time(group, topic, {field: json.dumps(norms) for field, norms in own.items()}):
         decide = _decide_over_tp if over_tp else _decide
         norms = [{field: json.loads(x[field]) for field in own} for x in answers.values()]
         decide([*graded], norms, partial(_warn_once, planned))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cp_mesh._torch import constant_in_traces
-from cp_mesh.comm.agreement import compare_first
+from cp_mesh.comm.agreement import exchange
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import refuse, warn
 from cp_mesh.mixers.scope import SCOPE, Scope
@@ -26,7 +26,7 @@ from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.sharded_model import POSITIONS, refuse_counted
 from cp_mesh.training.stand_ins import refuse_unplanned
-from cp_mesh.training.style_helpers import announcing, cores_of
+from cp_mesh.training.style_helpers import cores_of, telling
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 
 
@@ -60,7 +60,7 @@ def _run(
     styles = cores_of(module)
     parameters = inspect.signature(forward).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
-    with announcing(styles[0].sequence) if styles else nullcontext():
+    with telling(styles[0].sequence) if styles else nullcontext():
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a ShardInput takes whole tokens
         given = dict(zip(names, args, strict=False)) | kwargs
         rows = _check(styles, names, given) if styles and is_first and not whole else None
@@ -87,7 +87,7 @@ def _check(styles: list[Any], names: list[str], given: dict[str, Any]) -> int | 
         group = sequence.mesh.get_group()
         # ranks exchange what each knows before any of them raises
         said = {"tokens": fingerprint(tokens), "cut": str(is_cut(tokens, group))}
-        answers = compare_first(group, said)
+        answers = exchange(group, said)
         alike = len(answers) > 1 and all(answer == said for answer in answers) and said["cut"] == "False"
         if alike and tokens.numel() > 1 and tokens.min() != tokens.max():
             hint = (

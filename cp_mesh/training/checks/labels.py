@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor
 
 from cp_mesh._torch import without_function_modes, world
-from cp_mesh.comm.agreement import announce_error
-from cp_mesh.comm.first_calls import has_calls
+from cp_mesh.comm.agreement import has_calls, refusing
 from cp_mesh.comm.group_state import groups_with
 from cp_mesh.errors import ArgumentError, describe, warn
 from cp_mesh.geometry.layouts import Contiguous, Striped, ZigZag
@@ -66,9 +67,10 @@ def check_log_probs(labels: Tensor, vocab: int, ignore_index: int, trained: bool
     cuts = ((group, own) for group, own in groups_with(Cuts) if own.tokens is not None and group in world().pg_map)
     waiting = [group for group, own in cuts if _covers(None, own, labels, trained)]
     if waiting and (error := check_labels(labels, vocab, ignore_index, None, True, trained)) is not None:
-        for group in waiting:
-            announce_error(group.group_name, error, in_check_mode=False)
-        raise error
+        with ExitStack() as stack:
+            for group in waiting:
+                stack.enter_context(refusing(group))
+            raise error
 
 
 def _covers(ranks: set[int] | None, own: Cuts, labels: Tensor, trained: bool) -> bool:
