@@ -490,9 +490,9 @@ def test_what_changes_after_the_first_forward_is_watched_again(pool: Any, how: s
 def announced(rank: int, how: str) -> None:
     """In check mode: rank 1 alone is refused by the watch, or by a core without attention."""
     sequence = ShardedSequence(mesh((2,), ("cp",)))
-    odd = rank == 1
-    model = Model(ByHeads(lambda q, k, v: q) if odd and how == "no attention" else Core(), Core()).double()
-    planned = "layers.0.core" if odd and how == "outside" else "layers.*.core"
+    idle = ByHeads(lambda q, k, v: q)
+    model = Model(idle if (rank == 1) == (how == "no attention") else Core(), Core()).double()
+    planned = "layers.1.core" if how == "outside" else "layers.*.core"
     plan = {"": ShardedModel(sequence, positions=None), planned: ContextParallel(sequence)}
     cp_mesh.parallelize(model, sequence.mesh, plan)
     with cp_mesh.check_mode():
