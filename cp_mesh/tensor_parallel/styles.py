@@ -43,8 +43,11 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
-        with refusing(where.group_name, REFUSALS):
+        try:
             return run(style, where, *args, **kwargs)
+        except REFUSALS:
+            with refusing(where.group_name):
+                raise
 
     return wrapper
 

@@ -152,10 +152,10 @@ def announced(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            with telling(style.sequence):
-                return run(style, *args, **kwargs)
+            return run(style, *args, **kwargs)
         except REFUSALS:
-            raise
+            with telling(style.sequence):
+                raise
         except RuntimeError as error:
             if dist.is_initialized():
                 raise
