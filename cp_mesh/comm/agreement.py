@@ -57,7 +57,7 @@ class Check(NamedTuple):
     Attributes:
         enabled: the argument of `check_mode`; None outside of it.
         where: in check mode, the module of a plan that calls attention.
-        backward_of: in check mode, the forward whose backward runs; "" in compiled code.
+        backward_of: in check mode, the forward whose backward runs in eager mode.
     """
 
     enabled: bool | None = None
