@@ -19,7 +19,7 @@ from cp_mesh._torch import below_autograd, forward_level, function_mode, profile
 from cp_mesh.call.method import Plan
 from cp_mesh.call.op import attention_backward_op, without_rows
 from cp_mesh.call.operators import PLAIN, is_seen
-from cp_mesh.call.passes import backward, kind_of, kind_of_forward, run_backward, run_forward
+from cp_mesh.call.passes import backward, kind_of, run_backward, run_forward
 from cp_mesh.call.plan import MOST as MOST_PLANS
 from cp_mesh.call.plan import Plans, make_plan, refuse_copies
 from cp_mesh.call.spec import Call, autocast
@@ -40,7 +40,6 @@ class Known(NamedTuple):
 
     Attributes:
         plan, scores, call: calls of one key share them.
-        kind: of its backward.
         group: a weak reference, as a group's plans go with it.
         dtype: of q, k and v, cast by autocast.
         states: of the group; ``plans``, ``calls`` and ``kinds`` must be those in it, else the group was told to forget.
@@ -51,7 +50,6 @@ class Known(NamedTuple):
     plan: Plan
     scores: Scores
     call: Call
-    kind: tuple[Any, ...]
     dtype: torch.dtype
     group: Callable[[], Any]
     states: dict[Any, Any]
@@ -114,7 +112,7 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
     scores = call.scores(q)
     plan = make_plan(q, k, v, call, group, scores.features)
     states, read = states_of(group), [x for x in call.tensors if x is not None]
-    if kind_of_forward(plan, call) not in states[Calls].kinds:
+    if kind_of(plan, call) not in states[Calls].kinds:
         return
     known = [*_calls.items()]
     held = [*dict.fromkeys(x.plan for _, x in known if x.plan.reads_tensors and x.plan is not plan)]
@@ -133,7 +131,6 @@ def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], m
         plan,
         scores,
         call,
-        kind_of(plan, call),
         q.dtype,
         watch(group),
         states,

@@ -96,13 +96,8 @@ def kind_of(plan: Plan, call: Call) -> tuple[Any, ...]:
     options = call.options
     if options.sources:  # they differ from batch to batch
         options = options._replace(sources="some")
-    return options, call.seq_len, plan.kind
-
-
-def kind_of_forward(plan: Plan, call: Call) -> tuple[Any, ...]:
-    """`kind_of`, extended by the call's tensors: in compiled code a backward does not know which need gradients."""
     given = *call.tensors, *call.captured
-    return *kind_of(plan, call), tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
+    return options, call.seq_len, plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan]:
@@ -130,7 +125,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         fields = _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None)
         return {PASS: "forward", **fields, ORDER: order_of("forward")}
 
-    compare(group, kind_of_forward(plan, call), told)
+    compare(group, kind_of(plan, call), told)
     out, lse, *kept = run_forward(plan, scores, call, group, query, key, value)
     return (out, lse, *(kept or nothing_kept(q, lse))), plan
 
