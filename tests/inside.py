@@ -31,7 +31,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "dense": ("dense_attention",),
     "reads": ("Reads",),
     "wrap": ("replaced",),
-    "functional": ("FunctionalIncoming",),
+    "functional": ("FunctionalTransport",),
     "functions": ("ScalarFunction",),
     "groups": ("parts_of",),
     "group_state": ("state_of", "states_of_all"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from inside import (
     ExtraMemory,
-    FunctionalIncoming,
+    FunctionalTransport,
     MergingForward,
     Operand,
     Sizes,
@@ -209,13 +209,13 @@ def held(rank: int, method: str) -> tuple[int, list[int]]:
     """How many fetched tensors there were; and how many are held when the forward is done, and at the last tiles."""
     fetched: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    real_next, real_finish, real_step = FunctionalIncoming.next, MergingForward.finish, SummingBackward.step
+    real_arrived, real_finish, real_step = FunctionalTransport.arrived, MergingForward.finish, SummingBackward.step
 
     def count() -> None:
         alive.append(sum(ref() is not None for ref in fetched))
 
-    def next_(self: Any) -> Any:
-        tensors = real_next(self)
+    def arrived(self: Any, stage: Any) -> Any:
+        tensors = real_arrived(self, stage)
         fetched.extend(weakref.ref(x) for x in tensors or ())
         return tensors
 
@@ -230,7 +230,7 @@ def held(rank: int, method: str) -> tuple[int, list[int]]:
 
     q, k, v = (torch.randn(1, heads, 8, 4, requires_grad=True) for heads in (4, 2, 2))
     with (
-        mock.patch.object(FunctionalIncoming, "next", next_),
+        mock.patch.object(FunctionalTransport, "arrived", arrived),
         mock.patch.object(MergingForward, "finish", finish),
         mock.patch.object(SummingBackward, "step", step),
     ):

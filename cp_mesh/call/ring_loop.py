@@ -22,8 +22,8 @@ Heads may be computed in chunks, one after the other, so that buffers hold one c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -32,13 +32,13 @@ from torch import Tensor
 
 from cp_mesh.call.method import Method, Plan, as_one_tile
 from cp_mesh.call.spec import AttentionSpec, Operand
-from cp_mesh.comm.contract import Transport
-from cp_mesh.comm.exchange import choose_transport, make_transport
+from cp_mesh.comm.contract import Freight
+from cp_mesh.comm.exchange import WAYS, Transport, choose_transport
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.schedule import Grouping, Schedule, Stage, in_one_stage, in_rising_stages, make_schedule
+from cp_mesh.geometry.schedule import Grouping, Schedule, in_one_stage, in_rising_stages, make_schedule
 from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, make_delta
 from cp_mesh.kernels.merge import Kernel, MergingForward, SummingBackward
@@ -96,20 +96,20 @@ def forward_of_heads(
     into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of these heads, written to ``into`` or to new tensors."""
-    route = plan.schedule.route
-    with _open_transport(plan, group) as transport:
-        incoming = None if transport is None else transport.fetch((k, v), route)
+    transport = _open_transport(plan, group, k, v)
+    try:
         forward = MergingForward(plan.kernel, q, v.shape[3], scores)
         if local_tiles := plan.tiles(None):
             forward.step(k, v, local_tiles)
-
-        def visit(stage: Stage) -> None:  # a function, so that the fetched rows are freed when it returns
-            if incoming is not None and (fetched := incoming.next()) is not None:
+        for stage in plan.schedule.route.stages:
+            assert transport is not None
+            if (fetched := transport.arrived(stage)) is not None:
                 forward.step(fetched[0], fetched[1], plan.tiles(stage))
-
-        for stage in route.stages:
-            visit(stage)
+            del fetched  # before the next stage
         return forward.finish(into)
+    finally:
+        if transport is not None:
+            transport.end()
 
 
 class BackwardRows(NamedTuple):
@@ -164,54 +164,54 @@ def backward_of_heads(
     ``as_computed`` is for a caller that copies the results: they may then have the kernel's dtype and any strides, and
     dk and dv that are summed are rounded to the dtype ``as_computed``.
     """
-    route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
-    with _open_transport(plan, group) as transport:
-        incoming = outgoing = None
-        if transport is not None:
-            incoming = transport.fetch((k, v), route)
-            outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
+    dtype, transport = accumulation_dtype(q.dtype), _open_transport(plan, group, k, v)
+    try:
         out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
         backward = SummingBackward(plan.kernel, dout, q, out, lse, delta, scores)
         dk_sum, dv_sum = RowSum(k.shape, dtype, k.device), RowSum(v.shape, dtype, v.device)
-
-        def collect() -> None:
-            for arrived in () if outgoing is None else outgoing.collect():
-                dk_sum.add(arrived.begin, arrived.tensors[0])
-                dv_sum.add(arrived.begin, arrived.tensors[1])
-
-        def visit(stage: Stage) -> None:  # as in the forward
-            assert incoming is not None and outgoing is not None
-            fetched, written = incoming.next(), outgoing.buffer(stage)
+        for stage in plan.schedule.route.stages:
+            assert transport is not None
+            fetched, written = transport.arrived(stage), transport.buffer(stage)
             if fetched is not None and written is not None:
                 backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))
-
-        for stage in route.stages:
-            visit(stage)
-            collect()
-            assert outgoing is not None
-            outgoing.send(stage)
+            del fetched, written  # as in the forward
+            for begin, dk, dv in transport.collect():
+                dk_sum.add(begin, dk)
+                dv_sum.add(begin, dv)
+            transport.send(stage)
         local_tiles = plan.tiles(None)
         local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
-        collect()
         # after all deliveries, so that every transport adds in the same order
-        for begin, own_dk, own_dv in local_pieces:
-            dk_sum.add(begin, own_dk)
-            dv_sum.add(begin, own_dv)
+        for begin, dk, dv in chain(() if transport is None else transport.collect(), local_pieces):
+            dk_sum.add(begin, dk)
+            dv_sum.add(begin, dv)
         if as_computed is not None:
             results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
             return results, backward.of_scores
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
         backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
         return (dq, dk, dv), backward.of_scores
+    finally:
+        if transport is not None:
+            transport.end()
 
 
-def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:
-    """The transport of one pass over one chunk of heads, closed on exit; None if no rows are fetched."""
-    if not plan.schedule.route.stages:
-        return nullcontext()  # a transport takes host time
-    if (chosen := plan.prepared.get("transport")) is None:  # the plan's first pass, after ranks compared the call
-        chosen = plan.prepared["transport"] = choose_transport(plan.options.transport, group, plan.device)
-    return closing(make_transport(chosen, group, plan.schedule, plan.device, copy_together))
+def _open_transport(plan: Plan, group: dist.ProcessGroup, k: Tensor, v: Tensor) -> Transport | None:
+    """Start to move the rows of k and v for one pass over one chunk of heads; None if no rows are fetched."""
+    schedule, prepared, key = plan.schedule, plan.prepared, ("freight", k.shape, v.shape)
+    if not schedule.route.stages:
+        return None  # a transport takes host time
+    if (bound := prepared.get(key)) is None:  # the plan's first pass, after ranks compared the call
+        way = choose_transport(plan.options.transport, group, plan.device)
+        keys, gradients = Packing.of((k, v)), Packing.of((k, v), plan.settings.gradient_dtype)
+        bound = prepared[key] = way, Freight(schedule.route, schedule.shard_lens, keys, gradients, copy_together)
+    transport = WAYS[bound[0]](group, plan.device)
+    try:
+        transport.publish((k, v), bound[1])
+    except BaseException:
+        transport.end()
+        raise
+    return transport
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

@@ -33,8 +33,7 @@ from cp_mesh.call.joined_layout import join, rows_of_group
 from cp_mesh.call.method import Plan, stream_of
 from cp_mesh.call.ring_loop import Stages, StageSettings, backward_of_heads, begin_backward, forward_of_heads
 from cp_mesh.call.spec import AttentionSpec, Operand
-from cp_mesh.comm.contract import Swaps
-from cp_mesh.comm.exchange import choose_transport, make_swaps
+from cp_mesh.comm.exchange import WAYS, Transport, choose_transport
 from cp_mesh.comm.groups import parts_of
 from cp_mesh.comm.heads import HeadExchange, by_rank
 from cp_mesh.comm.packing import make_packing
@@ -63,19 +62,17 @@ class _Call:
 
     Attributes:
         outer: the group of the ring.
-        swaps, exchange: the all-to-alls of heads against rows in the inner group.
+        transport, exchange: the all-to-alls of heads against rows in the inner group.
         plan: the plan for the ring of inner groups.
         scores: for this rank's heads and the rows of its inner group.
     """
 
-    swaps: Swaps
+    transport: Transport
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores) -> None:
-        degree, name = plan.settings.degree, plan.options.transport
+        degree = plan.settings.degree
         # A ring of one rank sends nothing, so its group is not used.
         self.outer, self._inner = (group, group) if degree == group.size() else parts_of(group, degree)
-        if name == "symmetric_memory" and degree < group.size() and plan.seq_len:
-            choose_transport(name, group, plan.device)  # refuses on all ranks: only some inner groups may lack it
         self.exchange = _exchange(plan, degree, group, self._inner)
         self._size, self._settings, self._num_heads = degree, plan.settings, num_heads
         self.plan = plan
@@ -90,23 +87,23 @@ class _Call:
         self._bias = bias if self._bias_travels else None
 
     def __enter__(self) -> _Call:
-        self.swaps = make_swaps(self.plan.options.transport, self._inner, self.exchange.seq_len, self.plan.device)
+        self.transport = WAYS[self.exchange.way](self._inner, self.plan.device)
         if self._bias is not None:
             try:
                 self._exchange_bias(self._bias)
             except BaseException:
-                self.swaps.close()
+                self.transport.end()
                 raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.swaps.close()
+        self.transport.end()
 
     def _exchange_bias(self, bias: Tensor) -> None:
         bias = bias.expand(-1, -1, self.exchange.own_rows, -1)
         bias = bias.expand(-1, self._size, -1, -1) if bias.shape[1] == 1 else bias  # equal for all heads
-        arrived = self.exchange.to_heads(self.swaps, (by_rank(bias, self._size),))
-        self.scores = replace(self.scores, bias=arrived.tensors[0])
+        (arrived,), _ = self.exchange.to_heads(self.transport, (by_rank(bias, self._size),))
+        self.scores = replace(self.scores, bias=arrived)
 
     def by_parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Scores, tuple[Tensor, ...]]]:
         """Views [U, S_local, B, heads, D] of [B, heads, S_local, D] tensors, one chunk of each rank's heads at a time.
@@ -123,7 +120,7 @@ class _Call:
         self, computed: Sequence[Tensor], into: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
     ) -> None:
         """Copy from `HeadExchange.home`; a function, so that the arrived tensors are freed before the next chunk."""
-        for part, x in zip(into, self.exchange.home(self.swaps, computed, dtypes), strict=True):
+        for part, x in zip(into, self.exchange.home(self.transport, computed, dtypes), strict=True):
             part.copy_(x)
 
     def views(self, kept: Tensor, out: Tensor, chunk: int, likes: Sequence[Tensor]) -> list[Tensor]:
@@ -161,7 +158,7 @@ class _Call:
                 continue
             x = getattr(scores, name)
             if name == "bias" and self._bias_travels:
-                (arrived,) = self.exchange.home(self.swaps, (grad,))  # [U, S_local, B, heads, keys]
+                (arrived,) = self.exchange.home(self.transport, (grad,))  # [U, S_local, B, heads, keys]
                 found[name] = arrived.permute(2, 0, 3, 1, 4).flatten(1, 2).sum_to_size(x.shape)
             else:
                 found[name] = torch.zeros_like(x, dtype=grad.dtype)
@@ -174,10 +171,14 @@ def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.Pro
     stream, of_group = stream_of(plan.device), (plan.layout, degree, plan.seq_len, group.size())
 
     def make() -> HeadExchange:
+        name = plan.options.transport if plan.seq_len else "functional"
+        if name == "symmetric_memory" and degree < group.size():
+            choose_transport(name, group, plan.device)  # refuses on all ranks: only some inner groups may lack it
         ranks = range(group.rank() // degree * degree, (group.rank() // degree + 1) * degree)
         rows = rows_of_group(*of_group, group.rank() // degree)
         shard_lens = [plan.layout.shard_len(plan.seq_len, group.size(), rank) for rank in ranks]
-        return HeadExchange(inner, shard_lens, _order(rows, plan.device))
+        way = choose_transport(name, inner, plan.device)
+        return HeadExchange(inner, shard_lens, _order(rows, plan.device), way)
 
     if stream is None and plan.layout.tensor is not None:
         hint = "leave attention out of the graph, or use method='ring'"
@@ -265,11 +266,10 @@ class Ulysses(Stages):
 
         def compute(chunk: int, scores: Scores, qkv: Sequence[Tensor]) -> list[Tensor]:
             # a function, so that the arrived tensors are freed when it returns
-            arrived = call.exchange.to_heads(call.swaps, qkv)
-            q_h, k_h, v_h = arrived.tensors
+            (q_h, k_h, v_h), buffers = call.exchange.to_heads(call.transport, qkv)
             out_h, lse_h = forward_of_heads(q_h, k_h, v_h, scores, call.plan, call.outer, None)
             if keeps:
-                parts = arrived.buffers[0], _by_row(out_h), lse_h
+                parts = buffers[0], _by_row(out_h), lse_h
                 if chunks > 1:
                     for x in () if chunk else parts:
                         kept.append(x.new_empty((x.shape[0], x.shape[1] * chunks, *x.shape[2:])))
@@ -323,7 +323,7 @@ class Ulysses(Stages):
 
         def compute(chunk: int, scores: Scores, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ScoreGradients]:
             # as in the forward
-            dout_h, *others = call.exchange.to_heads(call.swaps, parts).tensors
+            dout_h, *others = call.exchange.to_heads(call.transport, parts)[0]
             if kept is None:
                 q_h, k_h, v_h, out_or_delta, lse_h = others
                 # kernels read one number per row with stride 1

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
-    """The features of a row.
+    """The features of a row; made by `make_packing`.
 
     Attributes:
         shapes: (B, H, D) of each tensor, without its rows.
@@ -63,4 +63,4 @@ class Packing:
 
 
 make_packing = lru_cache(maxsize=256)(Packing)
-"""Makes a `Packing`, cached."""
+"""Makes a `Packing`, the same one for the same rows."""

@@ -27,28 +27,32 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh._torch import SYMMETRIC_MEMORY, symmetric_memory, timeout_of
-from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
+from cp_mesh.comm.contract import Arrived, Freight, Swap, Write, split_arrived
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.host_tensors import lasting
-from cp_mesh.geometry.schedule import Route, Stage, num_rows
+from cp_mesh.geometry.schedule import Rows, Stage, num_rows
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
 _GROWTH = 4  # memory grows by at least a quarter, so that slowly rising lengths do not make it grow every time
 _MAX_VIEWS = 1024  # cached views of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
+
+Parts = tuple[list[Tensor], list[int]]
+"""Rows of workspaces that are copied from or to one buffer, in its order, and their numbers."""
 
 
 class Workspace:
@@ -61,10 +65,11 @@ class Workspace:
         with lasting():
             self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
-        self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._views: dict[tuple[Any, ...], Tensor] = {}
+        self._bound: WeakKeyDictionary[Freight | Swap, dict[Any, Any]] = WeakKeyDictionary()
 
-    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return a buffer [num_rows, features] at ``offset`` bytes in a rank's memory, and the tensors in it."""
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
+        """Return a buffer [num_rows, features] at ``offset`` bytes in a rank's memory."""
         key = rank, offset, num_rows, packing
         made = self._views.get(key)
         if made is None:
@@ -72,9 +77,16 @@ class Workspace:
                 self._views.clear()
             # Cached: making views takes the host longer than the copy takes the device. The offset counts elements.
             shape, first = (num_rows, packing.features), offset // packing.dtype.itemsize
-            buffer = self._handle.get_buffer(rank, shape, packing.dtype, first)
-            made = self._views[key] = buffer, packing.views(buffer)
+            made = self._views[key] = self._handle.get_buffer(rank, shape, packing.dtype, first)
         return made
+
+    def bound(self, to: Freight | Swap, what: Any, place: Callable[[], Any]) -> Any:
+        """Return views of this memory as ``place`` made them in the first call; kept as long as ``to`` lives."""
+        if (kept := self._bound.get(to)) is None:
+            kept = self._bound.setdefault(to, {})
+        if what not in kept:
+            kept[what] = place()
+        return kept[what]
 
     def barrier(self, channel: int) -> None:
         """Wait on the current stream until every rank's stream has reached the barrier."""
@@ -82,62 +94,55 @@ class Workspace:
 
 
 class _CudaLane:
-    """A side stream beside the caller's stream."""
+    """A side stream beside the caller's stream; within ``with lane.entered()`` work is launched on it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._forked = False
+        self.forked, self._left = False, 0
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self.caller = torch.cuda.current_stream(device)
         self._forking, self._joining = torch.cuda.Event(), torch.cuda.Event()
         self._marks: list[torch.cuda.Event] = []  # reused by every pass; a pass waits for all of its marks
-        self._num_marks = 0
-
-    def begin(self, caller: torch.cuda.Stream) -> None:
-        """Begin a pass on the caller's stream."""
-        self.caller, self._num_marks = caller, 0
+        self.num_marks = 0  # of this pass
 
     def fork(self) -> None:
         """Order later work of the lane after all work that the caller's stream has so far."""
         self._forking.record(self.caller)
         self._stream.wait_event(self._forking)
-        self._forked = True
+        self.forked = True
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Launch work inside on the lane."""
-        if torch.cuda.current_device() != self._stream.device_index:  # to which the device must return
-            with torch.cuda.stream(self._stream):
-                yield
-            return
+    def entered(self) -> _CudaLane:
+        return self
+
+    def __enter__(self) -> None:
+        self._left = torch.cuda.current_device()
         torch.cuda.set_stream(self._stream)  # less host time than `torch.cuda.stream`
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(self.caller)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self.caller)
+        if self._left != self._stream.device_index:  # to which the device must return
+            torch.cuda.set_device(self._left)
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the lane."""
-        if self._num_marks == len(self._marks):
+        if self.num_marks == len(self._marks):
             self._marks.append(torch.cuda.Event())
-        mark = self._marks[self._num_marks]
-        self._num_marks += 1
+        mark = self._marks[self.num_marks]
+        self.num_marks += 1
         mark.record(self._stream)
         return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """Make the caller's stream wait for a mark of the lane."""
-        if mark is self._marks[self._num_marks - 1]:
-            self._forked = False  # it has no later work
+        if mark is self._marks[self.num_marks - 1]:
+            self.forked = False  # it has no later work
         self.caller.wait_event(mark)
 
     def join(self) -> None:
         """Make the caller's stream wait for all work that the lane has so far."""
-        # A capture may not wait for a stream that did not fork from it.
-        if self._forked:
-            self._joining.record(self._stream)
-            self.caller.wait_event(self._joining)
-        self._forked = False
+        self._joining.record(self._stream)
+        self.caller.wait_event(self._joining)
+        self.forked = False
 
 
 class GroupMemory:
@@ -163,31 +168,33 @@ class GroupMemory:
         self._workspaces: dict[str, Workspace] = {}
         self._kept: list[Workspace] = []  # replaced by larger ones, but a captured graph holds their addresses
         self._done: torch.cuda.Event | None = None  # the end of the last eager pass
+        self._capturing = False  # in this pass
         self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
 
     def begin(self) -> None:
         """Order a pass after the one before, whichever stream that was on."""
         stream = torch.cuda.current_stream(self._device)
+        self._capturing = torch.cuda.is_current_stream_capturing()
         # A capture begins after a device-wide wait, and may not wait for work from outside.
-        if self._done is not None and not torch.cuda.is_current_stream_capturing():
+        if self._done is not None and not self._capturing:
             stream.wait_event(self._done)
-        self.pulls.begin(stream)
-        self.pushes.begin(stream)
+        for lane in (self.pulls, self.pushes):
+            lane.caller, lane.num_marks = stream, 0
 
     def end(self) -> None:
         """Order all work of the pass before later work of the caller's stream."""
-        self.pulls.join()
-        self.pushes.join()
-        if not torch.cuda.is_current_stream_capturing():
+        for lane in (self.pulls, self.pushes):
+            if lane.forked:  # a capture may not wait for a stream that did not fork from it
+                lane.join()
+        if not self._capturing:
             self._done = self._done or torch.cuda.Event()
             self._done.record(self.pulls.caller)
 
     def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Workspace:
         """Return memory for "rows" or "gradients" of at least ``nbytes``; every rank must ask for the same size."""
-        capturing = torch.cuda.is_current_stream_capturing()
         workspace = self._workspaces.get(purpose)
         if workspace is None or workspace.nbytes < nbytes:
-            if capturing:
+            if self._capturing:
                 raise UnsupportedError(
                     f"transport='symmetric_memory': the group's memory must grow to {nbytes} bytes, which a CUDA graph "
                     "capture cannot do; run one forward and backward with these shapes before the capture"
@@ -198,9 +205,9 @@ class GroupMemory:
                 nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
                 if workspace.captured:
                     self._kept.append(workspace)
-            workspace = Workspace(group, nbytes, self._device)
+            workspace = Workspace(group, aligned(nbytes), self._device)
             self._workspaces[purpose] = workspace
-        workspace.captured |= capturing
+        workspace.captured |= self._capturing
         return workspace
 
     def wait(self) -> None:
@@ -296,172 +303,150 @@ def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) 
 
 
 class SymmetricTransport:
-    """Hops of one pass over symmetric memory.
+    """One pass over symmetric memory; see `cp_mesh.comm.contract`.
 
-    Args:
-        group: the cp group, or a group within it.
-        most_rows: most rows that a rank publishes.
-        device: this rank's CUDA device.
-        copy: copies the rows that are published.
-    """
+    Rows are published at once. The pulls of all stages are launched when the first stage is asked for, so that the
+    caller's local tiles, launched before, do not wait until the host has launched the pulls. The slots of an owner lie
+    sender after sender; they are complete all at once, so nothing arrives before the last stage was sent.
 
-    def __init__(self, group: dist.ProcessGroup, most_rows: int, device: torch.device, copy: Copy) -> None:
-        self.memory, self.most_rows, self.group, self.copy = group_memory(group, device), most_rows, group, copy
-        self.memory.begin()
-
-    def fetch(self, tensors: Sequence[Tensor], route: Route) -> SymmetricIncoming:
-        return SymmetricIncoming(self, tensors, route)
-
-    def deliver(self, packing: Packing, route: Route) -> SymmetricOutgoing:
-        return SymmetricOutgoing(self, packing, route)
-
-    def close(self) -> None:
-        # Also after an exception: the caller's stream waits for copies before it reuses their buffers.
-        self.memory.end()
-
-
-class SymmetricIncoming:
-    """Pulls all stages ahead, in order, while the caller computes.
-
-    Rows are published at once. The pulls are launched when the first stage is asked for, so that the caller's local
-    tiles, launched before, do not wait until the host has launched the pulls.
-    """
-
-    def __init__(self, transport: SymmetricTransport, tensors: Sequence[Tensor], route: Route) -> None:
-        memory, packing = transport.memory, Packing.of(tensors)
-        self._lane, self._packing, self._stages = memory.pulls, packing, route.stages
-        self._under_way: deque[tuple[Tensor, Any]] = deque()
-        if not route.stages:
-            return
-        workspace = memory.workspace("rows", aligned(transport.most_rows * packing.row_bytes), transport.group)
-        workspace.barrier(_MAIN)
-        _, own = workspace.rows(transport.group.rank(), 0, tensors[0].shape[2], packing)
-        transport.copy(list(zip(tensors, own, strict=True)))
-        workspace.barrier(_MAIN)
-        self._workspace: Workspace = workspace
-        self._buffers = [packing.empty(stage.num_fetched) for stage in route.stages]
-        # After the barrier, and after earlier work that used the memory of these buffers.
-        self._lane.fork()
-
-    def _pull(self) -> None:
-        packing = self._packing
-        with self._lane.entered():
-            for stage, buffer in zip(self._stages, self._buffers, strict=True):
-                offset = 0
-                for source, ranges in stage.fetch:
-                    first, last = ranges[0][0], ranges[-1][1]
-                    theirs, _ = self._workspace.rows(source, first * packing.row_bytes, last - first, packing)
-                    for begin, end in ranges:
-                        _part(buffer, offset, end - begin).copy_(_part(theirs, begin - first, end - begin))
-                        offset += end - begin
-                self._under_way.append((buffer, self._lane.mark()))
-        self._buffers = []
-
-    def next(self) -> tuple[Tensor, ...] | None:
-        if self._buffers:
-            self._pull()
-        buffer, arrived = self._under_way.popleft()
-        self._lane.wait(arrived)
-        return self._packing.views(buffer) if buffer.shape[0] else None
-
-
-class SymmetricOutgoing:
-    """Pushes gradients to slots in the owner's memory; the slots of an owner lie sender after sender."""
-
-    def __init__(self, transport: SymmetricTransport, packing: Packing, route: Route) -> None:
-        memory, self._group = transport.memory, transport.group
-        self._lane, self._packing, self._route = memory.pushes, packing, route
-        self._written: Tensor | None = None
-        self._sent: deque[tuple[Tensor, Any]] = deque()
-        self._num_sent, self._collected = 0, not route.stages
-        self._workspace: Workspace | None = None
-        if route.stages:
-            purpose = "rows" if self._group.size() == 2 else "gradients"
-            nbytes = aligned(route.most_served * packing.row_bytes)
-            self._workspace = memory.workspace(purpose, nbytes, transport.group)
-
-    def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
-        self._written = self._packing.empty(stage.num_fetched)
-        return self._packing.views(self._written) if stage.num_fetched else None
-
-    def send(self, stage: Stage) -> None:
-        assert self._written is not None and self._workspace is not None, "buffer() comes before send()"
-        rank, packing = self._group.rank(), self._packing
-        self._lane.fork()
-        with self._lane.entered():
-            offset = 0
-            for owner, ranges in stage.fetch:
-                count = num_rows(ranges)
-                first = self._route.slots[rank][owner]
-                slot, _ = self._workspace.rows(owner, first * packing.row_bytes, count, packing)
-                slot.copy_(_part(self._written, offset, count))
-                offset += count
-            self._num_sent += 1
-            if self._num_sent == len(self._route.stages):
-                self._workspace.barrier(_PUSHED)
-            self._sent.append((self._written, self._lane.mark()))
-        self._written = None
-        if len(self._sent) > 2:  # pushed long before: its memory may be used again
-            self._lane.wait(self._sent.popleft()[1])
-
-    def collect(self) -> Iterator[Arrived]:
-        """Yield nothing before the last stage was sent: all slots are complete at once."""
-        if self._collected or self._num_sent < len(self._route.stages):
-            return
-        assert self._workspace is not None
-        self._collected = True
-        self._lane.join()
-        self._sent.clear()
-        rank, packing = self._group.rank(), self._packing
-        for stage in self._route.stages:  # sums in the same order as the other transport
-            for receiver, ranges in stage.serve:
-                first = self._route.slots[receiver][rank] * packing.row_bytes
-                slot, tensors = self._workspace.rows(rank, first, num_rows(ranges), packing)
-                if len(ranges) == 1:
-                    yield Arrived(ranges[0][0], tensors)
-                else:
-                    yield from split_arrived(slot, [(receiver, ranges)], packing)
-
-
-class SymmetricSwaps:
-    """All-to-alls of all rows: each rank publishes the rows that it sends, and pulls its rows from each other rank.
-
-    They run on the caller's stream, as the caller waits for the result at once. The barrier before rows are written is
+    An all-to-all of rows runs on the caller's stream, as the caller waits for the result at once. Its first barrier is
     that of a pass: all ranks have pulled the rows of the all-to-all before.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._memory, self._group = group_memory(group, device), group
-        self._rank, self._size = group.rank(), group.size()
-        self._memory.begin()
+    _freight: Freight
 
-    def start(
-        self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
-    ) -> Callable[[], Sequence[Tensor]]:
-        rank, size = self._rank, self._size
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._memory, self._group, self._rank = group_memory(group, device), group, group.rank()
+        self._memory.begin()
+        self._pulls: list[Parts] = []
+        self._buffers: deque[Tensor] = deque()  # of stages that have not arrived
+        self._marks: deque[Any] = deque()  # of the pulls
+        self._written: list[Tensor] = []
+        self._slots: tuple[Workspace, deque[Parts], list[Arrived]] | None = None
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def publish(self, tensors: Sequence[Tensor], freight: Freight) -> None:
+        self._freight, packing = freight, freight.keys
+        workspace = self._memory.workspace("rows", max(freight.shard_lens) * packing.row_bytes, self._group)
+        own, self._pulls = workspace.bound(freight, "rows", partial(self._place_rows, workspace))
+        workspace.barrier(_MAIN)
+        freight.copy(list(zip(tensors, own, strict=True)))
+        workspace.barrier(_MAIN)
+        for stage in freight.route.stages:
+            self._buffers.append(packing.empty(stage.num_fetched))
+        # After the barrier, and after earlier work that used the memory of these buffers.
+        self._memory.pulls.fork()
+
+    def _place_rows(self, workspace: Workspace) -> tuple[tuple[Tensor, ...], list[Parts]]:
+        """Where this rank's rows are published; and the rows that it pulls, stage by stage."""
+        packing, pulls = self._freight.keys, []
+        for stage in self._freight.route.stages:
+            rows: list[Tensor] = []
+            for source, ranges in stage.fetch:
+                theirs = workspace.rows(source, 0, ranges[-1][1], packing)
+                rows += [theirs[begin:end] for begin, end in ranges]
+            pulls.append(_parts(rows))
+        own = workspace.rows(self._rank, 0, self._freight.shard_lens[self._rank], packing)
+        return packing.views(own), pulls
+
+    def arrived(self, stage: Stage) -> tuple[Tensor, ...] | None:
+        lane = self._memory.pulls
+        if self._pulls:
+            with lane.entered():
+                for (rows, counts), into in zip(self._pulls, self._buffers, strict=True):
+                    for part, theirs in zip((into,) if len(rows) == 1 else into.split(counts), rows, strict=True):
+                        part.copy_(theirs)
+                    self._marks.append(lane.mark())
+            self._pulls = []
+        buffer = self._buffers.popleft()
+        lane.wait(self._marks.popleft())
+        return self._freight.keys.views(buffer) if buffer.shape[0] else None
+
+    def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
+        packing = self._freight.gradients
+        self._written.append(packing.empty(stage.num_fetched))
+        return packing.views(self._written[0]) if stage.num_fetched else None
+
+    def send(self, stage: Stage) -> None:
+        lane, freight, written = self._memory.pushes, self._freight, self._written.pop()
+        if self._slots is None:
+            purpose = "rows" if self._group.size() == 2 else "gradients"
+            nbytes = freight.route.most_served * freight.gradients.row_bytes
+            workspace = self._memory.workspace(purpose, nbytes, self._group)
+            pushes, arrived = workspace.bound(freight, "slots", partial(self._place_slots, workspace))
+            self._slots = workspace, deque(pushes), arrived
+        workspace, pushes, _ = self._slots
+        slots, counts = pushes.popleft()
+        lane.fork()
+        with lane.entered():
+            for part, slot in zip((written,) if len(slots) == 1 else written.split(counts), slots, strict=True):
+                slot.copy_(part)
+            if not pushes:
+                workspace.barrier(_PUSHED)
+            self._sent.append((written, lane.mark()))
+        if len(self._sent) > 2:  # pushed long before: its memory may be used again
+            lane.wait(self._sent.popleft()[1])
+
+    def _place_slots(self, workspace: Workspace) -> tuple[list[Parts], list[Arrived]]:
+        """The slots that this rank pushes to, stage by stage; and what its own hold, in the order of the sums."""
+        packing, slots, rank = self._freight.gradients, self._freight.route.slots, self._rank
+        pushes: list[Parts] = []
+        arrived: list[Arrived] = []
+
+        def slot(owner: int, sender: int, ranges: Sequence[Rows]) -> Tensor:
+            return workspace.rows(owner, slots[sender][owner] * packing.row_bytes, num_rows(ranges), packing)
+
+        for stage in self._freight.route.stages:
+            pushes.append(_parts([slot(owner, rank, ranges) for owner, ranges in stage.fetch]))
+            for served in stage.serve:
+                arrived += split_arrived(slot(rank, *served), (served,), packing)
+        return pushes, arrived
+
+    def collect(self) -> list[Arrived]:
+        if self._slots is None or self._slots[1] or not self._sent:  # not all are sent, or all were collected
+            return []
+        self._memory.pushes.wait(self._sent[-1][1])  # which follows the barrier
+        self._sent.clear()
+        return self._slots[2]
+
+    def swap(self, packings: tuple[Packing, ...], write: Write, swap: Swap) -> list[Tensor]:
         offsets = [*accumulate((aligned(swap.most * packing.row_bytes) for packing in packings), initial=0)]
         workspace = self._memory.workspace("rows", offsets.pop(), self._group)
+        place = partial(self._place_swap, workspace, offsets, packings, swap)
+        own, pulls = workspace.bound(swap, packings, place)
         workspace.barrier(_MAIN)
-        places = [*zip(offsets, packings, strict=True)]
-        write([workspace.rows(rank, offset, sum(swap.to), packing)[0] for offset, packing in places])
+        write(own)
         workspace.barrier(_MAIN)
         received = [packing.empty(sum(swap.origin)) for packing in packings]
-        for (offset, packing), buffer in zip(places, received, strict=True):
+        for buffer, of_packing in zip(received, pulls, strict=True):
             parts = buffer.split(swap.origin)
-            for step in range(size):  # so that no two ranks pull from the same rank at a time
-                source = (rank - step) % size
-                if count := swap.origin[source]:
-                    first = offset + swap.firsts[source] * packing.row_bytes
-                    parts[source].copy_(workspace.rows(source, first, count, packing)[0])
-        return lambda: received
+            for source, rows in of_packing:
+                parts[source].copy_(rows)
+        return received
 
-    def close(self) -> None:
+    def _place_swap(
+        self, workspace: Workspace, offsets: Sequence[int], packings: Sequence[Packing], swap: Swap
+    ) -> tuple[list[Tensor], list[list[tuple[int, Tensor]]]]:
+        """Where the rows that are sent are written; and those that this rank pulls from each rank, by packing."""
+        own, pulls, size = [], [], self._group.size()
+        for offset, packing in zip(offsets, packings, strict=True):
+            own.append(workspace.rows(self._rank, offset, sum(swap.to), packing))
+            of_packing = []
+            for step in range(size):  # so that no two ranks pull from the same rank at a time
+                source = (self._rank - step) % size
+                first = offset + swap.firsts[source] * packing.row_bytes
+                if count := swap.origin[source]:
+                    of_packing.append((source, workspace.rows(source, first, count, packing)))
+            pulls.append(of_packing)
+        return own, pulls
+
+    def end(self) -> None:
+        # Also after an exception: the caller's stream waits for copies before it reuses their buffers.
         self._memory.end()
 
 
-def _part(buffer: Tensor, first: int, count: int) -> Tensor:
-    """Return rows of a buffer; most buffers have a single source and are moved whole."""
-    return buffer if buffer.shape[0] == count else buffer[first : first + count]
+def _parts(rows: list[Tensor]) -> Parts:
+    return rows, [len(x) for x in rows]
 
 
 def aligned(nbytes: int) -> int:

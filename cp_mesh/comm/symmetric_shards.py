@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cp_mesh.comm.packing import make_packing
 from cp_mesh.comm.shards import Shards, Whole, Write, chunks_of
-from cp_mesh.comm.symmetric_memory import Workspace, aligned, group_memory
+from cp_mesh.comm.symmetric_memory import Workspace, group_memory
 
 _MAIN, _PUSHED = 0, 1  # barrier channels
 
@@ -38,7 +38,7 @@ class SymmetricMoves:
 
     def workspace(self, purpose: str, nbytes: int) -> Workspace:
         """Return memory for this pass that no rank uses any more."""
-        workspace = self.memory.workspace(purpose, aligned(nbytes), self.group)
+        workspace = self.memory.workspace(purpose, nbytes, self.group)
         if not self._is_clear:
             workspace.barrier(_MAIN)
             self._is_clear = True
@@ -64,7 +64,7 @@ class _Slots:
     def at(self, rank: int, first: int, num_rows: int, count: int = 1) -> Tensor:
         """Return [count, B, num_rows, D], ``first`` rows of B after the begin of a rank's memory."""
         offset, total = first * self._batch * self._packing.row_bytes, count * self._batch * num_rows
-        rows, _ = self._workspace.rows(rank, offset, total, self._packing)
+        rows = self._workspace.rows(rank, offset, total, self._packing)
         return rows.view(count, self._batch, num_rows, self._features)
 
 

@@ -78,22 +78,12 @@ class Stage:
     tiles: tuple[Tile, ...]
 
     @cached_property
-    def fetched(self) -> list[tuple[int, int]]:
-        """(source, number of rows) that this rank receives."""
-        return [(source, num_rows(ranges)) for source, ranges in self.fetch]
-
-    @cached_property
-    def served(self) -> list[tuple[int, int]]:
-        """(receiver, number of rows) that this rank sends."""
-        return [(receiver, num_rows(ranges)) for receiver, ranges in self.serve]
-
-    @cached_property
     def num_fetched(self) -> int:
-        return sum(count for _, count in self.fetched)
+        return sum(num_rows(ranges) for _, ranges in self.fetch)
 
     @cached_property
     def num_served(self) -> int:
-        return sum(count for _, count in self.served)
+        return sum(num_rows(ranges) for _, ranges in self.serve)
 
 
 @dataclass(frozen=True, eq=False)

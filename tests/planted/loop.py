@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -70,19 +69,20 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("the next hop starts after the step", "functional:FunctionalTransport.fetch", "overlap")
-def _(fetch: Any) -> Any:
-    class Late:
-        """Starts to fetch a stage when it is asked for."""
+@plant("the next hop starts after the step", "functional:FunctionalTransport.arrived", "overlap")
+def _(arrived: Any) -> Any:
+    """A stage is fetched when it is asked for."""
 
-        def __init__(self, transport: Any, tensors: Any, route: Any) -> None:
-            self.transport, self.tensors, self.stages, self.route = transport, tensors, deque(route.stages), route
+    def mutant(self: Any, stage: Any) -> Any:
+        serve, self._serve = self._serve, lambda: None
+        if not self._fetched:
+            serve()
+        try:
+            return arrived(self, stage)
+        finally:
+            del self._serve
 
-        def next(self) -> Any:
-            route = replace(self.route, stages=(self.stages.popleft(),))
-            return fetch(self.transport, self.tensors, route).next()
-
-    return lambda self, tensors, route: Late(self, tensors, route)
+    return mutant
 
 
 # --- gradients
@@ -90,7 +90,7 @@ plant = in_area("gradients")
 
 
 @plant(
-    "dk and dv swapped on their way home", "functional:FunctionalOutgoing.buffer",
+    "dk and dv swapped on their way home", "functional:FunctionalTransport.buffer",
     "parity", "gradients come home",
 )  # fmt: skip
 def _(buffer: Any) -> Any:
@@ -98,42 +98,33 @@ def _(buffer: Any) -> Any:
 
 
 @plant(
-    "delivered gradients replace those of other ranks", "functional:FunctionalOutgoing.collect",
+    "delivered gradients replace those of other ranks", "functional:FunctionalTransport.collect",
     "gradients come home",
 )  # fmt: skip
 def _(collect: Any) -> Any:
     def mutant(self: Any) -> Any:
-        for arrived in collect(self):
+        for begin, *tensors in collect(self):
             delivered = vars(self).setdefault("delivered", {})
-            before = delivered.get(arrived.begin)
-            delivered[arrived.begin] = arrived.tensors
-            if before is not None and before[0].shape == arrived.tensors[0].shape:
-                arrived = replace(arrived, tensors=tuple(x - y for x, y in zip(arrived.tensors, before, strict=True)))
-            yield arrived
+            before = delivered.get(begin)
+            delivered[begin] = tensors
+            if before is not None and before[0].shape == tensors[0].shape:
+                tensors = [x - y for x, y in zip(tensors, before, strict=True)]
+            yield begin, *tensors
 
     return mutant
 
 
-@plant("the last delivery is not added", "functional:FunctionalTransport.deliver", "parity")
-def _(deliver: Any) -> Any:
-    class Forgetful:
-        def __init__(self, transport: Any, packing: Any, route: Any) -> None:
-            self.outgoing, self.left = deliver(transport, packing, route), len(route.stages)
-            self.buffer = self.outgoing.buffer
+@plant("the last delivery is not added", "functional:FunctionalTransport.collect", "parity")
+def _(collect: Any) -> Any:
+    def mutant(self: Any) -> Any:
+        arrived = list(collect(self))
+        return arrived if self._num_sent < len(self._freight.route.stages) else []
 
-        def send(self, stage: Any) -> None:
-            self.outgoing.send(stage)
-            self.left -= 1
-
-        def collect(self) -> Any:
-            arrived = list(self.outgoing.collect())
-            return arrived if self.left else []
-
-    return lambda self, packing, route: Forgetful(self, packing, route)
+    return mutant
 
 
 plant("gradients land on the first rows of a shard", "comm.contract:split_arrived", "parity")(
-    lambda split: with_result(split, lambda arrived: (replace(part, begin=0) for part in arrived))
+    lambda split: with_result(split, lambda arrived: ((0, *tensors) for _, *tensors in arrived))
 )
 plant("local dv is not added", "merge:SummingBackward.step", "parity")(
     lambda step: with_result(step, lambda pieces: [(begin, dk, torch.zeros_like(dv)) for begin, dk, dv in pieces])
@@ -155,8 +146,8 @@ def _(init: Any) -> Any:
 plant("gradients are summed in half precision", "combine:RowSum.__init__", "sums in fp32")(
     lambda init: with_arguments(init, dtype=lambda _: torch.bfloat16)
 )
-plant("gradients travel in bf16", "functional:FunctionalTransport.deliver", "parity")(
-    lambda deliver: with_arguments(deliver, packing=lambda packing: replace(packing, dtype=torch.bfloat16))
+plant("gradients travel in bf16", "comm.contract:Freight.__init__", "parity")(
+    lambda init: with_arguments(init, gradients=lambda packing: replace(packing, dtype=torch.bfloat16))
 )
 
 
@@ -189,24 +180,14 @@ def _(method: Any) -> Any:
 plant = in_area("other methods")
 
 
-@plant("all-gather's gradients go to wrong owners", "functional:FunctionalTransport.deliver", "all-gather")
-def _(deliver: Any) -> Any:
-    class Mixed:
-        def __init__(self, transport: Any, packing: Any, route: Any) -> None:
-            self.outgoing = deliver(transport, packing, route)
-            self.collect = self.outgoing.collect
+@plant("all-gather's gradients go to wrong owners", "functional:FunctionalTransport.send", "all-gather")
+def _(send: Any) -> Any:
+    def mutant(self: Any, stage: Any) -> None:
+        _, ranges = stage.fetch[0]
+        self._written[0].copy_(self._written[0].roll(sum(end - begin for begin, end in ranges), 0))
+        send(self, stage)
 
-        def buffer(self, stage: Any) -> Any:
-            self.written = self.outgoing.buffer(stage)
-            return self.written
-
-        def send(self, stage: Any) -> None:
-            _, ranges = stage.fetch[0]
-            for x in self.written:
-                x.copy_(x.roll(sum(end - begin for begin, end in ranges), 2))
-            self.outgoing.send(stage)
-
-    return lambda self, packing, route: Mixed(self, packing, route)
+    return mutant
 
 
 @plant("all-gather takes the stages of the ring", "ring_loop:ALL_GATHER", "overlap of all-gather")
@@ -382,54 +363,52 @@ plant("NaN that arrives is taken for 0", "waiting:wait_for", "NaN")(
 )
 
 
-@plant("rows for another rank are served", "functional:FunctionalTransport.exchange", "parity on four ranks")
+@plant("rows for another rank are served", "functional:_exchange", "parity on four ranks")
 def _(exchange: Any) -> Any:
-    def reversed_parts(sent: Any, to: Any) -> dict[str, Any]:
-        parts = sent.split([count for _, count in to])
-        return {"sent": torch.cat(parts[::-1])}
+    def reversed_parts(sent: Any, sent_rows: Any) -> dict[str, Any]:
+        return {"sent": torch.cat(sent.split(sent_rows)[::-1])}
 
     return with_call(exchange, reversed_parts)
 
 
-@plant("a range is served from the start of the shard", "functional:FunctionalTransport.fetch", "parity")
-def _(fetch: Any) -> Any:
-    def from_start(route: Any) -> Any:
+@plant("a range is served from the start of the shard", "functional:FunctionalTransport.publish", "parity")
+def _(publish: Any) -> Any:
+    def from_start(freight: Any) -> Any:
         stages = []
-        for stage in route.stages:
+        for stage in freight.route.stages:
             serve = ((rank, tuple((0, end - begin) for begin, end in ranges)) for rank, ranges in stage.serve)
             stages.append(replace(stage, serve=tuple(serve)))
-        return replace(route, stages=tuple(stages))
+        return replace(freight, route=replace(freight.route, stages=tuple(stages)))
 
-    return with_arguments(fetch, route=from_start)
+    return with_arguments(publish, freight=from_start)
 
 
-plant("batch rows change places on the way", "functional:FunctionalIncoming.next", "parity")(
+plant("batch rows change places on the way", "functional:FunctionalTransport.arrived", "parity")(
     lambda receive: with_result(receive, lambda rows: rows and tuple(x.flip(0) for x in rows))
 )
-plant("a buffer is sent before it is written", "functional:FunctionalOutgoing.buffer", "parity")(
+plant("a buffer is sent before it is written", "functional:FunctionalTransport.buffer", "parity")(
     lambda buffer: with_result(buffer, lambda views: views and tuple(torch.empty_like(x) for x in views))
 )
 
 
-@plant("whole shards are fetched for a window", "functional:FunctionalTransport.fetch", "traffic")
-def _(fetch: Any) -> Any:
-    class Whole:
-        def __init__(self, transport: Any, tensors: Any, route: Any) -> None:
-            self.stages = deque(route.stages)
-            own = tensors[0].shape[2]
+@plant("whole shards are fetched for a window", "functional:FunctionalTransport", "traffic")
+def _(transport: Any) -> Any:
+    class Whole(transport):
+        def publish(self, tensors: Any, freight: Any) -> None:
+            self.own = own = tensors[0].shape[2]  # shards are equal in that check
             whole = [
                 replace(
                     stage,
-                    fetch=tuple((rank, ((0, own),)) for rank, _ in stage.fetch),  # shards are equal in that check
+                    fetch=tuple((rank, ((0, own),)) for rank, _ in stage.fetch),
                     serve=tuple((rank, ((0, own),)) for rank, _ in stage.serve),
                 )
-                for stage in route.stages
+                for stage in freight.route.stages
             ]
-            self.own, self.incoming = own, fetch(transport, tensors, replace(route, stages=tuple(whole)))
+            super().publish(tensors, replace(freight, route=replace(freight.route, stages=tuple(whole))))
+            self.needed = freight
 
-        def next(self) -> Any:
-            stage, rows = self.stages.popleft(), self.incoming.next()
-            if rows is None:
+        def arrived(self, stage: Any) -> Any:
+            if (rows := super().arrived(stage)) is None:
                 return None
             needed = [
                 torch.arange(begin, end) + i * self.own
@@ -438,7 +417,11 @@ def _(fetch: Any) -> Any:
             ]
             return tuple(x[:, :, torch.cat(needed)] for x in rows)
 
-    return lambda self, tensors, route: Whole(self, tensors, route)
+        def send(self, stage: Any) -> None:
+            self._freight = self.needed
+            super().send(stage)
+
+    return Whole
 
 
 def with_workspaces(wrap: Any) -> Any:
