@@ -7,8 +7,7 @@ goes to its owner in one hop and is summed there, in a fixed order, so results d
 
 An object of these classes serves one pass of a group. It has:
 
-    publish(tensors, freight)
-                        starts to move the rows of these [B, H, S_local, D] tensors that the freight's route names
+    publish(x, freight) starts to move those rows of the tensors x, [B, H, S_local, D] each, that the freight names
     arrived(stage)      waits for the rows of the next stage: tensors [B, H, rows, D], or None if it has no rows
     buffer(stage)       tensors for gradients [B, H, rows, D] of the rows fetched in a stage; None if it has no rows
     send(stage)         starts to send the buffer to the owners of the rows; every rank sends every stage, in order

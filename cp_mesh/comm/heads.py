@@ -104,9 +104,9 @@ def by_rank(x: Tensor, size: int, chunks: int = 1, chunk: int = 0) -> Tensor:
 
 def _pack(packing: Packing, buffer: Tensor, tensors: Sequence[Tensor], order: Tensor | None) -> None:
     """Write tensors [..., B, heads, D] side by side into rows [rows, features], in one launch where possible."""
-    (B, _, D), same = tensors[0].shape[-3:], all(x.dtype == buffer.dtype for x in tensors)
-    if order is None and len(tensors) > 1 and B == 1 and same and all(x.shape[-1] == D for x in tensors):
-        into = buffer.view(*tensors[0].shape[:-3], buffer.shape[1] // D, D)
+    (*rows, B, _, D), same = tensors[0].shape, {x.dtype for x in tensors} == {buffer.dtype}
+    if order is None and len(tensors) > 1 and B == 1 and same and {x.shape[-1] for x in tensors} == {D}:
+        into = buffer.view(*rows, buffer.shape[1] // D, D)
         torch.cat([x.squeeze(-3) for x in tensors], -2, out=into)
         return
     for x, part in zip(tensors, packing.views(buffer), strict=True):

@@ -108,7 +108,7 @@ class _CudaLane:
     def fork(self) -> None:
         """Order later work of the lane after all work that the caller's stream has so far."""
         self._forking.record(self.caller)
-        self._stream.wait_event(self._forking)
+        self._forking.wait(self._stream)
         self.forked = True
 
     def entered(self) -> _CudaLane:
@@ -136,12 +136,12 @@ class _CudaLane:
         """Make the caller's stream wait for a mark of the lane."""
         if mark is self._marks[self.num_marks - 1]:
             self.forked = False  # it has no later work
-        self.caller.wait_event(mark)
+        mark.wait(self.caller)
 
     def join(self) -> None:
         """Make the caller's stream wait for all work that the lane has so far."""
         self._joining.record(self._stream)
-        self.caller.wait_event(self._joining)
+        self._joining.wait(self.caller)
         self.forked = False
 
 
@@ -177,7 +177,7 @@ class GroupMemory:
         self._capturing = torch.cuda.is_current_stream_capturing()
         # A capture begins after a device-wide wait, and may not wait for work from outside.
         if self._done is not None and not self._capturing:
-            stream.wait_event(self._done)
+            self._done.wait(stream)
         for lane in (self.pulls, self.pushes):
             lane.caller, lane.num_marks = stream, 0
 
