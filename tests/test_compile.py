@@ -210,6 +210,34 @@ def test_layouts_that_change_compile_twice(pool: Any, per_document: bool) -> Non
     assert max(pool(2).run(packed_blocks, per_document)) <= 2
 
 
+def three_layers(rank: int, backend: str) -> list[int]:
+    """How often documents are digested in each of three steps of a function that makes the mask itself."""
+    axis, read = mesh((2,), ("cp",)), room("host_tensors")._digest
+    sequence = ShardedSequence(axis)
+
+    def layers(x: Tensor, ids: Tensor) -> Tensor:
+        mask = Mask(documents=ids)
+        for _ in range(3):
+            x = attention(x, x, x, mesh=axis, mask=mask)
+        return x
+
+    compiled, counts = torch.compile(layers, backend=backend, fullgraph=True), []
+    for seed in range(3):
+        ids = batch(1, S, seed)["documents"]
+        x = sequence.shard(make_qkv(1, H, H, S, D)[0], dim=2)
+        with mock.patch.object(room("host_tensors"), "_digest", side_effect=read) as digest:
+            found = step(partial(compiled, ids=ids), x)
+            counts.append(digest.call_count)
+        for got, want in zip(found, step(partial(layers, ids=ids), x), strict=True):
+            torch.testing.assert_close(got, want, **TOLERANCE)
+    return counts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_of_compiled_code_are_digested_once(pool: Any, backend: str) -> None:
+    assert pool(2).run(three_layers, backend, timeout=180.0) == [[1, 1, 1]] * 2
+
+
 def whole_model(rank: int, backend: str) -> None:
     axes = mesh((2, 1), ("cp", "tp"))
     arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}

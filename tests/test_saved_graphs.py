@@ -38,6 +38,7 @@ def arguments(name: str) -> list[Any]:
         "gather_rows": [x, S, group],
         "head_losses": [x, weight, labels, *head, "none"],
         "head_losses_backward": [dlosses, x, weight, labels, row, row, [True, True], *head],
+        "own": [labels, torch.int32],
         "row_linear": [x, weight, torch.randn(V), group, D, "auto", "none"],
         "row_linear_awaited": [x, V, group],
         "row_linear_backward": [x @ weight.mT, x, weight, True, S, group, D, "auto"],
@@ -68,7 +69,8 @@ def save(rank: int, folder: Path) -> None:
     for name in sorted(SCHEMAS):
         module = Op(name)
         torch.export.save(torch.export.export(module, module.tensors()), folder / f"{name}.pt2")
-        torch.save((module.tensors(), module(*module.tensors())), folder / f"{name}.pt")
+        found = torch.utils._pytree.tree_map(torch.clone, module(*module.tensors()))  # plain: `own` notes what it reads
+        torch.save((module.tensors(), found), folder / f"{name}.pt")
 
 
 ALONE = """

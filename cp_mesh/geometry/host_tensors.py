@@ -36,14 +36,29 @@ class _Notes(dict[Any, Any]):
 
 def owned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy on the CPU that nobody else writes to; a meta tensor stays on meta."""
-    device = "meta" if tensor.is_meta else "cpu"
-    dtype, like = dtype or tensor.dtype, torch.contiguous_format
-    if torch.compiler.is_compiling():
-        return tensor.detach().to(device, dtype, copy=True, memory_format=like)
+    return own(tensor.detach(), dtype or tensor.dtype) if torch.compiler.is_compiling() else _copy(tensor, dtype)
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     with lasting():  # others have no version
-        copy = tensor.detach().to(device, dtype, copy=True, memory_format=like)
-    setattr(copy, _NOTES, _Notes())
-    return copy
+        like = tensor.detach().to(_device_of(tensor), dtype, copy=True, memory_format=torch.contiguous_format)
+    setattr(like, _NOTES, _Notes())
+    return like
+
+
+@torch.library.custom_op("cp_mesh::own", mutates_args=())
+def own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`owned` in compiled code, whose own copies have no notes: each layer and pass would read them anew."""
+    return _copy(tensor, dtype)
+
+
+@own.register_fake
+def _(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device=_device_of(tensor))
+
+
+def _device_of(tensor: Tensor) -> str:
+    return "meta" if tensor.is_meta else "cpu"
 
 
 @contextmanager
