@@ -454,6 +454,18 @@ def test_labels_that_may_well_be_right(pool: Any, how: str) -> None:
     assert pool(3).run(labelled, how) == [[]] * 3
 
 
+def wrong_in_each_replica(rank: int) -> None:
+    """One rank of each of two replicas has a label outside of the vocabulary, in a loss over its replica."""
+    axis = mesh((2, 2), ("dp", "cp"))["cp"]
+    labels = torch.full((1, 4), 100 + rank if rank % 2 else 1)
+    cp_mesh.cross_entropy(torch.zeros(1, 4, 8), labels, axis)
+
+
+def test_refusals_of_two_losses_at_once(pool: Any) -> None:
+    for rank, error in enumerate(pool(4).run_expecting_error(wrong_in_each_replica)):
+        assert error is not None and f"got {101 + rank // 2 * 2}; pass ignore_index=" in error.message, error.message
+
+
 # Mistakes of later steps.
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -324,8 +324,9 @@ def _exchange(
     answers = words.wait(patience)
     if absent := [rank for rank in range(words.size) if rank not in answers]:
         said = (
-            f"expected every {axis} rank in the first call of a kind, or in each batch of a model, got none from ranks "
-            f"{absent} in {patience}; they have ended, are late, run other code, or call with a shape they had before"
+            f"expected every {axis} rank in the first call of a kind, in each batch of a model, or in check mode, got "
+            f"none from ranks {absent} in {patience}; they have ended, are late, run other code, or call with a shape "
+            "they had before"
         )
         _raise_mismatch(group, fields, said)
     if raised := [rank for rank, answer in answers.items() if "error" in answer]:
@@ -438,13 +439,13 @@ def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
                 error.add_note(f"cp_mesh: rank {rank} of the group has raised: {said['error']}")
 
 
-def leave_word(text: str) -> None:
-    """Write an error to the store, for ranks that learn of a refusal by a collective and then call `read_word`."""
+def leave_word(text: str, ranks: Sequence[int]) -> None:
+    """Write an error for those of these ranks that learn of a refusal by a collective and then call `read_word`."""
     if (store := store_of(dist.group.WORLD)) is not None:
-        store.set("cp_mesh/word", text)
+        store.set(f"cp_mesh/word/{hash(tuple(ranks))}", text)
 
 
-def read_word() -> str:
-    """Return the text that some rank wrote by `leave_word`."""
+def read_word(ranks: Sequence[int]) -> str:
+    """Return the text that some of these ranks wrote by `leave_word`."""
     store = store_of(dist.group.WORLD)
-    return "" if store is None else store.get("cp_mesh/word").decode()
+    return "" if store is None else store.get(f"cp_mesh/word/{hash(tuple(ranks))}").decode()

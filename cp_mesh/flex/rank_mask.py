@@ -133,8 +133,8 @@ def find_sources(
     )
     told = _tell(group, _look(asked, group), asked.keys[0].device)
     if (failed := (told == FAILED).any(1)).any():
-        said_by_it = f"cp rank {failed.argmax()} raised while this rank did not: {read_word()}"
-        raise RankMismatchError(f"create_block_mask: {said_by_it}")
+        said = read_word(dist.get_process_group_ranks(group))
+        raise RankMismatchError(f"create_block_mask: cp rank {failed.argmax()} raised while this rank did not: {said}")
     of_mask, place = (asked.function.handle, asked.sizes), (group.group_name, asked.layout, asked.seq_len)
     return Sources(say_sources(told == 1), of_mask, Unchanged(asked.read), place)
 
@@ -177,7 +177,7 @@ def _look(asked: _Asked, group: dist.ProcessGroup) -> list[bool]:
             own = asked.keys[group.rank()]
             found = [_seen(asked.function, x, asked.sizes, own, asked.keys) for x in _as_read(asked.read)]
     except Exception as error:  # the other ranks wait in the all-gather for this rank's flags
-        leave_word(f"{type(error).__name__}: {error}")
+        leave_word(f"{type(error).__name__}: {error}", dist.get_process_group_ranks(group))
         _tell(group, [FAILED] * group.size(), asked.keys[0].device)
         raise
     return [any(of_source) for of_source in zip(*found, strict=True)]

@@ -5,6 +5,7 @@ the sum of losses over the ranks is the loss of a single device, and the sum of 
 (dp x cp) is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` sets FSDP2 to them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
@@ -34,11 +35,13 @@ class _Said:
     Attributes:
         found: an error of this rank's labels, for the next sum.
         numbers: of the last sum, on the host: ranks with wrong labels; 0 if batches, and counts, are equal.
+        ranks: of that sum.
         ready: when a GPU has copied them.
     """
 
     found: Exception | None = None
     numbers: Tensor | None = None
+    ranks: Sequence[int] = ()
     ready: torch.cuda.Event | None = None
 
 
@@ -223,11 +226,11 @@ def _sum_over(
     groups = groups_of(mesh)
     eager = not (torch.compiler.is_compiling() or isinstance(valid, FakeTensor) or valid.is_meta or capturing())
     if eager:
-        said = state_of(groups[0], _Said)
+        said, ranks = state_of(groups[0], _Said), ranks_of(mesh)
         _judge(said)
         if said.found is not None:
-            leave_word(f"{type(said.found).__name__}: {said.found}".removeprefix("ArgumentError: "))
-        wrong, counts, ranks = torch.full_like(valid, said.found is not None), torch.zeros_like(valid), ranks_of(mesh)
+            leave_word(f"{type(said.found).__name__}: {said.found}".removeprefix("ArgumentError: "), ranks)
+        wrong, counts = torch.full_like(valid, said.found is not None), torch.zeros_like(valid)
         if count is not None:  # its bits, times a factor of the rank; the sum of factors is 0, as in `apart`
             bits = torch.as_tensor(count, dtype=torch.float64, device=valid.device).reshape(()).view(torch.int64)
             counts = bits * (ranks.index(dist.get_rank()) or -len(ranks) * (len(ranks) - 1) // 2)
@@ -236,7 +239,7 @@ def _sum_over(
         summed = funcol.all_reduce(valid, "sum", group.group_name)
         valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
     if eager:
-        valid, said.numbers = valid[0], valid[1:].to("cpu", non_blocking=True)
+        valid, said.numbers, said.ranks = valid[0], valid[1:].to("cpu", non_blocking=True), ranks
         if valid.is_cuda:
             said.ready = torch.cuda.current_stream(valid.device).record_event()
         if now or not valid.is_cuda:
@@ -254,7 +257,7 @@ def _judge(said: _Said) -> None:
     said.numbers = said.ready = None
     if wrong:
         said.found = None
-        raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
+        raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word(said.ranks)}")
     if counts:
         hint = "valid_tokens gives it over all ranks of the mesh"
         refuse("cross_entropy: count", "the same on all ranks", "others on some", hint, RankMismatchError)
