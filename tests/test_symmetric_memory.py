@@ -273,6 +273,28 @@ def test_the_memory_of_a_group_is_what_the_formula_says(pool, cp_size, dtype):
             assert taken == formula > 0 and not problems, problems
 
 
+def kept_views(rank: int, folder: str) -> list[int]:
+    """Of how many routes and all-to-alls memory has lists of views: after calls of each method, and without plans."""
+    axis, counts = mesh((3,), ("cp",)), []
+    inputs = [x[:, :, ZigZag().positions(24, 3, rank)] for x in make_qkv(2, 6, 3, 24, 5, 4)]
+    with double(axis.get_group(), folder):
+        for method in ("ring", "ulysses", "ring", "ulysses"):
+            attend(inputs, axis, TRANSPORTS[1], method=method)
+        workspaces = state_of(axis.get_group(), symmetric.Held).memory._workspaces.values()
+        counts.append(sum(len(workspace._bound) for workspace in workspaces))
+        forget_kept(Plans)
+        inner("call.known", "_calls").clear()
+        gc.collect()
+        counts.append(sum(len(workspace._bound) for workspace in workspaces))
+    return counts
+
+
+def test_views_of_memory_go_with_their_plan(pool):
+    """A route has views of its rows and of its slots, in the memory for each; Ulysses has two all-to-alls."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert pool(3).run(kept_views, folder) == [[4, 0]] * 3
+
+
 def released(rank: int, folder: str) -> tuple[int, int, int, list[str]]:
     """Bytes of all groups after calls of all methods, of other groups when this one's are given back, and of this one
     in later calls; and where their results are wrong."""

@@ -101,7 +101,7 @@ class _CudaLane:
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self.caller = torch.cuda.current_stream(device)
-        self._forking, self._joining = torch.cuda.Event(), torch.cuda.Event()
+        self._forking = torch.cuda.Event()
         self._marks: list[torch.cuda.Event] = []  # reused by every pass; a pass waits for all of its marks
         self.num_marks = 0  # of this pass
 
@@ -137,12 +137,6 @@ class _CudaLane:
         if mark is self._marks[self.num_marks - 1]:
             self.forked = False  # it has no later work
         mark.wait(self.caller)
-
-    def join(self) -> None:
-        """Make the caller's stream wait for all work that the lane has so far."""
-        self._joining.record(self._stream)
-        self._joining.wait(self.caller)
-        self.forked = False
 
 
 class GroupMemory:
@@ -185,7 +179,7 @@ class GroupMemory:
         """Order all work of the pass before later work of the caller's stream."""
         for lane in (self.pulls, self.pushes):
             if lane.forked:  # a capture may not wait for a stream that did not fork from it
-                lane.join()
+                lane.wait(lane.mark())
         if not self._capturing:
             self._done = self._done or torch.cuda.Event()
             self._done.record(self.pulls.caller)
