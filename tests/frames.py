@@ -133,7 +133,7 @@ class OfKinds(dict[Any, Any]):
 
     def get(self, kind: tuple[Any, ...], default: Any = None) -> tuple[Callable[..., None], ...]:
         grouped = kind[5] > 1
-        return (launch_flash,) * (1 if kind[0] == "forward" else 5 if grouped else 3)
+        return (launch_flash,) * (1 if kind[0] == "_flash_attn_fwd" else 5 if grouped else 3)
 
 
 class Package:
@@ -172,7 +172,7 @@ def pretend() -> None:
     dist.all_gather_object = lambda found, own, group: None
     room("call.passes").agree_first = lambda *_: None  # there is nobody to agree with
 
-    combine, triton, flash = room("combine"), room("combine_triton"), room("flash_attn_4")
+    combine, triton, flash = room("combine"), room("combine_triton"), room("flash_attn_4_package")
     combine.fused = lambda *_: True
     triton.CompiledKernel, triton.raw_stream = Compiled, int
     for name in ("merge_kernel", "sum_kernel", "dots_kernel"):

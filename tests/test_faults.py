@@ -457,7 +457,7 @@ KEPT = {
     "functions._known": "a function, which its calls hold, and a bounded list the last ones",
     "programs._programs": "the last ones, at most KEPT",
     "trace._known": "the last ones, at most KEPT",
-    "flash_attn_4._compiled": "a compiled kernel of the package, which keeps it too",
+    "flash_attn_4_package._compiled": "a compiled kernel of the package, which keeps it too",
     "seam._function": "rules of the package, four",
     "fla._release": "two packages",
     "host_copies._pinned": "memory, which takes its entry with it",

@@ -27,6 +27,7 @@ from torch._guards import active_fake_mode
 from cp_mesh import Mask, attention
 
 flash_attn_4 = room("flash_attn_4")
+flash_attn_4_package = room("flash_attn_4_package")
 
 PAIR = flash_attn_4._forward, flash_attn_4._backward
 SCALE = 0.3
@@ -199,7 +200,7 @@ def stand_in_backward(
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Callable) -> None:
     """Put a module of that name, and the packages around it, where import finds them."""
-    flash_attn_4.import_once.cache_clear()
+    flash_attn_4_package.import_once.cache_clear()
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:end]))
@@ -287,7 +288,7 @@ def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
 @pytest.fixture(autouse=True)
 def _forget_what_is_installed() -> Iterator[None]:
     yield
-    flash_attn_4.import_once.cache_clear()
+    flash_attn_4_package.import_once.cache_clear()
 
 
 # --- on the CPU
@@ -410,7 +411,7 @@ REQUEST = Request("cuda", (9, 0), torch.bfloat16, frozenset({"full", "causal"}),
 
 def test_an_absent_package_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    flash_attn_4.import_once.cache_clear()
+    flash_attn_4_package.import_once.cache_clear()
     (lacking,) = shortfalls(flash_attn_4.FA4.capability, REQUEST)
     assert lacking.startswith("package flash_attn.cute.interface (pip install cp_mesh[flash]; ")
 
@@ -436,7 +437,7 @@ def deterministic_calls(rank: int, deterministic: bool, mask: Mask) -> list[tupl
         q, k, v = (torch.randn(1, 2, 8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
         axis = mesh((2,), ("cp",))
         attention(q, k, v, mesh=axis, mask=mask, kernel="fa4", deterministic=deterministic).sum().backward()
-    flash_attn_4.import_once.cache_clear()
+    flash_attn_4_package.import_once.cache_clear()
     return [
         tuple(given[x] for x in ("deterministic", "window_size_left", "window_size_right")) for given in calls.of("bwd")
     ]
@@ -574,7 +575,7 @@ def test_fa4_on_gpu_is_launched_directly(heads) -> None:
     )
     scores = Scores(64**-0.5)
     for cover in (FULL, CAUSAL, Segments((blocks,), None, None), Segments((blocks,), None, 0)):
-        flash_attn_4._compiled.clear()
+        flash_attn_4_package._compiled.clear()
         out, lse = flash_attn_4._forward(q, k, v, cover, scores)
         found = []
         for given in (dout[:, :1].expand_as(dout), dout, dout):
@@ -582,8 +583,8 @@ def test_fa4_on_gpu_is_launched_directly(heads) -> None:
         again = flash_attn_4._forward(q, k, v, cover, scores)
         assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
         assert all(gap(x, y.double()) <= 2**-7 for x, y in zip(found[1], found[2], strict=True))
-        kept = {kind[0]: len(kernels) for kind, kernels in flash_attn_4._compiled.items() if kernels}
-        assert kept == {"forward": 1, "backward": 3 if heads[0] == heads[1] else 5}
+        kept = {kind[0]: len(kernels) for kind, kernels in flash_attn_4_package._compiled.items() if kernels}
+        assert kept == {"_flash_attn_fwd": 1, "_flash_attn_bwd": 3 if heads[0] == heads[1] else 5}
 
 
 @pytest.mark.gpu

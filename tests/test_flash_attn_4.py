@@ -28,7 +28,8 @@ from torch._guards import active_fake_mode
 from cp_mesh import UnsupportedError
 
 flash_attn_4 = room("flash_attn_4")
-FA4, MOST_SEQUENCES = inner("flash_attn_4", "FA4", "MOST_SEQUENCES")
+flash_attn_4_package = room("flash_attn_4_package")
+FA4, MOST_SEQUENCES = inner("flash_attn_4", "FA4"), inner("flash_attn_4_package", "MOST_SEQUENCES")
 
 BLOCK_Q, BLOCK_K = 48, 80
 
@@ -245,10 +246,10 @@ def installed(calls: Calls, **options: bool) -> Iterator[None]:
         kept = sys.modules["flash_attn.cute.cache_utils"]
         install(patch, "flash_attn.cute.interface", **Package(calls, **options).functions())
         patch.setitem(sys.modules, "flash_attn.cute.cache_utils", kept)
-        flash_attn_4._compiled.clear()
+        flash_attn_4_package._compiled.clear()
         yield
-    flash_attn_4._compiled.clear()
-    flash_attn_4.import_once.cache_clear()
+    flash_attn_4_package._compiled.clear()
+    flash_attn_4_package.import_once.cache_clear()
 
 
 @pytest.fixture
@@ -325,7 +326,7 @@ def test_kinds_have_kernels_of_their_own() -> None:
 
 def test_a_release_that_differs_keeps_its_python() -> None:
     calls = Calls()
-    flash_attn_4._warn_of_release.cache_clear()
+    flash_attn_4_package._warn_of_release.cache_clear()
     with installed(calls, extra=True), pytest.warns(UserWarning, match="own Python") as warned:
         for _ in range(2):
             attend(*TILES["causal"], 2, 2)
@@ -336,7 +337,7 @@ def test_a_release_that_differs_keeps_its_python() -> None:
 def test_a_release_that_takes_keys_for_values_keeps_its_python() -> None:
     """Tensors alike in everything but where they are."""
     calls = Calls()
-    flash_attn_4._warn_of_release.cache_clear()
+    flash_attn_4_package._warn_of_release.cache_clear()
     with installed(calls, swapped=True), pytest.warns(UserWarning, match="own Python") as warned:
         for _ in range(2):
             attend(*TILES["causal"], 2, 2)
@@ -355,8 +356,8 @@ def test_a_gradient_that_is_spread_over_heads_has_kernels_of_its_own(package: No
 def test_a_kind_that_is_new_in_a_capture_is_refused(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="warm_up"):
-        flash_attn_4._refuse_in_capture(mock.Mock(is_cuda=True))
-    flash_attn_4._refuse_in_capture(torch.zeros(1))
+        flash_attn_4_package._refuse_in_capture(mock.Mock(is_cuda=True))
+    flash_attn_4_package._refuse_in_capture(torch.zeros(1))
 
 
 def test_another_block_size_keeps_its_python(package: None, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,12 +404,12 @@ def test_results_are_cached_on_disk_by_default(monkeypatch: pytest.MonkeyPatch, 
             monkeypatch.delenv(x, raising=False)
         for x, value in given.items():
             monkeypatch.setenv(x, value)
-        flash_attn_4._package()
+        flash_attn_4_package._package()
         assert (os.environ[name], os.environ.get(named)) == (after, where)
     folder.chmod(0o777)
     for x in (name, named):
         monkeypatch.delenv(x)
     with pytest.warns(UserWarning, match="every process compiles FlashAttention-4: expected .* this user only"):
-        flash_attn_4._package()
+        flash_attn_4_package._package()
     assert (os.environ[name], os.environ.get(named)) == ("0", None)
-    assert FA4.capability.lacking is flash_attn_4._lacks
+    assert FA4.capability.lacking is flash_attn_4_package.lacks

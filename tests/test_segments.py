@@ -29,6 +29,7 @@ from cp_mesh.geometry import Permuted
 
 plan = room("call.plan")
 flash_attn_4 = room("flash_attn_4")
+flash_attn_4_package = room("flash_attn_4_package")
 contract = room("method")
 choose_schedule = inner("call.plan", "choose_schedule")
 
@@ -188,7 +189,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     calls = Calls()
     install(monkeypatch, "flash_attn.cute.interface", **fa4_functions(calls))
     yield calls
-    flash_attn_4.import_once.cache_clear()
+    flash_attn_4_package.import_once.cache_clear()
 
 
 def whole(mask: Mask, q, k, v, dout, options: dict[str, Any]) -> list[Tensor]:
@@ -252,7 +253,7 @@ def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
         forget_plans()
         problems = parity_on_ranks(rank, (cp_size,), ("cp",), cases)
         forget_plans()
-    flash_attn_4.import_once.cache_clear()
+    flash_attn_4_package.import_once.cache_clear()
     return problems if calls else [*problems, "the kernel was never called"]
 
 

@@ -702,7 +702,7 @@ NAMED_TUPLE = {"_asdict", "_fields", "_replace"}
 OTHERS = {
     "integrations/diffusers.py": {"_attention_backend", "_constraints", "_cp_plan", "_parallel_config"},
     "integrations/trainer.py": {"_shared_state", "_tp_size", "_track_num_input_tokens"},
-    "kernels/flash_attn_4.py": {"_tile_size_bwd_sm90"},
+    "kernels/flash_attn_4_package.py": {"_tile_size_bwd_sm90"},
 }
 """Private names of other packages."""
 BARE = {name.rpartition(".")[2] for name in ROWS}

@@ -79,12 +79,12 @@ def train(rank: int) -> list[str]:
     """What is compiled in 30 batches of packed documents, after a warm-up for them."""
     import triton
 
-    flash_attn_4 = room("flash_attn_4")
+    flash_attn_4_package = room("flash_attn_4_package")
 
     axis, seq_len = mesh((2,), ("cp",)), 8192
     warm_up(axis, seq_len=seq_len, num_heads=8, num_kv_heads=2, head_dim=64, layout="balanced", documents=True)
     compiled: list[str] = []
-    kinds = set(flash_attn_4._compiled)
+    kinds = set(flash_attn_4_package._compiled)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
         for seed in range(30):
@@ -99,7 +99,7 @@ def train(rank: int) -> list[str]:
                             layout=balance(mask, seq_len, 2))  # fmt: skip
             out.sum().backward()
     dist.barrier()
-    return compiled + [str(kind) for kind in set(flash_attn_4._compiled) - kinds]
+    return compiled + [str(kind) for kind in set(flash_attn_4_package._compiled) - kinds]
 
 
 @pytest.mark.multigpu(2)

@@ -120,7 +120,7 @@ def _(kernel: Any) -> Any:
     return replace(kernel, backward=lambda tile: kernel.backward(tile._replace(cover=FULL)))
 
 
-@plant("rows outside of all sequences are not cleared", "flash_attn_4:_run_forward", "sequences")
+@plant("rows outside of all sequences are not cleared", "flash_attn_4_package:run_forward", "sequences")
 def _(run: Any) -> Any:
     def uncleared(call: Any, out: Any, lse: Any) -> Any:
         kernels = run(call, out, lse)
@@ -130,7 +130,7 @@ def _(run: Any) -> Any:
     return uncleared
 
 
-@plant("gradients of keys outside of all sequences are not cleared", "flash_attn_4:_run_backward", "sequences")
+@plant("gradients of keys outside of all sequences are not cleared", "flash_attn_4_package:run_backward", "sequences")
 def _(run: Any) -> Any:
     def uncleared(*given: Any) -> Any:
         kernels = run(*given)
@@ -150,7 +150,7 @@ plant("a deterministic backward of bands that it was not tried for", "merge:_squ
 
 
 # --- merging
-@plant("fp32 sums of dk are not cleared", "flash_attn_4:_BackwardLaunches.__call__", "kernels launched directly")
+@plant("fp32 sums of dk are not cleared", "flash_attn_4_package:Launches.__call__", "kernels launched directly")
 def _(launches: Any) -> Any:
     def uncleared(found: Any) -> Any:
         if len(found) == 5:
@@ -160,16 +160,16 @@ def _(launches: Any) -> Any:
     return with_result(launches, uncleared)
 
 
-plant("calls of unlike bands share a kernel", "flash_attn_4:Call.kind", "kernels launched directly")(
+plant("calls of unlike bands share a kernel", "flash_attn_4_package:Call.kind", "kernels launched directly")(
     lambda kind: with_result(kind, lambda found: (*found[:6], *found[9:]))
 )
-plant("another softcap shares a kernel", "flash_attn_4:Call.kind", "kernels launched directly")(
+plant("another softcap shares a kernel", "flash_attn_4_package:Call.kind", "kernels launched directly")(
     lambda kind: with_result(kind, lambda found: (*found[:9], *found[10:]))
 )
-plant("what a release launches is not compared", "flash_attn_4:_same", "kernels launched directly")(
+plant("what a release launches is not compared", "flash_attn_4_package:_same", "kernels launched directly")(
     lambda same: lambda recorded, launches, given: True
 )
-plant("tensors in each other's place pass for the same", "flash_attn_4:_same", "kernels launched directly")(
+plant("tensors in each other's place pass for the same", "flash_attn_4_package:_same", "kernels launched directly")(
     lambda same: lambda recorded, launches, given: same(recorded, launches, set())
 )
 
