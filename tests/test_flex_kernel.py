@@ -459,7 +459,6 @@ PLANTED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a link for the folder": ("", lambda folder: folder.symlink_to(folder.parent)),
     "a folder of all": ("", lambda folder: os.mkdir(folder) or folder.chmod(0o777)),
     "another user's folder": ("", lambda folder: folder.mkdir(0o700)),
-    "a pipe for the file": ("compiling.lock", os.mkfifo),
     "a link for the file": ("compiling.lock", lambda file: file.symlink_to(file.parent / "elsewhere")),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,45 +23,25 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
     ``number``: the device, if compiled code serves one device only; then only ranks of this device wait.
 
     A compiler that looks for a cached result first, and writes its own, then runs once per host, or per device. Code
-    inside must not wait for other ranks, nor for the device, which may wait for other ranks. On a system without locks
-    none is held; if the lock's folder cannot be made or belongs to others too, a warning says so.
+    inside must not wait for other ranks, nor for the device, which may wait for other ranks. If the lock cannot be
+    held, or its folder cannot be made or belongs to others too, a warning says so.
     """
+    from filelock import FileLock, Timeout  # takes 0.15 s to import
+
+    lock = None
     try:
-        import fcntl
-    except ImportError:  # on Windows
-        yield
-        return
-    try:
-        file = _open("compiling.lock" if number is None else f"compiling_{number}.lock")
-    except OSError as error:
+        name = "compiling.lock" if number is None else f"compiling_{number}.lock"
+        lock = FileLock(own_folder() / name, PATIENCE, 0o600)
+        lock.acquire(poll_interval=0.02)
+    except Timeout:
+        pass
+    except (OSError, AttributeError, NotImplementedError) as error:  # there is no geteuid on Windows
         warn(f"ranks compile without waiting for each other: {error}")
-        yield
-        return
-    deadline = time.monotonic() + PATIENCE
     try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:  # a file system without locks
-                break
         yield
     finally:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the file open too
-        os.close(file)
-
-
-def _open(name: str) -> int:
-    """Open a file in `own_folder`."""
-    inside = os.open(own_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        # nonblocking: opening a pipe would wait for its reader
-        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=inside)
-    finally:
-        os.close(inside)
+        if lock is not None:
+            lock.release()
 
 
 def own_folder() -> Path:
