@@ -71,23 +71,19 @@ class OutputSum:
             out and lse; without ``into``, these may be a piece itself if a single piece has all rows.
         """
         if into is not None:
-            lse = (
-                into[1] if into[1].is_contiguous() else torch.empty_like(into[1], memory_format=torch.contiguous_format)
-            )
-            self._merge(into[0], lse, sinks)
-            return into[0], lse if lse is into[1] else into[1].copy_(lse)
+            out, lse = into
+            dense = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+            self._merge(out, dense, sinks)
+            return out, dense if dense is lse else lse.copy_(dense)
         if sinks is None and len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             _, out, lse = self._pieces[0]
-            strides = zip(out.stride(), dense_strides(self._shape, like), self._shape, strict=True)
-            ready = out.dtype == dtype and all(has == wanted or size == 1 for has, wanted, size in strides)
-            return out if ready else self._empty(like, dtype).copy_(out), lse.to(self._dtype).contiguous()
+            ready = out.dtype == dtype and lies_like(out, like)
+            out = out if ready else dense_like(like, self._shape[3], dtype=dtype).copy_(out)
+            return out, lse.to(self._dtype).contiguous()
         return self._merged(like, dtype, sinks)
 
-    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(self._shape, dense_strides(self._shape, like), dtype=dtype, device=self._device)
-
     def _merged(self, like: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = self._empty(like, dtype), torch.empty(self._shape[:3], dtype=self._dtype, device=self._device)
+        out, lse = dense_like(like, *self._shape[:1:-1], dtype), like.new_empty(self._shape[:3], dtype=self._dtype)
         self._merge(out, lse, sinks)
         return out, lse
 
@@ -136,9 +132,7 @@ class RowSum:
         if not n:
             return
         if len(self._pieces) == MAX_PIECES:
-            strides = dense_strides(self._shape, self._pieces[0][1])
-            folded = torch.empty_strided(self._shape, strides, dtype=self._dtype, device=self._device)
-            self._pieces = [(0, self.finish(folded))]
+            self._pieces = [(0, self.finish(dense_like(self._pieces[0][1], None, self._shape[2], self._dtype)))]
         self._pieces.append((begin, x))
 
     def finish(self, into: Tensor) -> Tensor:
@@ -150,8 +144,13 @@ class RowSum:
         """The sum, rounded once to ``dtype``, in dense memory like ``like``; or a single piece of all rows itself."""
         if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             return self._pieces[0][1]
-        strides = dense_strides(self._shape, like)
-        return self.finish(torch.empty_strided(self._shape, strides, dtype=dtype, device=self._device))
+        return self.finish(dense_like(like, dtype=dtype))
+
+    def ready(self, like: Tensor) -> Tensor:
+        """A tensor for `finish`, as `dense_like`: a single piece that is the result already, or an empty one."""
+        x = self._pieces[0][1] if len(self._pieces) == 1 else None
+        is_result = x is not None and x.shape == self._shape and x.dtype == like.dtype and lies_like(x, like)
+        return x if x is not None and is_result else dense_like(like)
 
     def _write(self, into: Tensor) -> None:
         total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
@@ -167,7 +166,8 @@ def finish_sums(sums: Sequence[tuple[RowSum, Tensor]]) -> None:
         pieces = total._pieces
         assert into.shape == total._shape, f"{tuple(into.shape)}, expected {total._shape}"
         if len(pieces) == 1 and pieces[0][1].shape == into.shape:
-            into.copy_(pieces[0][1])
+            if pieces[0][1] is not into:
+                into.copy_(pieces[0][1])
         elif pieces and fused(total._dtype, total._device):
             together.append((pieces, into))
         else:
@@ -213,12 +213,19 @@ def fused(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
-def dense_like(x: Tensor, head_dim: int | None = None, num_rows: int | None = None) -> Tensor:
+def dense_like(
+    x: Tensor, head_dim: int | None = None, num_rows: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """An empty dense [B, H, S, D] tensor with x's memory order of dims, except that the head dim is last."""
-    shape: Sequence[int] = x.shape if head_dim is None else (*x.shape[:3], head_dim)
-    if num_rows is not None:
-        shape = *shape[:2], num_rows, shape[3]
-    return torch.empty_strided(shape, dense_strides(shape, x), dtype=x.dtype, device=x.device)
+    B, H, S, D = x.shape
+    shape = B, H, S if num_rows is None else num_rows, D if head_dim is None else head_dim
+    return torch.empty_strided(shape, dense_strides(shape, x), dtype=dtype or x.dtype, device=x.device)
+
+
+def lies_like(x: Tensor, like: Tensor) -> bool:
+    """Whether x has the strides of `dense_like`."""
+    shape, strides, wanted = x.shape, x.stride(), dense_strides(x.shape, like)
+    return strides == wanted or all(map(lambda size, a, b: size == 1 or a == b, shape, strides, wanted))
 
 
 def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:

@@ -48,14 +48,10 @@ def merge_pieces(
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     begins, outs, lses = zip(*pieces, strict=True)
-    num, every = len(begins), (*outs, *lses, out)
-    given: Any = [*every, lse] if sinks is None else [*every, lse, sinks]
-    pointers = [*map(Tensor.data_ptr, given)]
-    bound = _bind_merge(begins, _likes(every), _are_aligned(pointers), sinks is None, out.device)
+    num = len(begins)
+    bound, given, nothing = _bind(_merge, begins, [*outs, *lses, out, lse, *(() if sinks is None else (sinks,))])
     rows, strides, sizes = bound.numbers
-    given, nothing = _as_pointers(bound, given, pointers)
-    of_outs = bound.pick((*given[:num], nothing))
-    of_lses = bound.pick((*given[num : 2 * num], nothing))
+    of_outs, of_lses = bound.pick((*given[:num], nothing)), bound.pick((*given[num : 2 * num], nothing))
     results = given[2 * num], out.stride(), given[2 * num + 1], None if sinks is None else given[-1]
     _launch(merge_kernel, bound, out, (of_outs, strides, of_lses, rows, *results, *out.shape[1:3], *sizes))
 
@@ -69,31 +65,28 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
     """
     begins: list[tuple[int, ...]] = []
     xs: list[Tensor] = []
-    intos: list[Tensor] = []
-    for pieces, into in sums:
+    for pieces, _ in sums:
         of_sum, tensors = zip(*pieces, strict=True)
         begins.append(of_sum)
         xs += tensors
-        intos.append(into)
-    num, given = len(xs), [*xs, *intos]
-    pointers = [*map(Tensor.data_ptr, given)]
-    bound = _bind_sums((*begins,), _likes(given), _are_aligned(pointers), intos[0].device)
+    num, last = len(xs), sums[-1][1]
+    xs += [into for _, into in sums]
+    bound, given, nothing = _bind(_sums, (*begins,), xs)
     num_places, strides, rows, *numbers = bound.numbers
-    given, nothing = _as_pointers(bound, given, pointers)
-    into = given[num:] + given[-1:] * (NUM_SUMS - len(intos))
+    into = (*given[num:], *given[-1:] * (NUM_SUMS - len(sums)))
     placed, of_sums = bound.pick((*given[:num], nothing)), []
     for first in range(0, len(placed), num_places):
         of_sums.append(placed[first : first + num_places])
-    _launch(sum_kernel, bound, intos[0], ((*of_sums,), strides, rows, (*into,), *numbers))
+    _launch(sum_kernel, bound, last, ((*of_sums,), strides, rows, into, *numbers))
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
     """rowsum(a · b) - minus, contiguous fp32 [B, H, S], from a, b [B, H, S, D] and minus [B, H, S], any strides."""
     dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
-    minus = None if minus is None else minus.float().contiguous()
-    given = (a, b, dots) if minus is None else (a, b, dots, minus)
-    bound = _bind_dots(_likes((a, b)), _are_aligned([*map(Tensor.data_ptr, given)]), minus is None, a.device)
-    _launch(dots_kernel, bound, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *bound.numbers))
+    more = () if minus is None else (minus.float().contiguous(),)
+    bound, (of_a, of_b, into, *less), _ = _bind(_dots, (), [a, b, dots, *more])
+    args = of_a, a.stride(), of_b, b.stride(), less[0] if less else None, into, *a.shape[1:3], *bound.numbers
+    _launch(dots_kernel, bound, a, args)
     return dots
 
 
@@ -101,37 +94,40 @@ Like = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
-def _likes(xs: Sequence[Tensor]) -> tuple[Like, ...]:
-    """The shape, strides and dtype of each tensor; by functions of C, as every pass asks."""
-    return tuple(zip(map(_shape, xs), map(Tensor.stride, xs), map(_dtype, xs), strict=True))
-
-
-def _are_aligned(pointers: Sequence[int]) -> bool:
-    """Whether all are multiples of 16 bytes, for which Triton compiles kernels of their own."""
-    return not reduce(or_, pointers) % 16
-
-
-def _as_pointers(bound: _Bound, given: Sequence[Tensor], pointers: Sequence[int]) -> tuple[Any, Any]:
-    """What a launch is given of tensors, and of the empty piece. A compiled kernel takes pointers, which saves host
-    time: Triton's launcher would ask the driver where each tensor lies."""
-    return (given, bound.nothing) if bound.runner is None else (pointers, bound.nothing.data_ptr())
-
-
 @dataclass(eq=False)
 class _Bound:
     """What integers decide in a launch: the number of blocks, which piece is at which place, and all numbers.
 
     Attributes:
-        pick: takes the pieces and ``nothing``, and returns them at their places.
+        pick: takes the pieces and an empty one, and returns them at their places.
+        is_aligned: to multiples of 16 bytes, for which Triton compiles kernels of their own.
         runner: the compiled kernel. Calling it directly skips Triton's inspection of every argument (host time).
     """
 
     num_blocks: int
     numbers: tuple[Any, ...]
+    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     is_aligned: bool
-    pick: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple
-    nothing: Any = None
+    nothing: Tensor
     runner: Callable[..., Any] | None = None
+
+
+@lru_cache(maxsize=2048)
+@lasting()
+def _bound(
+    make: Callable[..., Any], of_pieces: Any, likes: tuple[Like, ...], is_aligned: bool, device: torch.device
+) -> _Bound:
+    num_blocks, numbers, pick = make(of_pieces, likes)
+    return _Bound(num_blocks, numbers, pick, is_aligned, torch.empty(4, dtype=torch.float32, device=device))
+
+
+def _bind(make: Callable[..., Any], of_pieces: Any, tensors: list[Tensor]) -> tuple[_Bound, list[Any], Any]:
+    """What integers decide, and what a launch is given of the tensors and of an empty piece. A compiled kernel takes
+    pointers, which saves host time: Triton's launcher would ask the driver where each tensor lies."""
+    pointers = [*map(Tensor.data_ptr, tensors)]
+    likes = tuple(zip(map(_shape, tensors), map(Tensor.stride, tensors), map(_dtype, tensors), strict=True))
+    bound = _bound(make, of_pieces, likes, not reduce(or_, pointers) % 16, tensors[0].device)
+    return (bound, tensors, bound.nothing) if bound.runner is None else (bound, pointers, bound.nothing.data_ptr())
 
 
 def _launch(kernel: Any, bound: _Bound, on: Tensor, args: tuple[Any, ...]) -> None:
@@ -141,30 +137,23 @@ def _launch(kernel: Any, bound: _Bound, on: Tensor, args: tuple[Any, ...]) -> No
         return
     with torch.cuda.device_of(on):
         compiled = kernel[(bound.num_blocks,)](*args, num_warps=NUM_WARPS)
-    if bound.is_aligned and on.is_cuda and isinstance(compiled, CompiledKernel):
+    if bound.is_aligned and isinstance(compiled, CompiledKernel):
         bound.runner = compiled[(bound.num_blocks, 1, 1)]
 
 
-@lru_cache(maxsize=1024)
-def _bind_merge(
-    begins: tuple[int, ...], likes: tuple[Like, ...], is_aligned: bool, no_sinks: bool, device: torch.device
-) -> _Bound:
-    """Rows and strides of all pieces, padding included, and sizes. ``likes``: of the outs, the lses, and the result."""
+def _merge(begins: tuple[int, ...], likes: tuple[Like, ...]) -> tuple[Any, ...]:
+    """Rows and strides of all pieces, padding included, and sizes. ``likes``: of outs, lses, and results."""
     num = len(begins)
-    outs, lses, out = likes[:num], likes[num:-1], likes[-1]
+    outs, lses, out = likes[:num], likes[num : 2 * num], likes[2 * num]
     places = _places([dtype for _, _, dtype in outs])
     rows = [_unspecialised(begin, x[0][2], *lse[1]) for begin, x, lse in zip(begins, outs, lses, strict=True)]
     rows = [_unspecialised(0, 0, *lses[-1][1]) if i is None else rows[i] for i in places]
     strides = [outs[-1 if i is None else i][1] for i in places]
     num_blocks, sizes = _blocks(out)
-    pick = itemgetter(*_indices(places, num, num))
-    return _Bound(num_blocks, (tuple(rows), tuple(strides), sizes), is_aligned, pick, _nothing(device))
+    return num_blocks, (tuple(rows), tuple(strides), sizes), itemgetter(*_indices(places, num, num))
 
 
-@lru_cache(maxsize=1024)
-def _bind_sums(
-    begins: tuple[tuple[int, ...], ...], likes: tuple[Like, ...], is_aligned: bool, device: torch.device
-) -> _Bound:
+def _sums(begins: tuple[tuple[int, ...], ...], likes: tuple[Like, ...]) -> tuple[Any, ...]:
     """Number of places of a sum; for each sum strides and rows of its pieces, strides of the result, sizes, head dim.
 
     ``likes``: of the pieces of all sums, and of the results.
@@ -191,12 +180,11 @@ def _bind_sums(
         indices += [num if j == num else first + j for j in _indices(places, len(xs), num)]
         num_blocks += B * H * triton.cdiv(S, block_rows)
     every = (len(places), *zip(*numbers, strict=True), block_rows, block_dim)
-    return _Bound(num_blocks, every, is_aligned, itemgetter(*indices), _nothing(device))
+    return num_blocks, every, itemgetter(*indices)
 
 
-@lru_cache(maxsize=1024)
-def _bind_dots(likes: tuple[Like, ...], is_aligned: bool, *others: Any) -> _Bound:
-    return _Bound(*_blocks(likes[0]), is_aligned)
+def _dots(_: tuple[()], likes: tuple[Like, ...]) -> tuple[Any, ...]:
+    return *_blocks(likes[0]), tuple
 
 
 Places = tuple[int | None, ...]
@@ -216,12 +204,6 @@ def _indices(places: Places, num: int, nothing: int) -> list[int]:
     the last piece, or the tensor of index ``nothing``."""
     first = nothing if places[0] is None else places[0]
     return [first, *(num - 1 if i is None else i for i in places[1:])]
-
-
-@lru_cache
-@lasting()
-def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(4, dtype=torch.float32, device=device)
 
 
 def _unspecialised(*values: int) -> tuple[int, ...]:

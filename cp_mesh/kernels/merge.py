@@ -189,6 +189,7 @@ class SummingBackward:
     """Backward pass: dq of one rank's queries, summed over steps; the arguments are as in `BackwardTile`.
 
     Attributes:
+        dq: its sum.
         of_scores: gradients of `Scores.wanted`, summed over all steps, for q's heads and rows.
     """
 
@@ -199,7 +200,7 @@ class SummingBackward:
         self._kernel, self._scores, self._lse, self._delta = kernel, scores, lse, delta
         self._dout, self._q, *dense = dense_rows(dout, q) if out is None else dense_rows(dout, q, out)
         self._out, self._dtype = dense[0] if dense else None, accumulation_dtype(q.dtype)
-        self._dq = RowSum(q.shape, self._dtype, q.device)
+        self.dq = RowSum(q.shape, self._dtype, q.device)
         self.of_scores = ScoreGradients.zeros(scores, self._dtype)
 
     def step(
@@ -244,7 +245,7 @@ class SummingBackward:
         dq, dk, dv, *of_scores = run(dout, q, k, v, out, lse, delta, scores, dk, dv)
         for gradients in of_scores if self._scores.wanted else ():
             self.of_scores.part(rows=tile.q).add_(gradients)
-        self._dq.add(tile.q[0], dq)
+        self.dq.add(tile.q[0], dq)
         return tile.k[0], dk, dv
 
     def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
@@ -254,8 +255,8 @@ class SummingBackward:
         """
         if into is None:
             finish_sums(beside)
-            return self._dq.result(self._q, self._q.dtype)
-        finish_sums([(self._dq, into), *beside])
+            return self.dq.result(self._q, self._q.dtype)
+        finish_sums([(self.dq, into), *beside])
         return into
 
 
