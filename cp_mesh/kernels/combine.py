@@ -83,7 +83,8 @@ class OutputSum:
         return self._merged(like, dtype, sinks)
 
     def _merged(self, like: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = dense_like(like, *self._shape[:1:-1], dtype), like.new_empty(self._shape[:3], dtype=self._dtype)
+        out = dense_like(like, self._shape[3], self._shape[2], dtype)
+        lse = torch.empty(self._shape[:3], dtype=self._dtype, device=self._device)
         self._merge(out, lse, sinks)
         return out, lse
 

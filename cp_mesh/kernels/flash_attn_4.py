@@ -115,24 +115,24 @@ class _Bound:
         self.launches: list[Launches | None] = [None] * len(self.calls)  # those that skip the package
 
     def __call__(self, *given: Any) -> tuple[Tensor, ...]:
-        tensors: list[Tensor] = [*self.take(given)]
+        every_bhsd: list[Tensor] = [*self.take(given)]
         for place, size, stride, dtype, fill in self.results:
-            x = tensors[0].new_empty_strided(size, stride, dtype=dtype) if place is None else given[place]
+            x = every_bhsd[0].new_empty_strided(size, stride, dtype=dtype) if place is None else given[place]
             if fill is not None:
                 x.fill_(fill) if fill else x.zero_()
-            tensors.append(x)
+            every_bhsd.append(x)
         for i, (table, views) in enumerate(self.calls):
-            cut: Any = []
-            for x, view in zip(tensors, views, strict=True):
-                cut.append(x if view is None else x.as_strided(view[0], view[1], x.storage_offset() + view[2]))
+            views_bshd: Any = []
+            for x, view in zip(every_bhsd, views, strict=True):
+                views_bshd.append(x if view is None else x.as_strided(view[0], view[1], x.storage_offset() + view[2]))
             if (launches := self.launches[i]) is not None:
-                for kernel, arguments in zip(self.kernels, launches(cut), strict=True):
+                for kernel, arguments in zip(self.kernels, launches(views_bshd), strict=True):
                     kernel(*arguments)
             else:
-                call = Call(*cut[:3], *self.factors, table)  # type: ignore[call-arg]
-                self.kernels = self.run(call, *cut[3:])
+                call = Call(*views_bshd[:3], *self.factors, table)  # type: ignore[call-arg]
+                self.kernels = self.run(call, *views_bshd[3:])
                 self.launches[i] = self.launches_of(call) if self.kernels else None
-        return (*tensors[-len(self.results) :],)
+        return (*every_bhsd[-len(self.results) :],)
 
 
 def _view(x: Tensor, rows: Rows, batch_row: int | None) -> tuple[Any, ...] | None:

@@ -24,19 +24,19 @@ ROWS = 512  # query rows whose scores are in memory at a time
 
 
 def _scores(
-    q: Tensor, k: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores
+    q_bkgsd: Tensor, k: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores
 ) -> tuple[Tensor, Tensor | float]:
     """Scores [B, K, G, rows, Sk] of query rows from ``first_row`` on, and their derivatives by scale · q·k.
 
-    q is [B, K, G, rows, D]. The scores come before the mask and score_mod.
+    The scores come before the mask and score_mod.
     """
-    x = torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale
+    x = torch.einsum("bkgid,bkjd->bkgij", q_bkgsd, k) * scores.scale
     slope: Tensor | float = 1.0
     if scores.softcap is not None:
         tanh = torch.tanh(x / scores.softcap)
         x, slope = scores.softcap * tanh, 1 - tanh.square()
     if scores.needs_positions:
-        x = x + _added(scores, _where(cover, first_row, q.shape[3]), first_row, k.shape[1]).to(x.dtype)
+        x = x + _added(scores, _where(cover, first_row, q_bkgsd.shape[3]), first_row, k.shape[1]).to(x.dtype)
     return x, slope
 
 
@@ -94,11 +94,11 @@ def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, scores: Scores) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
-    q, k, v = _grouped(q, k.shape[1], dtype), k.to(dtype), v.to(dtype)
+    q_bkgsd, k, v = _grouped(q, k.shape[1], dtype), k.to(dtype), v.to(dtype)
     outs, lses = [], []
-    for begin in range(0, q.shape[3], ROWS):
-        x, _ = _scores(q[:, :, :, begin : begin + ROWS], k, cover, begin, scores)
-        x, _ = _masked(x, cover, begin, q.shape[3], scores)
+    for begin in range(0, q.shape[2], ROWS):
+        x, _ = _scores(q_bkgsd[:, :, :, begin : begin + ROWS], k, cover, begin, scores)
+        x, _ = _masked(x, cover, begin, q.shape[2], scores)
         lse = torch.logsumexp(x, dim=-1)
         finite = torch.where(lse == float("-inf"), 0.0, lse)  # a row with no key: all weights exp(-inf) = 0
         probs = torch.exp(x - finite[..., None])
@@ -114,19 +114,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
 
 def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradients]:
     dtype, num_kv_heads = accumulation_dtype(tile.q.dtype), tile.k.shape[1]
-    q, dout = _grouped(tile.q, num_kv_heads, dtype), _grouped(tile.dout, num_kv_heads, dtype)
+    q_bkgsd, dout_bkgsd = (_grouped(x, num_kv_heads, dtype) for x in (tile.q, tile.dout))
     assert tile.delta is not None
     lse = rearrange(tile.lse, "b (k g) s -> b k g s 1", k=num_kv_heads)
     delta = rearrange(tile.delta, "b (k g) s -> b k g s 1", k=num_kv_heads)
     k, v = tile.k.to(dtype), tile.v.to(dtype)
     finite = torch.where(lse == float("-inf"), 0.0, lse)
-    dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    dqs_bkgsd, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     of_scores = ScoreGradients.zeros(tile.scores, dtype)
-    for begin in range(0, q.shape[3], ROWS):
+    for begin in range(0, tile.q.shape[2], ROWS):
         rows = slice(begin, begin + ROWS)
-        q_rows, dout_rows = q[:, :, :, rows], dout[:, :, :, rows]
+        q_rows, dout_rows = q_bkgsd[:, :, :, rows], dout_bkgsd[:, :, :, rows]
         x, slope = _scores(q_rows, k, tile.cover, begin, tile.scores)
-        masked, allowed = _masked(x, tile.cover, begin, q.shape[3], tile.scores)
+        masked, allowed = _masked(x, tile.cover, begin, tile.q.shape[2], tile.scores)
         probs = torch.exp(masked - finite[:, :, :, rows])
         dprobs, used = torch.einsum("bkgid,bkjd->bkgij", dout_rows, v), probs
         if tile.scores.dropout_p:
@@ -141,10 +141,10 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
             where = _where(tile.cover, begin, q_rows.shape[3])
             _add_gradients(of_scores, tile.scores, dscores.flatten(1, 2), where, begin)
         dx = dscores * slope * tile.scores.scale
-        dqs.append(torch.einsum("bkgij,bkjd->bkgid", dx, k))
+        dqs_bkgsd.append(torch.einsum("bkgij,bkjd->bkgid", dx, k))
         dk += torch.einsum("bkgij,bkgid->bkjd", dx, q_rows)
         dv += torch.einsum("bkgij,bkgid->bkjd", used, dout_rows)
-    return rearrange(torch.cat(dqs, dim=3), "b k g s d -> b (k g) s d"), dk, dv, of_scores
+    return rearrange(torch.cat(dqs_bkgsd, dim=3), "b k g s d -> b (k g) s d"), dk, dv, of_scores
 
 
 REFERENCE = Kernel(
