@@ -365,6 +365,28 @@ def test_delta(dim: int, orders: tuple[str, str], dtypes: tuple[torch.dtype, ...
         assert ((got.cpu() - want).abs() <= allowed).all()
 
 
+def test_a_lone_piece_that_is_the_result_is_not_copied() -> None:
+    """It has all rows, the dtype and the memory order of the result; strides of dims of one element do not matter."""
+    like = torch.empty(1, 6, 2, 8, dtype=HALF).transpose(1, 2)
+    exact = torch.empty_like(like)
+    others = [exact.float(), exact.contiguous(), torch.empty(1, 6, 2, 16, dtype=HALF)[..., :8].transpose(1, 2)]
+    for pieces, is_result in (
+        ([exact], True),
+        ([exact.as_strided(like.shape, (7, *like.stride()[1:]))], True),
+        *(([x], False) for x in others),
+        ([exact[:, :, :4]], False),
+        ([exact, exact], False),
+        ([], False),
+    ):
+        total = RowSum(like.shape, torch.float32, "cpu")
+        for x in pieces:
+            total.add(0, x.fill_(2))
+        into = total.ready(like)
+        assert total.finish(into) is into and (into is (pieces or [None])[0]) == is_result
+        assert into.dtype == HALF and into.stride()[1:] == like.stride()[1:]
+        assert into[0, 0, :, 0].tolist() == [2.0 * len(pieces)] * 4 + [2.0 * sum(x.shape[2] == 6 for x in pieces)] * 2
+
+
 @each_device
 def test_which_route_is_taken(device: str) -> None:
     """One launch for all pieces where sums are fp32 and the device has Triton; none elsewhere."""

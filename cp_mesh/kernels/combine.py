@@ -77,8 +77,9 @@ class OutputSum:
             return out, dense if dense is lse else lse.copy_(dense)
         if sinks is None and len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             _, out, lse = self._pieces[0]
-            ready = out.dtype == dtype and lies_like(out, like)
-            out = out if ready else dense_like(like, self._shape[3], dtype=dtype).copy_(out)
+            strides = dense_strides(self._shape, like)
+            if out.dtype != dtype or (out.stride() != strides and _differ(out, strides)):
+                out = dense_like(like, self._shape[3], dtype=dtype).copy_(out)
             return out, lse.to(self._dtype).contiguous()
         return self._merged(like, dtype, sinks)
 
@@ -149,9 +150,11 @@ class RowSum:
 
     def ready(self, like: Tensor) -> Tensor:
         """A tensor for `finish`, as `dense_like`: a single piece that is the result already, or an empty one."""
-        x = self._pieces[0][1] if len(self._pieces) == 1 else None
-        is_result = x is not None and x.shape == self._shape and x.dtype == like.dtype and lies_like(x, like)
-        return x if x is not None and is_result else dense_like(like)
+        strides = dense_strides(self._shape, like)
+        for _, x in self._pieces if len(self._pieces) == 1 else ():
+            if x.shape == self._shape and x.dtype == like.dtype and (x.stride() == strides or not _differ(x, strides)):
+                return x
+        return torch.empty_strided(self._shape, strides, dtype=like.dtype, device=like.device)
 
     def _write(self, into: Tensor) -> None:
         total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
@@ -223,18 +226,17 @@ def dense_like(
     return torch.empty_strided(shape, dense_strides(shape, x), dtype=dtype or x.dtype, device=x.device)
 
 
-def lies_like(x: Tensor, like: Tensor) -> bool:
-    """Whether x has the strides of `dense_like`."""
-    shape, strides, wanted = x.shape, x.stride(), dense_strides(x.shape, like)
-    return strides == wanted or all(map(lambda size, a, b: size == 1 or a == b, shape, strides, wanted))
-
-
 def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
     """Strides of dense memory in like's order of dims, with the last dim last, as kernels need."""
     try:
         return _dense_strides((*shape,), like.stride())
     except TypeError:  # symbols of a trace have no hash
         return _dense_strides.__wrapped__((*shape,), like.stride())
+
+
+def _differ(x: Tensor, strides: Sequence[int]) -> bool:
+    """Whether x has other strides in a dim of more than one element."""
+    return any(size > 1 and a != b for size, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
 @lru_cache(maxsize=1024)
