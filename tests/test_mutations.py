@@ -196,7 +196,7 @@ def race(pool: Any, **options: Any) -> None:
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
-    "random uses": lambda pool: report([[*islice(test_fuzz.failures(pool, 3, 50), 1)]]),  # one failure is enough
+    "random uses": lambda pool: report([[*islice(test_fuzz.failures(pool, 3, 60), 1)]]),  # one failure is enough
     "random uses of two": lambda pool: report([[*test_fuzz.failures(pool, 2, 0)]]),
     "coverage": on(1, every_coverage),
     "layouts": on(1, every_layout),
@@ -226,6 +226,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "facts": on(1, every_fact),
     "balance": alone(
         (test_balancing.test_packed_documents, (65536, 4, 1)),
+        (test_balancing.test_short_documents_do_not_travel, (test_balancing.lognormal(32768, 0, 400, 1.0), 2)),
         (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("excluded tokens",)),
         (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("blocks",)),
     ),

@@ -301,7 +301,10 @@ def test_excluded_tokens_are_nothing(pool, method):
 def test_excluded_tokens_cost_nothing():
     """No pair and no row that travels; a balanced layout shares out what is left."""
     ids = torch.cat([torch.arange(600) // 200, torch.full((360,), -1)])
-    for make in (*(LAYOUTS[name] for name in RUNS[:3]), lambda S: cp_mesh.balance(Mask(documents=ids), S, 4)):
+    for make in (
+        *(LAYOUTS[name] for name in RUNS[:3]),
+        lambda S: cp_mesh.balance(Mask(documents=ids), S, 4, pairs_per_token=0),
+    ):
         ranks = [make_schedule(make(960), Mask(documents=ids), 960, 4, rank, True) for rank in range(4)]
         assert sum(num_pairs(schedule) for schedule in ranks) == 3 * 200 * 201 // 2
         assert all(schedule.covers == {"segments"} for schedule in ranks)

@@ -1,23 +1,23 @@
-"""Balancing: a layout that gives all ranks equally many tokens and equal shares of a mask's work.
+"""Balancing: a layout for one batch of packed documents, by the time that a layer takes.
 
-A position's work is the number of keys that it sees. Each rank takes documents, the densest (most work per position)
-together with the lightest:
+A token's linears take as long as ``pairs_per_token`` pairs of query and key take in attention. Shards have equally many
+tokens, so ranks differ in pairs only, and a difference below `SLACK` of a layer counts as none:
 
-1.  It takes whole documents from the light end as long as the rest of its tokens, taken from the densest document,
-    keeps its work at or above its share. Of the next light document it takes all, nothing, or what meets the share.
-2.  The rest comes from both ends of the densest document, as zigzag does within a sequence. Later positions have more
-    work, so the number of tokens from the head sets the work, and is chosen to meet the share. A document with too few
-    tokens is taken whole, and the next densest follows.
+1.  Documents go whole to the rank with fewest pairs that has room, the densest (most pairs per token) first.
+2.  A document that brings a rank above its share, or is longer than a shard, is cut over just enough ranks. What will
+    come into a rank's open room is not known yet: `WEIGHTS` are tried.
+3.  Of the smallest documents, ranks take some that fill their shards exactly. Where there are none, the last are cut.
 
-A rank's rows are then sorted by position and adjacent ranges merged. So most documents stay on one rank, and a cut
-document gives each rank one or two runs, the first rank's outermost: a stage needs one or two calls, as in zigzag.
+A cut takes rows from both ends of a document, as zigzag does within a sequence: later queries see more keys, so the
+number of rows from the head sets the pairs. One end is enough where that is within the slack.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import takewhile
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -26,30 +26,44 @@ import torch
 from cp_mesh.errors import UnsupportedError, check_int, refuse, typed
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Balanced, chunk_bounds
-from cp_mesh.geometry.mask import NONE, Documents, Mask
+from cp_mesh.geometry.mask import NONE, Documents, Mask, pairs_from
+
+PAIRS_PER_TOKEN = 15_000
+"""Of Llama-3-8B: the linears of a token are 1.3 GFLOP at 600 TFLOP/s, a pair is 57 kFLOP at 400 (H200, both passes)."""
+SLACK = 0.02
+"""Imbalance, as a fraction of a layer's time, that is accepted where it saves a cut."""
+WEIGHTS = 0.0, 0.25, 0.5, 0.75, 1.0
+"""What open room will hold, as fractions of the mean of all lighter documents. The first that ends even is taken."""
+CHANGE = 16
+"""Documents per rank, the smallest ones, that fill shards exactly: 2**16 sums are about as many as lengths."""
 
 
 @typed
-def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
-    """Return a layout in which every rank computes an equal share of a mask's work; call it for every packed batch.
+def balance(mask: Mask, seq_len: int, cp_size: int, *, pairs_per_token: float = PAIRS_PER_TOKEN) -> Balanced:
+    """Return a layout in which a layer takes all ranks equally long; call it for every packed batch.
+
+    Documents stay whole on one rank, and nothing of them travels, unless ranks would then differ by more than 2 %.
 
     Args:
-        mask: conditions on positions, documents and blocks. Batch rows share one layout: their work is added up. A
+        mask: conditions on positions, documents and blocks. Batch rows share one layout: their pairs are added up. A
             document id that returns after another one counts as another document.
         seq_len: tokens in the whole sequence.
         cp_size: number of ranks to balance for; the layout is valid for other numbers too.
+        pairs_per_token: how many pairs of query and key take attention as long as one token takes the linears. Of a
+            model it is about 0.3 · (parameters that a token uses in a layer) / (query heads · head_dim). 0: attention
+            alone counts.
 
     Returns:
         A layout with shards of `torch.chunk` sizes: equal where ``cp_size`` divides ``seq_len``.
 
     Raises:
-        ArgumentError: if documents or blocks do not have ``seq_len`` tokens.
+        ArgumentError: if documents or blocks do not have ``seq_len`` tokens, or ``pairs_per_token`` is negative.
         UnsupportedError: if the mask has key padding, or if its documents or blocks are meta tensors.
 
-    >>> documents = torch.tensor([0] * 8 + [1] * 2 + [2] * 2 + [3] * 4)
+    >>> documents = torch.tensor([0] * 9 + [1] * 3 + [2] * 4)
     >>> layout = balance(Mask(documents=documents), 16, 2)
     >>> [layout.positions(16, 2, rank).tolist() for rank in range(2)]
-    [[0, 1, 2, 3, 4, 7, 8, 9], [5, 6, 10, 11, 12, 13, 14, 15]]
+    [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
     """
     seq_len, cp_size = check_int("balance: seq_len", seq_len, 0, NONE), check_int("balance: cp_size", cp_size)
     given = {name: x for name, x in (("documents", mask.documents), ("blocks", mask.blocks)) if x is not None}
@@ -61,155 +75,204 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
         if x.shape[-1] != seq_len:
             hint = "pass their length as seq_len" + "; it is the last entry of cu_seqlens" * (name == "documents")
             refuse(f"balance: mask.{name}", f"{seq_len} tokens", x.shape[-1], hint)
-    edges = np.unique(np.concatenate([[0, seq_len], *(x.edges for x in _documents(mask, seq_len))])).tolist()
-    work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # work before each position; the last is the total
-    parts: list[Part] = []  # sorted by density
-    for begin, end in pairwise(edges):
-        _insert(parts, begin, end, work)
-    order: list[tuple[int, int]] = []
-    tokens_left, work_left = seq_len, work[seq_len]
-    for rank in range(cp_size):
-        begin, end = chunk_bounds(seq_len, cp_size, rank)
-        share = work_left * (end - begin) / tokens_left if tokens_left else 0.0
-        taken = _take(parts, end - begin, share, work)
-        order += _with_neighbours(taken)
-        tokens_left -= end - begin
-        work_left -= sum(work[b] - work[a] for a, b in taken)
-    table = np.array([(begin, end - begin) for begin, end in order], dtype=np.int64).reshape(-1, 2)
-    return Balanced(torch.from_numpy(table))
+    if not 0 <= pairs_per_token < NONE:
+        refuse("balance: pairs_per_token", f"a number of 0 to {NONE}", pairs_per_token, "leave it out")
+    rows, bounds = _rows(mask, seq_len), [chunk_bounds(seq_len, cp_size, rank) for rank in range(cp_size)]
+    changes = [(reach.begin, reach.end) for reach in mask.reaches(seq_len)]
+    parts = _parts(np.concatenate([[0, seq_len], *changes, *(documents.edges for documents in rows)]), mask, seq_len)
+    share = sum(part.pairs for part in parts) / cp_size
+    slack = SLACK * (pairs_per_token * seq_len / cp_size + share)
+    if len(rows) > 1:  # a part is hardly ever a document of all rows, so it is no loss to cut parts
+        chunks = _parts(np.array(bounds), mask, seq_len)
+        parts = chunks if all(chunk.pairs <= share + slack for chunk in chunks) else parts
+    parts.sort(key=lambda part: -part.pairs / part.num)
+    best: Shards | None = None
+    for weight in WEIGHTS:
+        shards = Shards([end - begin for begin, end in bounds], share, slack, weight)
+        shards.deal(parts)
+        if best is None or max(shards.pairs) < max(best.pairs):
+            best = shards
+        if max(best.pairs) <= share + slack:
+            break
+    assert best is not None
+    table = [(begin, end - begin) for runs in best.runs for begin, end in _with_neighbours(runs)]
+    return Balanced(torch.tensor(table, dtype=torch.int64, device="cpu").reshape(-1, 2))
 
 
 class Part(NamedTuple):
-    """Positions ``begin`` to ``end``, and their density: the mean work of a position."""
+    """Positions ``begin`` to ``end``, within one document of every batch row.
 
-    density: float
+    Attributes:
+        pairs: of their queries with keys, in all batch rows.
+        rise: how many more keys a query sees than the one before, about.
+    """
+
+    pairs: float
     begin: int
     end: int
+    rise: float
 
     @property
     def num(self) -> int:
         return self.end - self.begin
 
 
-def _insert(parts: list[Part], begin: int, end: int, work: Sequence[int]) -> None:
-    if end > begin:
-        insort(parts, Part((work[end] - work[begin]) / (end - begin), begin, end))
+class Shards:
+    """What ranks hold while parts are dealt out.
 
+    Attributes:
+        room: tokens that each rank has still to get.
+        pairs: of each rank, about.
+        runs: begin and end of what each rank holds.
+    """
 
-def _take(parts: list[Part], tokens: int, share: float, work: Sequence[int]) -> list[tuple[int, int]]:
-    """Remove ``tokens`` positions of work near ``share`` from ``parts``, sorted by density, and return them."""
-    taken: list[tuple[int, int]] = []
-    while tokens and parts:
-        density, begin, end = dense = parts.pop()
-        whole, rest, excess = 0, tokens, tokens * density - share  # excess if all had this density
+    def __init__(self, room: list[int], share: float, slack: float, weight: float) -> None:
+        self.room, self.pairs = room, [0.0] * len(room)
+        self.runs: list[list[tuple[int, int]]] = [[] for _ in room]
+        self._share, self._slack, self._weight = share, slack, weight
+
+    def deal(self, parts: Sequence[Part]) -> None:
+        """Deal out all parts, which are sorted by density."""
+        excluded = sum(1 for _ in takewhile(lambda part: not part.pairs, reversed(parts)))
+        seen, pairs, small = parts[: len(parts) - excluded], 0.0, 0
+        while small < min(len(seen), CHANGE * len(self.room)) and (pairs := pairs + seen[~small].pairs) <= self._slack:
+            small += 1
+        left = self._place(seen[: len(seen) - small])
+        left += self._place(self._fill_exactly(seen[len(seen) - small :]))
+        self._fill([*left, *parts[len(seen) :]])  # a cut of excluded tokens costs nothing
+
+    def _place(self, parts: Sequence[Part]) -> list[Part]:
+        """Give parts to the fewest ranks that do not end above their share; return those that have no such ranks."""
+        left, ranks = [], [*range(len(self.room))]
+        tokens, pairs = sum(self.room), self._share * len(ranks) - sum(self.pairs)
         for part in parts:
-            saved = (density - part.density) * part.num
-            if part.num > rest or saved > excess:
-                break
-            whole, rest, excess = whole + 1, rest - part.num, excess - saved
-        # how much of the next light part meets the share
-        cut, light = 0, parts[whole] if whole < len(parts) else None
-        if light is not None and excess > 0:
-            saved = density - light.density
-            cut = min(rest, light.num, round(excess / saved) if saved > 0 else rest)
-        if rest - cut > dense.num:
-            taken.append((begin, end))
-            tokens, share = tokens - dense.num, share - (work[end] - work[begin])
-            continue
-        wanted = share - sum(part.density * part.num for part in parts[:whole])
-        best: tuple[tuple[float, bool], list[tuple[int, int]], list[tuple[int, int]], bool] | None = None
-        for size in {0, cut, light.num if light is not None and cut else 0}:
-            if not 0 <= rest - size <= dense.num:
+            tokens, pairs = tokens - part.num, pairs - part.pairs
+            lighter, least = self._weight * pairs / max(tokens, 1), part.num
+            projected = [pairs + room * lighter for pairs, room in zip(self.pairs, self.room, strict=True)]
+            ranks.sort(key=projected.__getitem__)
+            chosen: list[int] = []
+            fewest = ceil(part.num / max(self.room))
+            for rank in ranks:
+                num_ranks = len(chosen) + 1
+                if self.room[rank] * max(num_ranks, fewest) < part.num:
+                    continue
+                chosen.append(rank)
+                least = min(least, self.room[rank])
+                more = (part.pairs - part.num * lighter) / num_ranks
+                if least >= ceil(part.num / num_ranks) and projected[rank] + more <= self._share + self._slack:
+                    break
+            else:
+                left.append(part)
                 continue
-            some: list[tuple[int, int]] = []
-            left: list[tuple[int, int]] = []
-            if size and light is not None:
-                some, left = _peel(light, size, size * light.density, work)
-            wanted_here = wanted - sum(work[b] - work[a] for a, b in some)
-            ends, middle = _peel(dense, rest - size, wanted_here, work)
-            error = abs(sum(work[b] - work[a] for a, b in ends) - wanted_here)
-            rank = max(error, SLACK * share), bool(size and left)
-            if best is None or rank < best[0]:
-                best = rank, [*some, *ends], [*left, *middle], bool(size)
-        assert best is not None
-        _, chosen, left, uses_light = best
-        taken += [(part.begin, part.end) for part in parts[:whole]] + chosen
-        del parts[: whole + uses_light]
-        for a, b in left:
-            _insert(parts, a, b, work)
-        return taken
+            rest = part
+            for i, rank in enumerate(chosen):
+                rest = self._give(rank, rest, rest.num // (num_ranks - i), part.pairs / num_ranks)
+        return left
+
+    def _fill_exactly(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Give whole parts to ranks whose room they fill; return the parts that are left."""
+        for room, rank in sorted((room, rank) for rank, room in enumerate(self.room) if room):
+            some = parts[-2 * CHANGE :]
+            taken = _adding_up([part.num for part in some], room)
+            for i in taken:
+                self._give(rank, some[i], some[i].num)
+            if taken:
+                parts = [*parts[: -2 * CHANGE], *(part for i, part in enumerate(some) if i not in taken)]
+        return parts
+
+    def _fill(self, parts: Sequence[Part]) -> None:
+        """Cut the last parts so that they fill the ranks, those with most room first."""
+        for part in parts:
+            while part.num:
+                rank = max(range(len(self.room)), key=self.room.__getitem__)
+                num = min(self.room[rank], part.num)
+                part = self._give(rank, part, num, (self._share - self.pairs[rank]) * num / self.room[rank])
+
+    def _give(self, rank: int, part: Part, num: int, wanted: float = 0.0) -> Part:
+        """Give ``num`` rows from both ends of a part to a rank, with pairs near ``wanted``; return the part's rest."""
+        spread = part.rise * (part.num - num) * num  # pairs of the last rows less those of the first
+        of_last = part.pairs * num / part.num + spread / 2
+        head = min(max((of_last - wanted) / spread, 0.0), 1.0) if spread else 1.0
+        for one_end in (0.0, 1.0):
+            head = one_end if abs(head - one_end) * abs(spread) <= self._slack / 2 else head
+        begin, pairs = part.begin + round(head * num), of_last - head * spread
+        end = part.end - (num - (begin - part.begin))
+        self.room[rank] -= num
+        self.pairs[rank] += pairs
+        self.runs[rank] += [(part.begin, begin), (end, part.end)]
+        return Part(part.pairs - pairs, begin, end, part.rise)
+
+
+def _adding_up(numbers: Sequence[int], total: int) -> set[int]:
+    """Return indices of numbers that add up to ``total``; none if there are no such numbers."""
+    sums, taken = [1], set[int]()  # bit n of sums[i]: some of the first i numbers add up to n
+    for number in numbers if sum(numbers) >= total else ():
+        sums.append((sums[-1] | sums[-1] << number) & (2 << total) - 1)
+    for i in reversed(range(len(sums) - 1)) if sums[-1] >> total & 1 else ():
+        if not sums[i] >> total & 1:
+            taken.add(i)
+            total -= numbers[i]
     return taken
 
 
-def _peel(
-    part: Part, tokens: int, wanted: float, work: Sequence[int]
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Take ``tokens`` from the head and the tail of a part so that their work is near ``wanted``: (taken, left)."""
-    _, begin, end = part
-
-    def of_head(head: int) -> int:
-        return work[begin + head] - work[begin] + work[end] - work[end - (tokens - head)]
-
-    if of_head(0) >= of_head(tokens):  # more from the head means less work
-        head = bisect_left(range(tokens + 1), -wanted, key=lambda head: -of_head(head))
-    else:
-        head = bisect_left(range(tokens + 1), wanted, key=of_head)
-    nearest = min((max(0, head - 1), min(head, tokens)), key=lambda head: abs(of_head(head) - wanted))
-    for whole in (tokens, 0):  # one run is better than two if the work is nearly the same
-        if abs(of_head(whole) - wanted) <= abs(of_head(nearest) - wanted) + SLACK * wanted:
-            nearest = whole
-            break
-    cut, back = begin + nearest, end - (tokens - nearest)
-    return _nonempty((begin, cut), (back, end)), _nonempty((cut, back))
-
-
-def _nonempty(*parts: tuple[int, int]) -> list[tuple[int, int]]:
-    return [part for part in parts if part[1] > part[0]]
-
-
-SLACK = 0.002
-"""Imbalance, as a fraction of a rank's work, that is accepted where it saves a run."""
-
-
-def _with_neighbours(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _with_neighbours(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sort runs, drop empty ones and join adjacent ones."""
     merged: list[tuple[int, int]] = []
-    for begin, end in sorted(parts):
+    for begin, end in sorted(run for run in runs if run[1] > run[0]):
         if merged and merged[-1][1] == begin:
             begin = merged.pop()[0]
         merged.append((begin, end))
     return merged
 
 
-def _documents(mask: Mask, seq_len: int) -> tuple[Documents, ...]:
+def _parts(edges: Array, mask: Mask, seq_len: int) -> list[Part]:
+    """Return the parts between positions, which may be in any order."""
+    edges = np.unique(edges)
+    begin, end = edges[:-1], edges[1:]
+    middle = (begin + end) // 2
+    points = np.unique(np.concatenate([edges, middle]))
+    before = np.append(0, pairs_between(points, mask, seq_len).cumsum())
+    at_begin, at_middle, at_end = (before[np.searchsorted(points, x)] for x in (begin, middle, end))
+    gain = (at_end - at_middle) / (end - middle) - (at_middle - at_begin) / np.maximum(middle - begin, 1)
+    rise = np.where(middle > begin, 2 * gain / (end - begin), 0)
+    return [*map(Part, (at_end - at_begin).tolist(), begin.tolist(), end.tolist(), rise.tolist())]
+
+
+def _rows(mask: Mask, seq_len: int) -> tuple[Documents, ...]:
     """The documents of each batch row; one entry if all batch rows share them."""
-    return (Documents(np.array([0, seq_len]), np.zeros(1, dtype=np.int64)),) if mask.documents is None else mask.runs()
+    return (Documents.of(np.zeros(seq_len)),) if mask.documents is None else mask.runs()
 
 
-def keys_seen(mask: Mask, seq_len: int) -> Array:
-    """Number of keys that each position sees, summed over all batch rows: int64 [seq_len].
+def pairs_between(points: Array, mask: Mask, seq_len: int) -> Array:
+    """Return the number of pairs whose query lies between two points, summed over batch rows: int64 [n - 1].
 
     Args:
+        points: n rising positions.
         mask: without key padding.
         seq_len: tokens in the whole sequence.
     """
-    position, total = np.arange(seq_len), np.zeros(seq_len, dtype=np.int64)
-    ends: list[Array | None] = [None]
-    if mask.blocks is not None:  # end of the keys that each position sees by its block
-        ends = [np.bincount(starts, minlength=seq_len).cumsum() for starts in mask.starts.numpy()]
-    rows = _documents(mask, seq_len)
-    for i in range(max(len(rows), len(ends)) if rows else 0):  # no documents if the batch has no rows
-        documents, end_of_block = rows[i % len(rows)], ends[i % len(ends)]
-        lens = np.diff(documents.edges)
-        excluded = np.repeat(documents.labels < 0, lens)
-        for reach in mask.reaches(seq_len):
-            first = np.repeat(np.maximum(documents.edges[:-1], reach.begin), lens)
-            last = np.repeat(np.minimum(documents.edges[1:], reach.end), lens)
-            if reach.farthest < NONE:
-                np.maximum(first, position - reach.farthest, out=first)
-            if reach.nearest > -NONE:
-                seen = position + (1 - reach.nearest)
-                np.minimum(last, seen if end_of_block is None else np.maximum(seen, end_of_block), out=last)
-            last -= first
-            last[excluded] = 0
-            total += np.maximum(last, 0, out=last)
-    return total
+    rows, seen = _rows(mask, seq_len), []
+    if mask.blocks is not None:
+        blocks = [Documents.of(ids) for ids in torch.atleast_2d(mask.blocks).numpy()]
+        ahead = replace(mask, causal=False, prefix=0, blocks=None).reaches(seq_len)
+    for i in range(max(len(rows), 0 if mask.blocks is None else len(blocks)) if rows else 0):
+        documents = rows[i % len(rows)]
+        seen += [(documents, reach) for reach in mask.reaches(seq_len)]
+        if mask.blocks is not None:  # later keys of the query's block and document
+            block = blocks[i % len(blocks)]
+            edges = np.union1d(block.edges, documents.edges)
+            labels = (x.labels[np.searchsorted(x.edges, edges[:-1], side="right") - 1] for x in (block, documents))
+            both = Documents(edges, np.minimum(*labels))
+            seen += [(both, reach._replace(begin=min(mask.prefix, reach.end), farthest=-1)) for reach in ahead]
+    cuts = np.unique(np.concatenate([points, *(documents.edges for documents, _ in seen)]))
+    begin, num_q, total = cuts[:-1], np.diff(cuts), np.zeros(max(0, len(cuts) - 1), dtype=np.int64)
+    for documents, reach in seen:
+        which = np.searchsorted(documents.edges, begin, side="right") - 1
+        key = np.maximum(documents.edges[which], reach.begin)
+        num_k = np.maximum(np.minimum(documents.edges[which + 1], reach.end) - key, 0)
+        near, far = (
+            pairs_from(np.clip(bound + key - begin, -num_k, num_q), num_q, num_k)
+            for bound in (reach.nearest, reach.farthest + 1)
+        )
+        total += np.where(documents.labels[which] < 0, 0, near - far)
+    return np.add.reduceat(total, np.searchsorted(cuts, points[:-1])) if len(total) else total

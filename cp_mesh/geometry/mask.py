@@ -48,18 +48,21 @@ class Band:
     def count(self, num_q: int, num_k: int) -> int:
         """Return the number of allowed pairs in a ``num_q`` by ``num_k`` tile."""
         first = num_k - num_q  # the key that the first query is aligned with
-        from_right = num_q * num_k if self.right is None else _pairs_from(-self.right - first, num_q, num_k)
-        beyond = 0 if self.left is None else _pairs_from(self.left - first + 1, num_q, num_k)
+        from_right = num_q * num_k if self.right is None else pairs_from(-self.right - first, num_q, num_k)
+        beyond = 0 if self.left is None else pairs_from(self.left - first + 1, num_q, num_k)
         return max(0, from_right - beyond)
 
 
-def _pairs_from(bound: int, num_q: int, num_k: int) -> int:
-    """Return the number of (i, j) with ``i - j >= bound``: the sum over keys j of clip(num_q - bound - j, 0, num_q)."""
+def pairs_from(bound: Any, num_q: Any, num_k: Any) -> Any:
+    """Return the number of (i, j) with ``i - j >= bound``: the sum over keys j of clip(num_q - bound - j, 0, num_q).
 
-    def triangle(n: int) -> int:
-        return n * (n + 1) // 2 if n > 0 else 0
+    Of integers, or of arrays, entry by entry.
+    """
 
-    def ramp(n: int) -> int:  # sum over j in range(num_k) of max(0, n - j)
+    def triangle(n: Any) -> Any:
+        return n * (n + 1) // 2 * (n > 0)
+
+    def ramp(n: Any) -> Any:  # sum over j in range(num_k) of max(0, n - j)
         return triangle(n) - triangle(n - num_k)
 
     return ramp(num_q - bound) - ramp(-bound)

@@ -138,7 +138,7 @@ class ShardedSequence:
         return sequence if mask is None else sequence.balanced(mask)
 
     def balanced(self, mask: Mask) -> ShardedSequence:
-        """Return this sequence in a layout in which every rank computes an equal share of one batch's mask.
+        """Return this sequence in the layout that `cp_mesh.balance` makes for one batch's mask.
 
         Args:
             mask: positions and documents of the sequence without padding.

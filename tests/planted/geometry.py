@@ -427,12 +427,29 @@ plant = in_area("balanced layouts")
 plant("documents are dealt out by tokens alone", "balance:balance", "balance")(
     lambda balance: with_arguments(balance, mask=lambda mask: replace(mask, documents=None))
 )
-plant("excluded tokens count as work", "balance:keys_seen", "balance")(
-    lambda keys_seen: with_arguments(keys_seen, mask=without_exclusion)
+plant("excluded tokens count as work", "balance:pairs_between", "balance")(
+    lambda pairs_between: with_arguments(pairs_between, mask=without_exclusion)
 )
-plant("keys of blocks count as no work", "balance:keys_seen", "balance")(
-    lambda keys_seen: with_arguments(keys_seen, mask=lambda mask: replace(mask, blocks=None))
+plant("keys of blocks count as no work", "balance:pairs_between", "balance")(
+    lambda pairs_between: with_arguments(pairs_between, mask=lambda mask: replace(mask, blocks=None))
 )
-plant("every key of a document counts as work of every query", "balance:keys_seen", "balance")(
-    lambda keys_seen: with_arguments(keys_seen, mask=lambda mask: replace(mask, causal=False, blocks=None))
+plant("every key of a document counts as work of every query", "balance:pairs_between", "balance")(
+    lambda pairs_between: with_arguments(pairs_between, mask=lambda mask: replace(mask, causal=False, blocks=None))
+)
+
+
+@plant("a row is given to two ranks where a document is cut", "balance:Shards._give", "balance")
+def _(original: Any) -> Any:
+    def mutant(*args: Any) -> Any:
+        rest = original(*args)
+        return rest._replace(begin=rest.begin - 1, end=rest.end - 1) if rest.num else rest
+
+    return mutant
+
+
+plant("a hole is filled with the wrong document", "balance:_adding_up", "balance")(
+    lambda adding_up: lambda numbers, total: {(i + 1) % len(numbers) for i in adding_up(numbers, total)}
+)
+plant("a layer's time is that of its linears", "balance:balance", "balance")(
+    lambda balance: with_arguments(balance, pairs_per_token=lambda given: 1 << 29)
 )

@@ -18,7 +18,7 @@ from cp_mesh.call.method import as_one_tile
 from cp_mesh.call.plan import METHODS, choose_schedule, request_of
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.balance import keys_seen
+from cp_mesh.geometry.balance import pairs_between
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
@@ -130,7 +130,7 @@ class Setting:
     @cached_property
     def seen(self) -> Array:
         """Number of keys that each position sees, summed over `seen_rows` batch rows: int64 [seq_len]."""
-        return keys_seen(self.mask, self.seq_len)
+        return pairs_between(np.arange(self.seq_len + 1), self.mask, self.seq_len)
 
     @property
     def seen_rows(self) -> int:
