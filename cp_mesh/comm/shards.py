@@ -3,15 +3,16 @@
 Each function starts a collective and returns a function that waits for it; matrix products run in between. Shards have
 `torch.chunk` sizes, or any others: unequal shards are padded to the largest while they travel.
 
-A `Moves` is one pass whose products begin before all rows have arrived, or before all are computed; its shards are
-equal. Shapes: B batch rows, n rows of a rank or a part of them, D features.
+A `FunctionalMoves`, or a `SymmetricMoves` of `cp_mesh.comm.symmetric_shards`, is one pass whose products begin before
+all rows have arrived, or before all are computed; its shards are equal. What the first one's methods say holds for
+both. Shapes: B batch rows, n rows of a rank or a part of them, D features.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,17 +121,49 @@ Write = Callable[[slice, Tensor], None]
 """Computes rows of the sequence into a buffer [B, n, D]."""
 
 
-class Gather(Protocol):
+class FunctionalMoves:
+    """One pass over functional collectives: an all-gather, and an all-to-all per chunk instead of a reduce-scatter.
+
+    "Lent" memory is valid until its end.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def gather(self, x: Tensor, whole: Whole | None) -> FunctionalGather:
+        """Start to gather x [B, n, D]; once per pass."""
+        return FunctionalGather(self._shards, x)
+
+    def sums(self, like: Tensor, features: int, num_chunks: int) -> FunctionalSums:
+        """Prepare sums of rows [B, *, features] with the dtype, device and B of ``like``; once per pass."""
+        return FunctionalSums(self._shards, like, features, num_chunks)
+
+    def close(self) -> None:
+        """End the pass, also after an exception."""
+
+
+class FunctionalGather:
     """Rows of all ranks on their way to this one."""
+
+    def __init__(self, shards: Shards, x: Tensor) -> None:
+        self._own, self._result = shards.of(shards.group.rank()), shards.gather(x)
+        self._whole: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows of other ranks, [B, n, D] each, as they arrive, with their place in the sequence."""
+        whole = self.whole()
+        for rows in (slice(0, self._own.start), slice(self._own.stop, whole.shape[1])):
+            if rows.start < rows.stop:
+                yield rows, whole[:, rows]
 
     def whole(self) -> Tensor:
         """Return all rows, [B, rows, D], if the gather was asked for them."""
+        if self._whole is None:
+            self._whole = self._result()
+        return self._whole
 
 
-class Sums(Protocol):
+class FunctionalSums:
     """Partial sums of rows, which every rank has computed, on their way to the owners of the rows.
 
     Attributes:
@@ -138,69 +171,13 @@ class Sums(Protocol):
         chunks: parts of a rank's rows, which travel one after the other.
     """
 
-    out: Tensor
-    chunks: list[slice]
-
-    def send(self, chunk: slice, write: Write) -> None:
-        """Compute this chunk of all other ranks' rows by ``write``, and start to send it; chunk after chunk."""
-
-    def receive(self, chunk: slice) -> Tensor:
-        """Return this chunk of ``out`` once the other ranks' parts have arrived; in the order of the sends."""
-
-
-class Moves(Protocol):
-    """One pass; its "lent" memory is valid until its end."""
-
-    def gather(self, x: Tensor, whole: Whole | None) -> Gather:
-        """Start to gather x [B, n, D]; once per pass."""
-
-    def sums(self, like: Tensor, features: int, num_chunks: int) -> Sums:
-        """Prepare sums of rows [B, *, features] with the dtype, device and B of ``like``; once per pass."""
-
-    def close(self) -> None:
-        """End the pass, also after an exception."""
-
-
-class FunctionalMoves:
-    """Moves over functional collectives: an all-gather, and an all-to-all per chunk instead of a reduce-scatter."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-
-    def gather(self, x: Tensor, whole: Whole | None) -> FunctionalGather:
-        return FunctionalGather(self._shards, x)
-
-    def sums(self, like: Tensor, features: int, num_chunks: int) -> FunctionalSums:
-        return FunctionalSums(self._shards, like, features, num_chunks)
-
-    def close(self) -> None:
-        pass
-
-
-class FunctionalGather:
-    def __init__(self, shards: Shards, x: Tensor) -> None:
-        self._own, self._result = shards.of(shards.group.rank()), shards.gather(x)
-        self._whole: Tensor | None = None
-
-    def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        whole = self.whole()
-        for rows in (slice(0, self._own.start), slice(self._own.stop, whole.shape[1])):
-            if rows.start < rows.stop:
-                yield rows, whole[:, rows]
-
-    def whole(self) -> Tensor:
-        if self._whole is None:
-            self._whole = self._result()
-        return self._whole
-
-
-class FunctionalSums:
     def __init__(self, shards: Shards, like: Tensor, features: int, num_chunks: int) -> None:
         self._shards, self._under_way = shards, deque[tuple[Tensor, Tensor]]()
         self.out = like.new_empty(len(like), shards.own, features)
         self.chunks = chunks_of(shards.own, num_chunks)
 
     def send(self, chunk: slice, write: Write) -> None:
+        """Compute this chunk of all other ranks' rows by ``write``, and start to send it; chunk after chunk."""
         shards, group = self._shards, self._shards.group
         batch, _, features = self.out.shape
         others = [rank for rank in range(group.size()) if rank != group.rank()]
@@ -212,6 +189,7 @@ class FunctionalSums:
         self._under_way.append((started, sent))
 
     def receive(self, chunk: slice) -> Tensor:
+        """Return this chunk of ``out`` once the other ranks' parts have arrived; in the order of the sends."""
         started, sent = self._under_way.popleft()
         received = self._shards._wait(started, sent).view(sent.shape)
         return torch.sum(received, 0, out=self.out[:, chunk])

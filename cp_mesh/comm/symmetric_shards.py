@@ -29,7 +29,7 @@ _MAIN, _PUSHED = 0, 1  # barrier channels
 
 
 class SymmetricMoves:
-    """One pass of a group's memory; see `cp_mesh.comm.shards.Moves`."""
+    """One pass of a group's memory; see `cp_mesh.comm.shards.FunctionalMoves`."""
 
     def __init__(self, shards: Shards, device: torch.device) -> None:
         self.shards, self.group, self.memory = shards, shards.group, group_memory(shards.group, device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.comm.exchange import choose_transport
-from cp_mesh.comm.shards import FunctionalMoves, Moves, Shards
+from cp_mesh.comm.shards import FunctionalMoves, Shards
 from cp_mesh.comm.symmetric_shards import SymmetricMoves
 
 PRODUCT_RATE = 650e12
@@ -51,8 +51,8 @@ def chosen_transport(
 
 
 @contextmanager
-def moving(chosen: str, shards: Shards, device: torch.device) -> Iterator[Moves]:
-    moves: Moves = SymmetricMoves(shards, device) if chosen == "symmetric_memory" else FunctionalMoves(shards)
+def moving(chosen: str, shards: Shards, device: torch.device) -> Iterator[FunctionalMoves | SymmetricMoves]:
+    moves = SymmetricMoves(shards, device) if chosen == "symmetric_memory" else FunctionalMoves(shards)
     try:
         yield moves
     finally:
