@@ -11,6 +11,7 @@ are refused, unless a `check_mode` is active.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import Counter
@@ -31,7 +32,7 @@ from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.model_groups import beside
 from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
-from cp_mesh.errors import REFUSALS, RankMismatchError, refuse
+from cp_mesh.errors import REFUSALS, ArgumentError, RankMismatchError, describe, refuse
 
 PATIENCE = timedelta(minutes=10)
 """How long a first call waits for the other ranks, unless the timeout of their group is shorter."""
@@ -397,6 +398,28 @@ class refusing:
             vars(error)[_TOLD] = None
         elif group is not None:
             _send(resolve_group(group) if isinstance(group, str) else group, error)
+
+
+def announced_over(group_of: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate methods of styles: their refusals are sent to the group that ``group_of`` finds in their arguments."""
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except REFUSALS:  # all ranks may skip an error of the user's own
+                with refusing(lambda: group_of(*args)):
+                    raise
+            except RuntimeError as error:
+                if dist.is_initialized():
+                    raise
+                hint = "run the model before destroy_process_group, or build it anew after init_process_group"
+                raise ArgumentError(describe("the plan's process group", "one that exists", "none", hint)) from error
+
+        return wrapper
+
+    return decorate
 
 
 @untraced  # else it would be traced as a graph of its own, behind a graph break

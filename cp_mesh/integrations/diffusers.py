@@ -27,13 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.call.function import attention
 from cp_mesh.call.spec import make_spec
+from cp_mesh.comm.agreement import refusing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Joint
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.integrations.renamed import asks_for, with_names
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.gradients import watch_first_step
-from cp_mesh.training.style_helpers import claim, telling
+from cp_mesh.training.style_helpers import claim
 from cp_mesh.wrap import STYLE, replace_forward
 
 STREAMS = {
@@ -111,7 +112,7 @@ class _Parallel:
 
     def refuse(self, *words: Any) -> NoReturn:
         """Raise on this rank, and on the ranks that wait for it."""
-        with telling(self.sequence):
+        with refusing(self.sequence.mesh.get_group):
             refuse(*words)
 
 

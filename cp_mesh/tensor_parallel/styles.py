@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import is_view, times_written
 from cp_mesh.call.spec import check_choice, is_autocast
-from cp_mesh.comm.agreement import refusing
+from cp_mesh.comm.agreement import announced_over, refusing
 from cp_mesh.comm.exchange import TRANSPORTS
-from cp_mesh.errors import REFUSALS, ArgumentError, UnsupportedError, refuse, written
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.geometry.layouts import chunk_bounds
 from cp_mesh.tensor_parallel.colwise import Columns, column_linears
 from cp_mesh.tensor_parallel.matmul import graded_names, refuse_transforms
@@ -38,18 +38,7 @@ _SHARD = "_cp_mesh_shard"  # attribute of a parameter: the DTensor that replaced
 _TOGETHER = "_cp_mesh_together"  # of a module and its linears, so that a deep copy has its own: a `_Together`
 
 
-def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a style: a refusal is announced to the other tp ranks before it is raised."""
-
-    @functools.wraps(run)
-    def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(style, where, *args, **kwargs)
-        except REFUSALS:
-            with refusing(where.group_name):
-                raise
-
-    return wrapper
+_announced = announced_over(lambda style, where, *_: where.group_name)
 
 
 class _OverTP(ParallelStyle):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import refusing
+from cp_mesh.comm.agreement import announced_over, refusing
 from cp_mesh.comm.groups import names_of_axes
-from cp_mesh.errors import REFUSALS, ArgumentError, describe, refuse, written
+from cp_mesh.errors import ArgumentError, describe, refuse, written
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.cuts import note_mask
@@ -141,28 +140,7 @@ def gathers(model: nn.Module) -> bool:
     return any(getattr(style, "gather_output", False) for style in styles_of(model))
 
 
-def telling(sequence: ShardedSequence) -> refusing:
-    """Send refusals within the context to the other ranks. All ranks may skip an error of the user's own."""
-    return refusing(sequence.mesh.get_group, REFUSALS)
-
-
-def announced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a style so that refusals in eager code are sent to other ranks, as by `telling`."""
-
-    @functools.wraps(run)
-    def wrapper(style: Any, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(style, *args, **kwargs)
-        except REFUSALS:
-            with telling(style.sequence):
-                raise
-        except RuntimeError as error:
-            if dist.is_initialized():
-                raise
-            hint = "run the model before destroy_process_group, or build it anew after init_process_group"
-            raise ArgumentError(describe("the plan's process group", "one that exists", "none", hint)) from error
-
-    return wrapper
+announced = announced_over(lambda style, *_: style.sequence.mesh.get_group())
 
 
 def claim(

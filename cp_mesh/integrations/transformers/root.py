@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cp_mesh._torch import COMPILED_CALL
 from cp_mesh.call.spec import make_spec
+from cp_mesh.comm.agreement import refusing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
@@ -30,7 +31,7 @@ from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.loss import ranks_of
 from cp_mesh.training.parallelize import parallelize as apply_plan
 from cp_mesh.training.sharded_model import ShardedModel
-from cp_mesh.training.style_helpers import claim, telling
+from cp_mesh.training.style_helpers import claim
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 _LAST = "_cp_mesh_sequence"
@@ -167,7 +168,7 @@ class _Adapter:
 
     @torch.compiler.disable(reason="compile the layers of a parallel model, not the whole")
     def _run(self, traced: bool, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with telling(self.sequence):
+        with refusing(self.sequence.mesh.get_group):
             if traced:
                 hint = "for layer in model.model.layers: layer.compile()"
                 refuse(self.facts.name, "compiled layers", "a model compiled as a whole", hint, UnsupportedError)

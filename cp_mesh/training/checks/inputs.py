@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from cp_mesh._torch import constant_in_traces
-from cp_mesh.comm.agreement import exchange
+from cp_mesh.comm.agreement import exchange, refusing
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.errors import refuse, warn
+from cp_mesh.errors import REFUSALS, refuse, warn
 from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.sharded_model import POSITIONS, refuse_counted
 from cp_mesh.training.stand_ins import refuse_unplanned
-from cp_mesh.training.style_helpers import cores_of, telling
+from cp_mesh.training.style_helpers import cores_of
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 
 
@@ -60,7 +59,7 @@ def _run(
     styles = cores_of(module)
     parameters = inspect.signature(forward).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
-    with telling(styles[0].sequence) if styles else nullcontext():
+    with refusing(styles[0].sequence.mesh.get_group if styles else None, REFUSALS):
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a ShardInput takes whole tokens
         given = dict(zip(names, args, strict=False)) | kwargs
         rows = _check(styles, names, given) if styles and is_first and not whole else None
