@@ -383,6 +383,25 @@ def documents_table() -> str:
     return markdown(["", "rows a GPU", "tokens", "`balance`", "zigzag", "commit"], lines)
 
 
+def placement_table() -> str:
+    """Packed documents in balanced layouts of equal pairs and of equal time, and in zigzag."""
+    found = {
+        (row["commit"], row["layout"], row["documents"], row["rows"], row["ranks"]): row for row in read(PLACEMENT)
+    }
+    lines = []
+    for commit, layout, *case in found:
+        if commit == "feae950":
+            old, zigzag = found["7cb2a68", layout, *case], found["7cb2a68", "zigzag", *case]
+            row, name = found[commit, layout, *case], f"{case[0]}, {short(int(case[1]))}, {case[2]}"
+            moved = [f"{float(x['mib']):.1f}" for x in (zigzag, old, row)]
+            lines.append([name, zigzag["time"], old["time"], row["time"], *moved, f"{100 * float(row['local']):.0f} %"])
+    head = "documents, rows a GPU, GPUs", "time: zigzag", "equal pairs", "`balance`"
+    return markdown([*head, "MiB: zigzag", "equal pairs", "`balance`", "ranks that move nothing"], lines)
+
+
+PLACEMENT = "placement.csv"
+
+
 def memory_table() -> str:
     rows = [
         row
@@ -417,6 +436,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
+    "placement": placement_table,
     "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "memory": memory_table,
     "decoding": decoding_table,
