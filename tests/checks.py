@@ -112,6 +112,7 @@ def forget_kept(*kinds: type) -> None:
     for of_group in room("group_state")._KEPT.values():
         for kind in kinds:
             of_group.pop(kind, None)
+    room("call.known")._calls.clear()
 
 
 def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> Tensor:

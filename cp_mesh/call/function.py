@@ -24,7 +24,7 @@ from cp_mesh.call.dtensor import (
     wrap_results,
 )
 from cp_mesh.call.formats import FORMATS, Format
-from cp_mesh.call.op import call_attention
+from cp_mesh.call.op import attention_op
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.spec import (
     Call,
@@ -179,7 +179,7 @@ def attend(
     else:
         known_by = known.key_of((query, key, value), mesh, mask, seq_dim, return_lse, others)
         if known_by is not None and (found := known.find(known_by)) is not None:
-            out, lse = known.run(found, query, key, value)
+            out, lse = known.run_again(found, query, key, value, others)
             return (out, lse) if return_lse else out
     with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
@@ -192,12 +192,12 @@ def attend(
         # through its dispatch. `ContextParallel` unwraps those of a core over tp alone, which have no cp axis.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
-        out, lse, *_ = call_attention(q, k, v, *call._replace(tensors=tensors).arguments())
+        out, lse, *_ = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
         out, lse = wrap_results(out, lse, query, call.format)
+    elif known_by is None:
+        out, lse, *_ = attention_op(query, key, value, *call.arguments())
     else:
-        out, lse, *_ = call_attention(query, key, value, *call.arguments())
-        if known_by is not None:
-            known.note(known_by, call, (query, key, value), mesh, mask)
+        out, lse = known.run_first(known_by, call, (query, key, value), mesh, mask)
     return (out, lse) if return_lse else out
 
 

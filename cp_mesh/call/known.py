@@ -1,33 +1,33 @@
-"""Calls that passed all checks: one look-up finds them again, and a node of autograd runs their passes.
+"""Eager calls that nothing intercepts: a node of autograd runs their passes, and one look-up finds them again.
 
-Only eager calls on local tensors without score tensors are kept. Their key has what checks, comparisons and plans read:
-keywords, shapes, dtypes, devices, modes, and the identity of mesh and mask. A call is known as long as both live, and
-with it the plan of its batch.
+The op serves all other calls. Calls are known by what their checks, comparisons and plans read: keywords, shapes,
+dtypes, devices, modes, and the identity of mesh and mask. A call is known as long as both live, and with it the plan of
+its batch. Tensors of the scores come with each call; dropout and functions are checked anew.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_mesh._torch import below_autograd, forward_level, function_mode, profiles, times_written
+from cp_mesh._torch import below_autograd, forward_level, function_mode, profiles, times_written, untraced
 from cp_mesh.call.method import Plan
-from cp_mesh.call.op import attention_backward_op, without_rows
+from cp_mesh.call.op import attention_backward_op, by_name, wanted_of, without_rows
 from cp_mesh.call.operators import PLAIN, is_seen
-from cp_mesh.call.passes import backward, kind_of, run_backward, run_forward
+from cp_mesh.call.passes import begin, run_backward, run_forward
 from cp_mesh.call.plan import MOST as MOST_PLANS
-from cp_mesh.call.plan import Plans, make_plan, refuse_copies
-from cp_mesh.call.spec import Call, autocast
-from cp_mesh.comm.agreement import CHECK, Calls, calls_of, checking
-from cp_mesh.comm.group_state import states_of
+from cp_mesh.call.plan import NUM_READ, refuse_copies
+from cp_mesh.call.spec import Call, Tensors, autocast
+from cp_mesh.comm.agreement import CHECK, Calls, calls_of
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.geometry.mask import TENSORS, Mask
-from cp_mesh.kernels.scores import Scores
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.kernels.scores import TERMS, Scores, name_of_captured
 from cp_mesh.sequence.sharded_sequence import ROOT
 
 MOST = 512  # calls that are known
@@ -35,25 +35,45 @@ _calls: dict[tuple[Any, ...], Known] = {}
 _PLAIN = (str, int, float, type(None), type, Layout, torch.Size, torch.dtype, torch.device)
 
 
-class Known(NamedTuple):
-    """A call that passed all checks.
+class Ready(NamedTuple):
+    """A call that was planned and compared.
 
     Attributes:
-        plan, scores, call: calls of one key share them.
+        plan, scores, call: without tensors of the scores.
+        names: of these tensors, fields of `Tensors`; captured tensors follow them.
+        read: tensors of the mask and the layout.
         group: a weak reference, as a group's plans go with it.
-        dtype: of q, k and v, cast by autocast.
-        states: of the group; ``plans``, ``calls`` and ``kinds`` must be those in it, else the group was told to forget.
-        read: tensors of the mask, and how often they had been written when the plan read them.
-        alive: weak references to mesh and mask.
     """
 
     plan: Plan
     scores: Scores
     call: Call
-    dtype: torch.dtype
+    names: tuple[str, ...]
+    read: Sequence[Tensor]
     group: Callable[[], Any]
-    states: dict[Any, Any]
-    plans: Plans
+
+    def complete(self, q: Tensor, scored: Sequence[Tensor]) -> tuple[Call, Scores]:
+        """The call and its scores, with the tensors of the scores."""
+        if not scored:
+            return self.call, self.scores
+        tensors = self.call.tensors._replace(**dict(zip(self.names, scored, strict=False)))
+        call = self.call._replace(tensors=tensors, captured=scored[len(self.names) :])
+        return call, call.scores(q)
+
+
+class Known(NamedTuple):
+    """A call that needs no check.
+
+    Attributes:
+        ready: calls of one key share it.
+        dtype: of q, k and v, cast by autocast.
+        calls: those of the group. Their ``kinds`` must be these, else first calls are compared again.
+        read: tensors of the mask, and how often they had been written when the plan read them.
+        alive: weak references to mesh and mask.
+    """
+
+    ready: Ready
+    dtype: torch.dtype
     calls: Calls
     kinds: set[Any]
     read: list[tuple[Tensor, int]]
@@ -63,24 +83,35 @@ class Known(NamedTuple):
 def key_of(
     qkv: tuple[Tensor, Tensor, Tensor], mesh: Any, mask: Any, seq_dim: Any, return_lse: Any, others: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """The key of a call; None if the op must see it, or check mode compares every call."""
+    """The key of a call; None if the op must see it, or check mode may be on."""
     if profiles() or function_mode() is not None or CHECK.get().enabled is not None or torch.jit.is_tracing():
         return None
-    if forward_level() >= 0:  # forward-mode derivatives are refused
+    if forward_level() >= 0 or os.environ.get("CP_MESH_CHECK"):  # the op refuses forward-mode derivatives
         return None
     query, key, value = qkv
-    if is_seen(qkv, graded=True) or type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+    given, scored, of_scored = dict(others), list[Tensor](), list[Any]()
+    for x in (*qkv, given.get("dropout_seed"), *given.get("captured", ())):
+        if isinstance(x, Tensor) and (type(x) not in PLAIN or x.is_nested):
+            return None
+    for name in TERMS:
+        if isinstance(x := given.get(name), Tensor):
+            if type(x) not in PLAIN or x.is_nested:  # nested tensors have no shape
+                return None
+            scored.append(x)
+            of_scored += x.shape, x.dtype, x.device, x.requires_grad
+            given[name] = Tensor
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor) or query.is_meta:
+        return None
+    if is_seen((*qkv, *scored), graded=True):
         return None
     device_type = query.device.type
-    if device_type == "meta" or query.is_nested or key.is_nested or value.is_nested:  # which have no shape
-        return None
     cast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    given = seq_dim, return_lse, *others.values()
+    values = seq_dim, return_lse, *given.values()
     return (
-        id(mesh), id(mask), *given, *map(type, given), *others, query.shape, key.shape, value.shape,
+        id(mesh), id(mask), *values, *map(type, values), *given, *of_scored, query.shape, key.shape, value.shape,
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, query.requires_grad,
         key.requires_grad, value.requires_grad, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-        cast, os.environ.get("CP_MESH_CHECK"),
+        cast,
     )  # fmt: skip
 
 
@@ -92,110 +123,123 @@ def find(key: tuple[Any, ...]) -> Known | None:
         return None
     if found is None or found.calls.broken or found.kinds is not found.calls.kinds:
         return None
-    if found.states.get(Plans) is not found.plans or found.states.get(Calls) is not found.calls:
-        return None
     for x, times in found.read:
         if times_written(x) != times:
             return None
-    if found.call.options.of_root and (root := ROOT.get()) is not None and root.seq_len != found.call.seq_len:
+    call = found.ready.call
+    if call.options.of_root and (root := ROOT.get()) is not None and root.seq_len != call.seq_len:
         return None
     return found
 
 
-def note(key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], mesh: Any, mask: Mask) -> None:
-    """Keep a call that has just run, if the next one of its key needs no check."""
-    options, group, (q, k, v) = call.options, call.group, call.format.to_bhsd(*qkv)
-    if options.score_mod or options.mask_mod or any(x is not None for x in call.tensors[len(TENSORS) + 1 :]):
-        return
-    if not all(isinstance(x, _PLAIN) for x in key) or checking(group) is not None:
-        return
-    scores = call.scores(q)
-    plan = make_plan(q, k, v, call, group, scores.features)
-    states, read = states_of(group), [x for x in call.tensors if x is not None]
-    if kind_of(plan, call) not in states[Calls].kinds:
-        return
+def run_again(known: Known, q: Tensor, k: Tensor, v: Tensor, others: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """out and lse of a known call."""
+    if not q.dtype == k.dtype == v.dtype == known.dtype:  # by autocast
+        q, k, v = autocast(q, k, v)
+    ready = known.ready
+    if ready.plan.reads_tensors:
+        refuse_copies(ready.plan)
+    return _run(ready, q, k, v, [others[name] for name in ready.names] if ready.names else ())
+
+
+@untraced
+def run_first(
+    key: tuple[Any, ...], call: Call, qkv: tuple[Tensor, Tensor, Tensor], mesh: Any, mask: Mask
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call that passed its checks; it is known from now on, if the next one needs none."""
+    group, options, (q, k, v) = call.group, call.options, qkv
+    plan, scores, kind = begin(q, k, v, call, group)
+    given = {name: x for name, x in call.tensors._asdict().items() if x is not None}
+    read = [given.pop(name) for name in Tensors._fields[:NUM_READ] if name in given]
+    scored, bare = (*given.values(), *call.captured), call
+    if scored:
+        bare = call._replace(tensors=Tensors(*call.tensors[:NUM_READ]), captured=())
+        scores = bare.scores(q)
+    ready = Ready(plan, scores, bare, tuple(given), read, weakref.ref(group))
+    results = _run(ready, q, k, v, scored)
+    if options.score_mod or options.mask_mod or options.dropout_p or not all(isinstance(x, _PLAIN) for x in key):
+        return results
+    if kind not in (calls := state_of(group, Calls)).kinds:
+        return results
     known = [*_calls.items()]
-    held = [*dict.fromkeys(x.plan for _, x in known if x.plan.reads_tensors and x.plan is not plan)]
+    held = [*dict.fromkeys(x.ready.plan for _, x in known if x.ready.plan.reads_tensors and x.ready.plan is not plan)]
     # as many plans that hold device memory as `Plans` keeps
     dropped = held[: max(0, len(held) + 1 - MOST_PLANS)] if plan.reads_tensors else []
     for i, (old, x) in enumerate(known):
-        if i <= len(known) - MOST or x.plan in dropped:
+        if i <= len(known) - MOST or x.ready.plan in dropped:
             _calls.pop(old, None)
-    calls = states[Calls]
 
     def watch(x: Any) -> Any:
         return weakref.ref(x, lambda _: _calls.pop(key, None))
 
     versions = [(x, times_written(x)) for x in read]
-    _calls[key] = Known(
-        plan,
-        scores,
-        call,
-        q.dtype,
-        watch(group),
-        states,
-        states[Plans],
-        calls,
-        calls.kinds,
-        versions,
-        (watch(mesh), watch(mask)),
-    )
+    _calls[key] = Known(ready, q.dtype, calls, calls.kinds, versions, (watch(group), watch(mesh), watch(mask)))
+    return results
 
 
-def run(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of a known call."""
-    if not q.dtype == k.dtype == v.dtype == known.dtype:  # by autocast
-        q, k, v = autocast(q, k, v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        found: tuple[Tensor, Tensor] = _Node.apply(known, q, k, v)
+def _run(ready: Ready, q: Tensor, k: Tensor, v: Tensor, scored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    graded = q.requires_grad or k.requires_grad or v.requires_grad
+    for x in scored:
+        graded = graded or x.requires_grad
+    if graded and torch.is_grad_enabled():
+        found: tuple[Tensor, Tensor] = _Node.apply(ready, q, k, v, *scored)
         return found
+    call, scores = ready.complete(q, scored) if scored else (ready.call, ready.scores)
     with below_autograd():
-        out, lse, *_ = forward(known, q, k, v)
+        out, lse, *_ = run_forward(ready.plan, scores, call, ready.group(), q, k, v)
     return out, lse
 
 
-def forward(known: Known, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """As `passes.run_forward`."""
-    if known.plan.reads_tensors:
-        refuse_copies(known.plan)
-    return run_forward(known.plan, known.scores, known.call, known.group(), q, k, v)
-
-
 class _Node(torch.autograd.Function):
-    """The autograd node of a known call. Its tensors are q, k and v; its results out and lse."""
+    """The autograd node. Its tensors are q, k, v and those of the scores; its results out and lse."""
 
     @staticmethod
-    def forward(ctx, known, q, k, v):  # type: ignore[no-untyped-def]
+    def forward(ctx, ready, q, k, v, *scored):  # type: ignore[no-untyped-def]
+        call, scores = ready.complete(q, scored) if scored else (ready.call, ready.scores)
         with below_autograd():
-            out, lse, *kept = forward(known, q, k, v)
-        ctx.known, ctx.shape = known, out.shape
-        if not known.call.options.differentiable_lse:  # it must not be dropped silently
+            out, lse, *kept = run_forward(ready.plan, scores, call, ready.group(), q, k, v)
+        ctx.ready, ctx.shape = ready, out.shape
+        if not call.options.differentiable_lse:  # it must not be dropped silently
             ctx.mark_non_differentiable(lse)
-        # the same tensors as the op's node saves: a checkpoint's recomputation may find the call known
-        of_mask = [x for x, _ in known.read]
+        # the same tensors as the op's node saves: a checkpoint's recomputation may go there
+        num = len(ready.names)
+        others, captured = (*ready.read, *scored[:num]), scored[num:]
         if kept:
             rows, *of_heads = kept
-            qkv = [without_rows(x, known.call.seq_dim) for x in (q, k, v)]
-            ctx.save_for_backward(*qkv, *of_mask, *of_heads, rows)
+            qkv = [without_rows(x, call.seq_dim) for x in (q, k, v)]
+            ctx.save_for_backward(*qkv, *others, *of_heads, rows, *captured)
         else:
-            ctx.save_for_backward(q, k, v, *of_mask, out, lse, None)
+            ctx.save_for_backward(q, k, v, *others, out, lse, None, *captured)
         ctx.set_materialize_grads(False)  # no zero gradient for an unused lse: most kernels would refuse it
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-        known, (q, k, v, *_, out, lse, kept) = ctx.known, ctx.saved_tensors
+        ready, saved = ctx.ready, ctx.saved_tensors
+        (q, k, v), first = saved[:3], 3 + len(ready.read)
+        end = first + len(ready.names)
+        out, lse, kept = saved[end : end + 3]
+        scored = *saved[first:end], *saved[end + 3 :]
+        # Run even without any gradient: other ranks may have one, and would wait for this rank in the ring.
         dout = q.new_zeros(ctx.shape) if dout is None else dout
-        given = dout, q, k, v, out, lse, dlse, kept
-        if is_seen(given):
-            dq, dk, dv, *_ = attention_backward_op(*given, *known.call.arguments(), "")
-        elif CHECK.get().enabled is not None:
-            with below_autograd():
-                dq, dk, dv, *_ = backward(*given, *known.call.arguments(), "", plan=known.plan)
+        given, wanted = (dout, q, k, v, out, lse, dlse, kept), ()
+        call, scores = ready.complete(q, scored) if scored else (ready.call, ready.scores)
+        if scored:
+            wanted = wanted_of(ready.names, scores.score_mod, ctx.needs_input_grad[4:])
+        if is_seen((*given, *scored)) or CHECK.get().enabled is not None:
+            dq, dk, dv, *grads = attention_backward_op(*given, *call.arguments(), ",".join(wanted))
+            of_scores = by_name(grads, wanted, call.captured)
         else:
-            if known.plan.reads_tensors:
-                refuse_copies(known.plan)
-            calls_of(group := known.group())  # refuses a group in which a pass broke off
+            if ready.plan.reads_tensors:
+                refuse_copies(ready.plan)
+            calls_of(group := ready.group())  # refuses a group in which a pass broke off
             with below_autograd():
-                dq, dk, dv, _ = run_backward(known.plan, known.scores, known.call, group, *given)
-        return None, dq, dk, dv
+                dq, dk, dv, of_scores = run_backward(ready.plan, scores, call, group, *given, wanted)
+        if not scored:
+            return None, dq, dk, dv
+        names = *ready.names, *map(name_of_captured, range(len(call.captured)))
+        shares = [
+            of_scores[name].view_as(x).to(x.dtype) if name in wanted else None
+            for name, x in zip(names, scored, strict=True)
+        ]
+        return None, dq, dk, dv, *shares

@@ -13,7 +13,7 @@ policies and compiled code see them. The backward also returns gradients of the 
 partial ones, to be summed over ranks, and empty ones where no gradient is wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import compress
@@ -33,16 +33,14 @@ from cp_mesh._torch import (
     allows_plain,
     below_autograd,
     forward_level,
-    function_mode,
     in_transform,
-    profiles,
     resolve_group,
     untraced,
     without_keys,
 )
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.operators import is_seen, library, refuse_tangents
+from cp_mesh.call.operators import library, refuse_tangents
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
 from cp_mesh.comm.agreement import checked, checking, last_forward
 from cp_mesh.errors import UnsupportedError, refuse
@@ -73,7 +71,7 @@ attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
     from cp_mesh.call import passes  # at the first call: graphs that name the ops need no plan, method or kernel
 
-    return passes.forward(*inputs)[0] if op is attention_op else passes.backward(*inputs)
+    return passes.forward(*inputs) if op is attention_op else passes.backward(*inputs)
 
 
 for _op in (attention_op, attention_backward_op):
@@ -121,14 +119,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
-        ctx.keys, ctx.plan = keys, None
-        if keys is None or _is_plain(keys):  # no mode or subclass intercepts the op: keep the plan for its backward
-            with below_autograd():
-                from cp_mesh.call import passes  # as in `_compute`
-
-                (out, lse, kept, *of_heads), ctx.plan = passes.forward(*inputs)
-        else:
-            out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
+        out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
         options = Call.read(inputs[3:]).options
         ctx.score_mod = ctx.mask_mod = None
@@ -151,45 +142,41 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # under a checkpoint this can be read only once
         q, k, v, *tensors, out, lse, kept = saved[: 6 + NUM_TENSORS]
         captured = saved[6 + NUM_TENSORS :]
-        needed, of_captured = ctx.needs_input_grad[4 : 4 + NUM_TENSORS], ctx.needs_input_grad[4 + NUM_ARGUMENTS :]
-        wanted = [*compress(Tensors._fields, needed)]
-        num_read = ctx.score_mod.num_captured if ctx.score_mod else 0  # captured tensors of mask_mod get no gradient
-        read = [*compress(range(num_read), of_captured)]
+        needed = *ctx.needs_input_grad[4 : 4 + NUM_TENSORS], *ctx.needs_input_grad[4 + NUM_ARGUMENTS :]
+        wanted = wanted_of(Tensors._fields, ctx.score_mod, needed)
         # Run even without any gradient: other ranks may have one, and would wait for this rank in the ring.
         if kept is None:
             dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
             dlse = None if dlse is None else _placed_like(dlse, lse)
         elif dout is None:
             dout = q.new_zeros(ctx.shape)
-        names = ",".join([*wanted, *map(name_of_captured, read)])
-        given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
+        given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, ",".join(wanted))
         group = resolve_group(ctx.others[2])
         with checked(enabled=True, backward_of=ctx.forward) if ctx.forward or checking(group) else nullcontext():
-            dq, dk, dv, *grads, flat = _call_backward(ctx.keys, given, ctx.plan)
-        named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
-        for name in wanted:  # a plain tensor beside DTensors gets this rank's partial gradient
-            plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
-            of_tensors[name] = named[name].to_local() if plain else named[name]
-        shares = [None] * len(captured)
-        for i, x in zip(read, flat.split([captured[i].numel() for i in read]) if read else (), strict=True):
-            shares[i] = x.view_as(captured[i]).to(captured[i].dtype)
-        return None, dq, dk, dv, *of_tensors.values(), None, *[None] * len(ctx.others), *shares
+            dq, dk, dv, *grads = attention_backward_op(*given)
+        named, shares = by_name(grads, wanted, captured), []
+        names = *Tensors._fields, *map(name_of_captured, range(len(captured)))
+        for name, x in zip(names, (*tensors, *captured), strict=True):
+            grad = named.get(name)  # a plain tensor beside DTensors gets this rank's partial gradient
+            plain = isinstance(grad, DTensor) and not isinstance(x, DTensor)
+            shares.append(grad.to_local() if plain else grad)
+        return None, dq, dk, dv, *shares[:NUM_TENSORS], None, *[None] * len(ctx.others), *shares[NUM_TENSORS:]
 
 
-def _call_backward(keys: DispatchKeySet, given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
-    """Call `attention_backward_op`; bypasses PyTorch's dispatcher if nothing would intercept it, which saves host time.
+def wanted_of(names: Sequence[str], score_mod: Any, needed: Sequence[bool]) -> list[str]:
+    """The names of tensors that need a gradient; captured tensors follow ``names``, those of mask_mod get none."""
+    captured = range(score_mod.num_captured if score_mod else 0)
+    return [*compress([*names, *map(name_of_captured, captured)], needed)]
 
-    ``keys`` are the forward's. DTensors intercept calls below autograd.
-    """
-    of_dtensors = isinstance(given[1], DTensor)
-    if is_seen(() if of_dtensors else (*given, *given[8 + NUM_TENSORS])):
-        return attention_backward_op(*given)
-    if of_dtensors:
-        return _below_autograd(attention_backward_op, keys, given)
-    from cp_mesh.call import passes  # as in `_compute`
 
-    with below_autograd():
-        return passes.backward(*given, plan=plan)
+def by_name(grads: Sequence[Tensor], wanted: Collection[str], captured: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The results of `attention_backward_op` after dv that were wanted."""
+    *of_terms, flat = grads
+    found = {name: x for name, x in zip(GRADED, of_terms, strict=True) if name in wanted}
+    read = [i for i in range(len(captured)) if name_of_captured(i) in wanted]
+    parts = flat.split([captured[i].numel() for i in read]) if read else ()
+    shaped = {i: x.view_as(captured[i]).to(captured[i].dtype) for i, x in zip(read, parts, strict=True)}
+    return found | {name_of_captured(i): x for i, x in shaped.items()}
 
 
 class _Gradients(torch.autograd.Function):
@@ -204,17 +191,12 @@ class _Gradients(torch.autograd.Function):
         raise UnsupportedError("cp_mesh::attention_backward has no gradient: attention can be differentiated once")
 
 
-def _is_plain(keys: DispatchKeySet) -> bool:
-    """Whether no other kernel comes between autograd's and the device's."""
-    return (keys & KEYS_BELOW_AUTOGRAD).highestPriorityTypeId() in _DEVICES
-
-
-def _below_autograd(op: OpOverload, keys: DispatchKeySet | None, inputs: Sequence[Any]) -> Any:
+def _below_autograd(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any]) -> Any:
     # Autograd tracks no view that is made inside, so a result that is a view can be written in place.
+    keys &= KEYS_BELOW_AUTOGRAD
     with below_autograd():
-        if keys is None or _is_plain(keys):  # no DTensor, no mode: only the device's kernel is left to run
+        if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: only the device's kernel is left to run
             return _compute(op, *inputs)
-        keys &= KEYS_BELOW_AUTOGRAD
         if isinstance(inputs[0], DTensor):
             return _dispatch_dtensors(op, keys, inputs)
         return op.redispatch(keys, *inputs)
@@ -236,7 +218,7 @@ def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[An
         return op.redispatch(keys, *inputs[:begin], *placed, *inputs[end:])
 
 
-def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet | None, *inputs: Any) -> Any:
+def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet, *inputs: Any) -> Any:
     captured = inputs[(3 if op is attention_op else 8) + NUM_TENSORS]
     if forward_level() >= 0:
         refuse_tangents(str(op), (*inputs, *captured))
@@ -252,18 +234,6 @@ def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet | None, *inp
 for _op, _graph in ((attention_op, _Attention), (attention_backward_op, _Gradients)):
     _kernel = untraced(partial(_with_autograd, _op, _graph))
     library.impl(_op, _kernel, "Autograd", with_keyset=True)
-
-
-_past_dispatcher = untraced(partial(_with_autograd, attention_op, _Attention))
-
-
-def call_attention(*inputs: Any) -> tuple[Tensor, ...]:
-    """Call `attention_op`; bypasses PyTorch's dispatcher if nothing would intercept the call, which saves host time."""
-    # A profiler, a torch function mode and torch.jit.trace need the operator's name.
-    named = torch.compiler.is_compiling() or profiles() or function_mode() is not None or torch.jit.is_tracing()
-    is_called = named or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True)
-    results: tuple[Tensor, ...] = attention_op(*inputs) if is_called else _past_dispatcher(None, *inputs)
-    return results
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh._torch import resolve_group
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.method import Plan
-from cp_mesh.call.plan import make_plan, refuse_copies
+from cp_mesh.call.plan import make_plan
 from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import GRADED_INPUT, ORDER, PASS, compare, end_by, order_of, refusing
 from cp_mesh.comm.fingerprints import fingerprint
@@ -100,18 +99,11 @@ def kind_of(plan: Plan, call: Call) -> tuple[Any, ...]:
     return options, call.seq_len, plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan]:
-    """Attention over the cp group.
-
-    Returns:
-        out, lse, and the tensors kept for the backward: rows, out and lse of this rank's heads. lse is empty if tensors
-        are kept and it has no gradient.
-        The plan, for the backward.
-    """
-    call = Call.read(arguments)
-    form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
-    query, key, value = q, k, v
-    q, k, v = form.to_bhsd(q, k, v)
+def begin(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, group: dist.ProcessGroup
+) -> tuple[Plan, Scores, tuple[Any, ...]]:
+    """Plan a call and compare it between ranks; return the plan, the scores and the call's kind."""
+    q, k, v = call.format.to_bhsd(query, key, value)
     with refusing(group):
         root = ROOT.get()
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
@@ -125,9 +117,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Ten
         fields = _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None)
         return {PASS: "forward", **fields, ORDER: order_of("forward")}
 
-    compare(group, kind_of(plan, call), told)
-    out, lse, *kept = run_forward(plan, scores, call, group, query, key, value)
-    return (out, lse, *(kept or nothing_kept(q, lse))), plan
+    kind = kind_of(plan, call)
+    compare(group, kind, told)
+    return plan, scores, kind
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Attention over the cp group: out, lse, and the tensors kept for the backward: rows, out and lse of this rank's
+    heads. lse is empty if tensors are kept and it has no gradient."""
+    call = Call.read(arguments)
+    group = call.group
+    plan, scores, _ = begin(q, k, v, call, group)
+    out, lse, *kept = run_forward(plan, scores, call, group, q, k, v)
+    return out, lse, *(kept or nothing_kept(q, lse))
 
 
 def run_forward(
@@ -156,25 +158,20 @@ def backward(
     dlse: Tensor | None,
     kept: Tensor | None,
     *arguments: Any,
-    plan: Plan | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the tensors named in ``wanted``, from the gradients of `attention_op`'s results.
 
     ``wanted`` has names of `GRADED`, and captured tensors by `name_of_captured`. Gradients of captured tensors come as
     one flat tensor in the accumulation dtype, as DTensor and autograd do not look into lists.
     With ``kept``, out and lse are the tensors that the forward kept, and q, k and v are `without_rows`.
-    ``plan`` is the forward's. The op gets none (compiled code, recomputation) and then plans again.
     """
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
-    group = resolve_group(call.group_name)
+    group = call.group
     of_dout, *qkv = call.format.to_bhsd(dout, q, k, v)
     scores = call.scores(qkv[0])
-    if plan is None:
-        rows = of_dout.shape[2]  # with ``kept`` q, k and v have no rows
-        of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in qkv)
-        plan = make_plan(of_q, of_k, of_v, call, group, scores.features)
-    elif plan.reads_tensors:
-        refuse_copies(plan)
+    rows = of_dout.shape[2]  # with ``kept`` q, k and v have no rows
+    of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in qkv)
+    plan = make_plan(of_q, of_k, of_v, call, group, scores.features)
 
     def told() -> dict[str, str]:
         fields = {**_in_words(call, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}

@@ -299,8 +299,8 @@ class Call(NamedTuple):
         return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, spec, captured)
 
     def scores(self, q: Operand | Tensor) -> Scores:
-        """The scores of this call; q is [B, H, S, D]."""
-        options, dtype = self.options.with_scale(q.shape[3]), accumulation_dtype(q.dtype)
+        """The scores of this call; q in any format."""
+        options, dtype = self.options.with_scale(q.shape[-1]), accumulation_dtype(q.dtype)
         return make_scores(options, self.tensors, dtype, self.captured, self.seq_len)
 
     @property

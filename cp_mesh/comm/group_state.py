@@ -24,11 +24,6 @@ def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
     return own
 
 
-def states_of(group: dist.ProcessGroup) -> dict[Callable[[], Any], Any]:
-    """Return all states of a group by kind, the object that holds them."""
-    return _KEPT.setdefault(group, {})
-
-
 def groups_with(kind: Callable[[], T]) -> list[tuple[dist.ProcessGroup, T]]:
     """Return the groups that have an instance, with the instance."""
     groups = (ref() for ref in _KEPT.keyrefs())  # a copy: other threads may add groups

@@ -25,7 +25,7 @@ plant("calls of unlike masks are one", "known:key_of", "known calls")(
     lambda key_of: with_result(key_of, lambda key: key and (*key[:1], 0, *key[2:]))
 )
 plant("autocast makes no other call", "known:key_of", "known calls")(
-    lambda key_of: with_result(key_of, lambda key: key and (*key[:-2], key[-1]))
+    lambda key_of: with_result(key_of, lambda key: key and key[:-1])
 )
 
 

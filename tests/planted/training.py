@@ -49,19 +49,19 @@ plant = in_area("the op and DTensors")
 
 
 def in_string(**others: Any) -> Any:
-    """Of `_kept_spec`, which reads what an op carries as a string: these options are others."""
+    """Of `_kept_spec`, which reads what an op carries as a string, or of what made it: these options are others."""
     return lambda parse: with_result(parse, lambda options: options._replace(**others))
 
 
 PARSE = "spec:_kept_spec"
-plant("the scale is lost in the op's string", PARSE, "parity")(in_string(scale=1.0))
-plant("a gradient of lse is lost in the op's string", PARSE, "parity")(in_string(differentiable_lse=False))
-plant("a call that should repeat loses that in the op's string", PARSE, "deterministic")(in_string(deterministic=False))
+plant("the scale is lost in the op's string", PARSE, "scores of DTensors")(in_string(scale=1.0))
+plant("a gradient of lse is lost in the op's string", PARSE, "scores of DTensors")(in_string(differentiable_lse=False))
+plant("a call that should repeat loses that", "spec:make_spec", "deterministic")(in_string(deterministic=False))
 plant("results of DTensors lie as their shards do", PARSE, "specs of DTensors")(in_string(as_inputs=True))
 plant("dropout of the first heads on every tp rank", PARSE, "scores of DTensors")(in_string(first_head=0))
 
 
-@plant("sinks and slopes change places among an op's arguments", "spec:Call.read", "scores")
+@plant("sinks and slopes change places among an op's arguments", "spec:Call.read", "scores of DTensors")
 def _(read: Any) -> Any:
     def swapped(call: Any) -> Any:
         tensors = call.tensors
