@@ -218,6 +218,26 @@ def test_each_step_returns_gradients_of_its_own(kernel):
         assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d) and a.data_ptr() != b.data_ptr()
 
 
+def test_a_tile_of_layers_with_scales_of_their_own_is_bound_once_for_each():
+    """In both passes; the layers of a model share a plan, whatever their scales."""
+    q, k, v, dout, _ = inputs((6, 3), 5, 5)
+    kernel, tile, bound = KERNELS["reference"], KernelTile((0, 5), (0, 5), FULL), []
+    real = [Kernel.bind_forward, Kernel.bind_backward]
+
+    def binding(bind):
+        return lambda *given: bound.append(bind.__name__) or bind(*given)
+
+    with mock.patch.multiple(Kernel, bind_forward=binding(real[0]), bind_backward=binding(real[1])):
+        for _ in range(2):
+            for layer in range(48):
+                scores = Scores(1 / (layer + 1))
+                forward = MergingForward(kernel, q, 5, scores)
+                forward.step(k, v, [tile])
+                out, lse = forward.finish()
+                SummingBackward(kernel, dout, q, out, lse, make_delta(dout, out), scores).step(k, v, [tile])
+    assert len(bound) == 2 * 48
+
+
 @each_kernel
 def test_rows_without_keys(kernel):
     """Rows that no tile touches, before and after rows that have keys: out 0, lse -inf, no gradient."""

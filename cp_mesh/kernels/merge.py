@@ -28,7 +28,7 @@ from cp_mesh.kernels.scores import ScoreGradients, Scores
 TileForward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
 # -> the tile's contribution to (dq, dk, dv), and to the gradients of `Scores.wanted`, if any
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]]
-MOST_BOUND = 64  # memory orders of a tile
+MOST_BOUND = 512  # memory orders and scales of a tile; a model may have a scale for each layer
 BoundForward = Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
 """(q, k, v, scores) -> (out, lse) of a tile, from tensors with all rows and keys."""
 BoundBackward = Callable[..., Any]
