@@ -86,7 +86,7 @@ def test_specs_tell_masks_apart():
 
 @pytest.mark.parametrize("lo", (None, -3, -1, 0, 1, 3))
 @pytest.mark.parametrize("hi", (None, -2, 0, 2, 4))
-def test_band_counts_its_pairs(lo, hi):
+def test_band_allows_its_pairs(lo, hi):
     for num_q, num_k in product(range(6), range(6)):
         want = [
             [(lo is None or i - j >= lo) and (hi is None or i - j <= hi) for j in range(num_k)] for i in range(num_q)
@@ -94,7 +94,6 @@ def test_band_counts_its_pairs(lo, hi):
         assert Distances(lo, hi).pairs(num_q, num_k).tolist() == want
         band = Distances(lo, hi).band(num_q, num_k)
         assert band.allowed(everything(num_q) + num_k - num_q, everything(num_k)).tolist() == want
-        assert band.count(num_q, num_k) == sum(map(sum, want))
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
         pieces: pieces that are not runs are not cut, and count to the part of their first position.
         edges: ascending positions at which parts begin; the last one is the end, and no position is beyond it.
     """
-    first = np.searchsorted(edges, pieces.low, side="right") - 1
-    last = np.searchsorted(edges, np.where(pieces.regular, pieces.high, pieces.low), side="right") - 1
+    first = edges.searchsorted(pieces.low, "right") - 1
+    last = edges.searchsorted(np.where(pieces.regular, pieces.high, pieces.low), "right") - 1
     if (first == last).all():
         return pieces, first
     which, place = expand(last - first + 1)
@@ -119,7 +119,7 @@ def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
     reaches = [*mask.reaches(seq_len)]
     edges = np.array([*(reach.begin for reach in reaches), reaches[-1].end if reaches else 0, seq_len], dtype=np.int64)
     keys, part = cut(pieces, edges)
-    last = np.searchsorted(edges[:-1], keys.high, side="right") - 1
+    last = edges[:-1].searchsorted(keys.high, "right") - 1
     visible = part < len(reaches)
     keys, part, last = keys.at(visible), part[visible], last[visible]
     if not reaches:
@@ -321,13 +321,13 @@ def unions(owner: Array, begin: Array, end: Array) -> tuple[Array, Array, Array]
 
 def run_begins(is_new: NDArray[np.bool_]) -> Array:
     """Return where runs begin: 0, and later entries that are new. (`numpy.r_` is much slower.)"""
-    return np.concatenate([_ZERO, np.flatnonzero(is_new) + 1])
+    return np.concatenate([_ZERO, is_new.nonzero()[0] + 1])
 
 
 def expand(counts: Array) -> tuple[Array, Array]:
     """Return, for ``counts[i]`` entries of each i: i of every entry, and the entry's number among those of its i."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+    which = np.arange(len(counts)).repeat(counts)
+    return which, np.arange(len(which)) - (counts.cumsum() - counts)[which]
 
 
 def ceil_div(a: Any, b: Any) -> Array:

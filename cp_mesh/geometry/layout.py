@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Run:
         return torch.arange(self.length, dtype=torch.int64, device="cpu") * self.stride + self.start
 
     def slice(self, begin: int, end: int) -> Run:
-        return replace(self, start=self.start + self.stride * begin, length=end - begin)
+        return Run(self.start + self.stride * begin, self.stride, end - begin)
 
     def bounds(self) -> tuple[int, int]:
         """Smallest and largest position; the run must not be empty."""

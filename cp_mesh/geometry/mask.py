@@ -45,13 +45,6 @@ class Band:
             keep &= distance >= -self.right
         return keep
 
-    def count(self, num_q: int, num_k: int) -> int:
-        """Return the number of allowed pairs in a ``num_q`` by ``num_k`` tile."""
-        first = num_k - num_q  # the key that the first query is aligned with
-        from_right = num_q * num_k if self.right is None else pairs_from(-self.right - first, num_q, num_k)
-        beyond = 0 if self.left is None else pairs_from(self.left - first + 1, num_q, num_k)
-        return max(0, from_right - beyond)
-
 
 def pairs_from(bound: Any, num_q: Any, num_k: Any) -> Any:
     """Return the number of (i, j) with ``i - j >= bound``: the sum over keys j of clip(num_q - bound - j, 0, num_q).
@@ -160,61 +153,38 @@ class Mask:
         for name in ("window", *NUMBERS):
             given = getattr(self, name)
             object.__setattr__(self, name, tuple(map(as_int, given)) if isinstance(given, tuple) else as_int(given))
-        window = self.window
+        window, numbers = self.window, {name: getattr(self, name) for name in NUMBERS}
         if not isinstance(self.causal, bool):
-            raise ArgumentError(
-                f"Mask: expected True or False for causal, got {self.causal!r}; Mask(causal=False) sees all"
-            )
+            refuse("Mask", "True or False for causal", repr(self.causal), "Mask(causal=False) sees all")
         if window is not None and (not isinstance(window, tuple) or len(window) != 2):
-            raise ArgumentError(
-                f"Mask: expected a tuple window=(left, right), got {window!r}; (1023, 0) is a causal window of 1024"
-                " tokens, None an unlimited side"
-            )
-        numbers = {name: getattr(self, name) for name in NUMBERS}
+            hint = "(1023, 0) is a causal window of 1024 tokens, None an unlimited side"
+            refuse("Mask", "a tuple window=(left, right)", repr(window), hint)
         for name, value in (*numbers.items(), *(("window", x) for x in window or ())):
             absent = value is None and NUMBERS.get(name) is None
             if not absent and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
-                raise ArgumentError(f"Mask: expected an int for {name}, in tokens, got {value!r}; round it first")
+                refuse("Mask", f"an int for {name}, in tokens", repr(value), "round it first")
         if window is not None and any(bound is not None and bound < 0 for bound in window):
-            raise ArgumentError(
-                f"Mask: expected window bounds >= 0 (inclusive distances in tokens), got {window}; "
-                "use None for an unlimited side"
-            )
+            expected = "window bounds >= 0 (inclusive distances in tokens)"
+            refuse("Mask", expected, f"{window}", "use None for an unlimited side")
         if any(x is not None and x < 0 for x in numbers.values()):
-            got = " and ".join(map(str, numbers.values()))
-            raise ArgumentError(f"Mask: expected {' and '.join(f'{name} >= 0' for name in numbers)}, got {got}")
+            expected, got = " and ".join(f"{name} >= 0" for name in numbers), " and ".join(map(str, numbers.values()))
+            raise ArgumentError(f"Mask: expected {expected}, got {got}")
         if self.prefix and not self.causal:
             raise ArgumentError("Mask: prefix relaxes causal, got prefix with causal=False; leave prefix at 0")
         if self.blocks is not None and not self.causal:
             raise ArgumentError("Mask: blocks relax causal, got blocks with causal=False; leave blocks out")
         if self.blocks is not None and window is not None and window[1] == 0:
-            raise ArgumentError(
-                f"Mask: expected a window that lets blocks see later keys, got window={window}; with blocks use "
-                f"window=({window[0]}, None) as a causal one"
-            )
-        documents, key_padding, blocks = self.documents, self.key_padding, self.blocks
-        given = {"documents": documents, "key_padding": key_padding, "blocks": blocks}
-        for name, tensor in given.items():
-            if tensor is not None and not isinstance(tensor, Tensor):
-                raise ArgumentError(
-                    f"Mask: expected a tensor for {name}, got {type(tensor).__name__}; use torch.tensor"
-                )
-        for name, ids, hint in (
-            ("documents", documents, "for cumulative lengths use Mask.from_cu_seqlens"),
-            ("blocks", blocks, "-1 is a token of no block"),
-        ):
-            if ids is not None and (ids.ndim not in (1, 2) or ids.dtype not in _ID_DTYPES):
-                raise ArgumentError(
-                    f"Mask: expected integer {name} [B, S] or [S], got {ids.dtype} {tuple(ids.shape)}; {hint}"
-                )
-        if key_padding is not None and (key_padding.ndim not in (1, 2) or key_padding.dtype != torch.bool):
-            raise ArgumentError(
-                f"Mask: expected bool key_padding [B, S] or [S] (True = keep), got {key_padding.dtype} "
-                f"{tuple(key_padding.shape)}; an additive mask is `mask == 0`"
-            )
-        for name, tensor in given.items():
-            if tensor is not None and not is_owned(tensor):  # else another mask's, as in dataclasses.replace
-                object.__setattr__(self, name, owned(tensor))
+            hint = f"with blocks use window=({window[0]}, None) as a causal one"
+            refuse("Mask", "a window that lets blocks see later keys", f"window={window}", hint)
+        for name, (dtypes, expected, hint) in TENSORS.items():
+            if (x := getattr(self, name)) is None:
+                continue
+            if not isinstance(x, Tensor):
+                refuse("Mask", f"a tensor for {name}", type(x).__name__, "use torch.tensor")
+            if x.ndim not in (1, 2) or x.dtype not in dtypes:
+                refuse("Mask", expected, f"{x.dtype} {tuple(x.shape)}", hint)
+            if not is_owned(x):  # else another mask's, as in dataclasses.replace
+                object.__setattr__(self, name, owned(x))
                 if name == "documents" and not torch.compiler.is_compiling():
                     _warn_of_positions(self.documents)  # type: ignore[arg-type]
 
@@ -256,19 +226,15 @@ class Mask:
         Raises:
             ArgumentError: if ``cu_seqlens`` does not have that form.
         """
+        what, expected = "Mask.from_cu_seqlens", "a tensor [num_docs + 1]"
         if not isinstance(cu_seqlens, Tensor):
-            got = type(cu_seqlens).__name__
-            raise ArgumentError(f"Mask.from_cu_seqlens: expected a tensor [num_docs + 1], got {got}; use torch.tensor")
+            refuse(what, expected, type(cu_seqlens).__name__, "use torch.tensor")
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in _ID_DTYPES:
-            raise ArgumentError(
-                f"Mask.from_cu_seqlens: expected an integer tensor [num_docs + 1], got {cu_seqlens.dtype} "
-                f"{tuple(cu_seqlens.shape)}"
-            )
+            got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            raise ArgumentError(f"{what}: expected an integer tensor [num_docs + 1], got {got}")
         if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
-            raise ArgumentError(
-                "Mask.from_cu_seqlens: expected a non-decreasing tensor starting at 0, got "
-                f"{cu_seqlens.tolist()[:4]}...; cumulative lengths start with 0"
-            )
+            got = f"{cu_seqlens.tolist()[:4]}..."
+            refuse(what, "a non-decreasing tensor starting at 0", got, "cumulative lengths start with 0")
         rows = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
         ids = torch.bucketize(rows, cu_seqlens[1:].to(torch.int64), right=True)
         return cls(causal=causal, window=window, documents=ids)
@@ -282,8 +248,10 @@ class Mask:
         """Return the same mask with its tensors on ``device``."""
         if not self.elementwise:
             return self
+        given = (getattr(self, name) for name in TENSORS)
         moved = _holding(
-            self, *(None if x is None else x.to(device) for x in (getattr(self, name) for name in TENSORS))
+            replace(self, documents=None, key_padding=None, blocks=None),
+            *(None if x is None else x.to(device) for x in given),
         )
         if self.blocks is not None:
             vars(moved)["starts"] = self.starts.to(device)
@@ -455,10 +423,15 @@ def _read_documents(ids: Tensor) -> tuple[Documents, ...]:
     return tuple(Documents.of(row) for row in torch.atleast_2d(ids).numpy())
 
 
-TENSORS = ("documents", "key_padding", "blocks")
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+TENSORS: dict[str, tuple[tuple[torch.dtype, ...], str, str]] = {
+    "documents": (_ID_DTYPES, "integer documents [B, S] or [S]", "for cumulative lengths use Mask.from_cu_seqlens"),
+    "key_padding": ((torch.bool,), "bool key_padding [B, S] or [S] (True = keep)", "an additive mask is `mask == 0`"),
+    "blocks": (_ID_DTYPES, "integer blocks [B, S] or [S]", "-1 is a token of no block"),
+}
+"""By name: dtypes, and what errors say."""
 NUMBERS: dict[str, int | None] = {"prefix": 0, "length": None}
 """With default values. Append new ones at the end: saved programs hold shorter strings of `Mask.spec`."""
-_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, blocks: Tensor | None) -> Mask:
@@ -473,8 +446,7 @@ def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, 
 
 
 def _holding(mask: Mask, *tensors: Tensor | None) -> Mask:
-    """Return the mask with these tensors, which are not copied: another mask owns them already."""
-    held = replace(mask, documents=None, key_padding=None, blocks=None)
+    """Give a mask without tensors these tensors, which are not copied: another mask owns them already."""
     for name, x in zip(TENSORS, tensors, strict=True):
-        object.__setattr__(held, name, x)
-    return held
+        object.__setattr__(mask, name, x)
+    return mask

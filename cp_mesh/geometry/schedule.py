@@ -52,14 +52,6 @@ class Tile:
     k: Rows
     cover: Cover | Segments
 
-    @property
-    def num_pairs(self) -> int:
-        """Number of allowed pairs; for a PARTIAL tile the area, which is an upper bound."""
-        num_q, num_k = self.q[1] - self.q[0], self.k[1] - self.k[0]
-        if isinstance(self.cover, Segments):
-            return self.cover.num_pairs
-        return self.cover.count(num_q, num_k) if isinstance(self.cover, Band) else num_q * num_k
-
 
 @dataclass(frozen=True)
 class Stage:

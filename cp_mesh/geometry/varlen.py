@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_mesh.geometry.block_table import K_END, LEFT, Q_END, RIGHT, Array, K, Q, bands_of
 from cp_mesh.geometry.host_tensors import lasting
-from cp_mesh.geometry.mask import NONE, Band
+from cp_mesh.geometry.mask import NONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +41,6 @@ class Segments:
         shift = (blocks[:, 3] - blocks[:, 2]) - (blocks[:, 1] - blocks[:, 0])
         right, left = (NONE if bound is None else bound for bound in (self.right, self.left))
         return -right - shift, left - shift
-
-    @property
-    def num_pairs(self) -> int:
-        """Number of allowed pairs: the mean over batch rows, rounded up."""
-        total = 0
-        for blocks in self.blocks:
-            for q, q_end, k, k_end in blocks.tolist():
-                total += Band(self.left, self.right).count(q_end - q, k_end - k)
-        return -(-total // len(self.blocks))
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
         """Return bool [B or 1, len(q_rows), len(k_rows)] from int64 indices in the tile, on their device."""
@@ -148,6 +139,8 @@ def _layers(blocks: Array) -> list[Array]:
     if not len(blocks):
         return []
     blocks = blocks[blocks[:, K].argsort(kind="stable")][:, [Q, Q_END, K, K_END]]
+    if _following(blocks).all():
+        return [blocks]
     layers: list[Array] = []
     for chain in np.split(blocks, np.flatnonzero(~_following(blocks)) + 1):
         for i, layer in enumerate(layers):

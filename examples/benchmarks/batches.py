@@ -63,12 +63,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not installed
 
 from attention import Gate, Ranks, random_inputs  # noqa: E402
-from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths  # noqa: E402
+from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths, pairs_of_window  # noqa: E402
 from report import FLOPS, append, machine  # noqa: E402
 from tables import batches_table  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
-from cp_mesh.geometry.mask import Band  # noqa: E402
 
 WARM = 5  # steps in which everything may be compiled
 SLOW = 1.3  # times the median
@@ -143,8 +142,7 @@ class Batch(Case):
 
     @property
     def num_pairs(self) -> int:
-        band = Band(self.window[0] if self.window else None, 0)
-        return sum(band.count(n, n) for n in self.lengths)
+        return sum(pairs_of_window(n, self.window[0] if self.window else n) for n in self.lengths)
 
 
 def make_batch(args: argparse.Namespace, ranks: Ranks, heads: str, mask: str, seed: int, seq_len: int) -> Batch:

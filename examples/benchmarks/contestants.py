@@ -34,8 +34,13 @@ from cp_mesh.call.plan import METHODS, make_plan
 from cp_mesh.call.spec import AttentionSpec, Operand, Tensors
 from cp_mesh.comm.exchange import TRANSPORTS, symmetric_memory_bytes
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.geometry.mask import Band
 from cp_mesh.kernels.table import KERNELS
+
+
+def pairs_of_window(num: int, left: int) -> int:
+    """Pairs of a causal document of so many tokens, of which each sees itself and so many before it."""
+    hidden = max(0, num - left - 1)
+    return num * (num + 1) // 2 - hidden * (hidden + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Case:
         if self.pattern in DOCUMENTS:
             return sum(n * (n + 1) // 2 if self.causal else n * n for n in DOCUMENTS[self.pattern](self.seq_len))
         assert self.mask.window is not None and self.mask.window[0] is not None
-        return Band(self.mask.window[0], 0).count(self.seq_len, self.seq_len)
+        return pairs_of_window(self.seq_len, self.mask.window[0])
 
     @property
     def cuts(self) -> Cuts:
