@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_mesh.geometry.block_table import K_END, LEFT, Q_END, RIGHT, Array, K, Q, bands_of
+from cp_mesh.geometry.block_table import K_END, LEFT, Q_END, RIGHT, Array, K, Q, bands_of, of_band
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import NONE
 
@@ -109,16 +109,16 @@ def segments_of(tables: Sequence[Array]) -> list[tuple[tuple[int, int], tuple[in
     """
     if any(((table[:, LEFT] == NONE) & (table[:, RIGHT] == 0)).any() for table in tables):
         tables = [_single_pairs_causal(table) for table in tables]
-    tiles = []
-    blocks, bands = np.concatenate(tables), [bands_of(table) for table in tables]
-    for band, one in zip(*np.unique(np.concatenate(bands), return_index=True), strict=True):
+    tiles, bands = [], [bands_of(table) for table in tables]
+    for band in np.unique(np.concatenate(bands)).tolist():
+        left, right = (None if bound == NONE else bound for bound in of_band(band))
         chosen = [table[of_table == band] for table, of_table in zip(tables, bands, strict=True)]
         for parts in zip_longest(*map(_layers, chosen), fillvalue=np.empty((0, 4), dtype=np.int64)):
             every = np.concatenate(parts)
-            (q, k), (q_end, k_end) = every[:, 0::2].min(0).tolist(), every[:, 1::2].max(0).tolist()
-            within = tuple(torch.from_numpy(part - np.array([q, q, k, k])) for part in parts)
-            bounds = (None if bound == NONE else bound for bound in blocks[one, [LEFT, RIGHT]].tolist())
-            tiles.append(((q, q_end), (k, k_end), Segments(within, *bounds)))
+            first, (_, q_end, _, k_end) = every.min(0), every.max(0).tolist()
+            first[1::2] = q, k = first[0::2].tolist()
+            within = tuple(torch.from_numpy(part - first) for part in parts)
+            tiles.append(((q, q_end), (k, k_end), Segments(within, left, right)))
     return tiles
 
 
