@@ -31,7 +31,9 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 from report import append, git_commit  # noqa: E402
 
 from cp_mesh import Contiguous, Layout, Mask, ZigZag, balance  # noqa: E402
+from cp_mesh.geometry.balance import pairs_between  # noqa: E402
 from cp_mesh.geometry.schedule import make_schedule  # noqa: E402
+from cp_mesh.geometry.survey import of_many_ranks  # noqa: E402
 
 PER_TOKEN = 15_000  # pairs
 ROW = 2 * 8 * 128 * 2  # bytes of keys and values of a token
@@ -59,9 +61,11 @@ def measure(layout: str, mask: Mask, seq_len: int, ranks: int) -> list[float]:
         placed = balance(mask, seq_len, ranks)
         plan_ms.append((time.process_time() - begin) * 1e3)
     assert placed is not None
-    schedules = [make_schedule(placed, mask, seq_len, ranks, rank, segments=True) for rank in range(ranks)]
+    with of_many_ranks():
+        schedules = [make_schedule(placed, mask, seq_len, ranks, rank, segments=True) for rank in range(ranks)]
     tiles = [[*x.local_tiles, *(tile for stage in x.route.stages for tile in stage.tiles)] for x in schedules]
-    pairs = np.array([sum(tile.num_pairs for tile in of_rank) for of_rank in tiles], dtype=np.float64)
+    seen = pairs_between(np.arange(seq_len + 1), mask, seq_len)
+    pairs = np.array([seen[placed.positions(seq_len, ranks, rank)].sum() for rank in range(ranks)], dtype=np.float64)
     times = PER_TOKEN * seq_len / ranks + pairs
     needed = schedules[0].route.needed
     mib, local = needed.sum(1) * ROW / 2**20, ((needed.sum(0) + needed.sum(1)) == 0).mean()
