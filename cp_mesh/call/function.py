@@ -183,10 +183,8 @@ def attend(
             return (out, lse) if return_lse else out
     with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
-        if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-            others = with_degree(mesh, others)
         query, key, value = autocast(query, key, value)
-        call = _make_call(query, key, value, axis, mask=mask, return_lse=return_lse, **others)
+        call = _make_call(query, key, value, axis, mask=mask, return_lse=return_lse, **with_degree(mesh, others))
     if isinstance(query, DTensor) and (call.seq_len < axis.size or call.options.score_mod or call.options.mask_mod):
         # DTensor gathers a dim shorter than its mesh axis, and has no rule for lists of tensors. Other DTensors go
         # through its dispatch. `ContextParallel` unwraps those of a core over tp alone, which have no cp axis.
@@ -201,7 +199,7 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def with_degree(mesh: DeviceMesh | dist.ProcessGroup, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_degree(mesh: DeviceMesh | dist.ProcessGroup | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords, with the hybrid's degree filled in from the second axis of a 2-D mesh."""
     if given.get("method") != "hybrid" or not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
         return dict(given)

@@ -54,8 +54,6 @@ class Ready(NamedTuple):
 
     def complete(self, q: Tensor, scored: Sequence[Tensor]) -> tuple[Call, Scores]:
         """The call and its scores, with the tensors of the scores."""
-        if not scored:
-            return self.call, self.scores
         tensors = self.call.tensors._replace(**dict(zip(self.names, scored, strict=False)))
         call = self.call._replace(tensors=tensors, captured=scored[len(self.names) :])
         return call, call.scores(q)

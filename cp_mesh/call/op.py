@@ -40,7 +40,7 @@ from cp_mesh._torch import (
 )
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.operators import library, refuse_tangents
+from cp_mesh.call.operators import library, refuse_tangents, register
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
 from cp_mesh.comm.agreement import checked, checking, last_forward
 from cp_mesh.errors import UnsupportedError, refuse
@@ -55,32 +55,14 @@ def without_rows(x: Tensor, seq_dim: int) -> Tensor:
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-# `torch.library.custom_op` and `register_autograd` would cost 60 us more host time for a forward that needs gradients,
-# and 100 us for both passes (docs/log.md, "ways to register an op").
-_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
-for _schema in (
-    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (4 + len(GRADED)))})",
-):
-    # results have the memory order of the inputs, so Inductor must not give inputs other strides than the fakes saw
-    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-attention_op = torch.ops.cp_mesh.attention.default
-attention_backward_op = torch.ops.cp_mesh.attention_backward.default
-
-
-def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
+def _compute(direction: str, *inputs: Any) -> tuple[Tensor, ...]:
     from cp_mesh.call import passes  # at the first call: graphs that name the ops need no plan, method or kernel
 
-    return passes.forward(*inputs) if op is attention_op else passes.backward(*inputs)
+    results: tuple[Tensor, ...] = getattr(passes, direction)(*inputs)
+    return results
 
 
-for _op in (attention_op, attention_backward_op):
-    library.impl(_op, untraced(partial(_compute, _op)), "CompositeExplicitAutograd")
-_DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)
-
-
-@torch.library.register_fake("cp_mesh::attention", lib=library)
-def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
+def _empty_results(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     q, k, v = call.format.to_bhsd(q, k, v)
     shapes, dtype = [], accumulation_dtype(q.dtype)
@@ -97,8 +79,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     return call.as_asked(dense_like(q, v.shape[-1])), lse, *(kept or nothing_kept(q, lse))
 
 
-@torch.library.register_fake("cp_mesh::attention_backward", lib=library)
-def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
+def _empty_gradients(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
     graded, (dout, *qkv) = {name: getattr(call.tensors, name) for name in GRADED}, call.format.to_bhsd(dout, q, k, v)
     read = [x for i, x in enumerate(call.captured) if name_of_captured(i) in wanted]
@@ -108,6 +89,19 @@ def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyp
         *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
         q.new_empty(sum(x.numel() for x in read), dtype=dtype),
     )
+
+
+# `torch.library.custom_op` and `register_autograd` would cost 60 us more host time for a forward that needs gradients,
+# and 100 us for both passes (docs/log.md, "ways to register an op").
+_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
+attention_op = register(
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    partial(_compute, "forward"), _empty_results,
+)  # fmt: skip
+attention_backward_op = register(
+    f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (4 + len(GRADED)))})",
+    partial(_compute, "backward"), _empty_gradients,
+)  # fmt: skip
 
 
 class _Attention(torch.autograd.Function):
@@ -195,8 +189,8 @@ def _below_autograd(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any])
     # Autograd tracks no view that is made inside, so a result that is a view can be written in place.
     keys &= KEYS_BELOW_AUTOGRAD
     with below_autograd():
-        if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: only the device's kernel is left to run
-            return _compute(op, *inputs)
+        if keys.highestPriorityTypeId() in (DispatchKey.CPU, DispatchKey.CUDA):  # no DTensor, no mode
+            return _compute("forward" if op is attention_op else "backward", *inputs)
         if isinstance(inputs[0], DTensor):
             return _dispatch_dtensors(op, keys, inputs)
         return op.redispatch(keys, *inputs)

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cp_mesh._torch import (
-    below_autograd,
-    forward_level,
-    in_transform,
-    num_dispatch_modes,
-    untraced,
-)
+from cp_mesh._torch import OpOverload, below_autograd, forward_level, in_transform, num_dispatch_modes, untraced
 from cp_mesh.errors import UnsupportedError, refuse
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -49,6 +43,16 @@ def refuse_tangents(what: str, given: Iterable[Any]) -> None:
         refuse(what, "inputs without tangents", "forward-mode derivatives", "use backward()", UnsupportedError)
 
 
+def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+    """Register an operator by its schema; ``fake`` returns empty results for the same arguments."""
+    name = schema.partition("(")[0]
+    # results have the memory order of the inputs, so Inductor must not give inputs other strides than the fakes saw
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    library.impl(name, untraced(function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cp_mesh::{name}", fake, lib=library)
+    return getattr(torch.ops.cp_mesh, name).default
+
+
 class Operator:
     """An operator ``torch.ops.cp_mesh.<name>``, whose results are new tensors.
 
@@ -60,19 +64,11 @@ class Operator:
     """
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        fake: Callable[..., Any],
-        refuse_backward: Callable[..., Any],
+        self, name: str, function: Callable[..., Any], fake: Callable[..., Any], refuse_backward: Callable[..., Any]
     ) -> None:
         schema = torch.library.infer_schema(function, mutates_args=())
-        # results have the memory order of the inputs, so Inductor must not give inputs other strides than the fakes saw
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        library.impl(name, untraced(function), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cp_mesh::{name}", fake, lib=library)
+        self.function, self.overload = function, register(name + schema, function, fake)
         torch.library.register_autograd(f"cp_mesh::{name}", refuse_backward, lib=library)
-        self.function, self.overload = function, getattr(torch.ops.cp_mesh, name).default
 
     def __call__(self, *given: Any) -> Any:
         tensors = _tensors(given)
