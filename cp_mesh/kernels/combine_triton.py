@@ -65,19 +65,20 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
     """
     begins: list[tuple[int, ...]] = []
     xs: list[Tensor] = []
-    for pieces, _ in sums:
+    intos: list[Tensor] = []
+    for pieces, into in sums:
         of_sum, tensors = zip(*pieces, strict=True)
         begins.append(of_sum)
         xs += tensors
-    num, last = len(xs), sums[-1][1]
-    xs += [into for _, into in sums]
-    bound, given, nothing = _bind(_sums, (*begins,), xs)
+        intos.append(into)
+    num = len(xs)
+    bound, given, nothing = _bind(_sums, (*begins,), xs + intos)
     num_places, strides, rows, *numbers = bound.numbers
-    into = (*given[num:], *given[-1:] * (NUM_SUMS - len(sums)))
+    results = (*given[num:], *given[-1:] * (NUM_SUMS - len(sums)))
     placed, of_sums = bound.pick((*given[:num], nothing)), []
     for first in range(0, len(placed), num_places):
         of_sums.append(placed[first : first + num_places])
-    _launch(sum_kernel, bound, last, ((*of_sums,), strides, rows, into, *numbers))
+    _launch(sum_kernel, bound, intos[0], ((*of_sums,), strides, rows, results, *numbers))
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +215,7 @@ class SummingBackward:
         if into is None:
             return [self._tile(k, v, tile, None, None) for tile in tiles]
         dk, dv = into
-        if _partition([tile.k for tile in tiles], k.shape[2]):
+        if _partition(tiles, k.shape[2]):
             for tile in tiles:
                 rows = _rows(tile.k, dk, dv)
                 _, *written = self._tile(k, v, tile, *rows)
@@ -235,10 +235,10 @@ class SummingBackward:
         if dk is not None and dk.dtype != k.dtype:  # a kernel cannot write to a buffer of fp32 sums
             dk = dv = None
         dout, q, out, lse, delta, scores = self._dout, self._q, self._out, self._lse, self._delta, self._scores
-        given = [x for x in (dout, q, k, v, out, lse, dk, dv) if x is not None]
         key = (
-            q.shape, k.shape, v.shape, *map(Tensor.stride, given), None if dk is None else dk.data_ptr() % 16,
-            None if dv is None else dv.data_ptr() % 16, scores.scale, scores.softcap,
+            q.shape, k.shape, v.shape, *map(Tensor.stride, (dout, q, k, v, lse)), out is None or out.stride(),
+            dk is None or (dk.stride(), dk.data_ptr() % 16), dv is None or (dv.stride(), dv.data_ptr() % 16),
+            scores.scale, scores.softcap,
         )  # fmt: skip
         if (run := tile.bound.get(key)) is None:
             run = _remember(tile, key, self._kernel.bind_backward(tile, dout, q, k, v, out, lse, scores, dk, dv))
@@ -260,7 +260,11 @@ class SummingBackward:
         return into
 
 
-def _partition(ranges: Sequence[tuple[int, int]], length: int) -> bool:
-    """Whether row ranges cover each of ``length`` rows exactly once."""
-    edges = sorted(ranges)
-    return bool(edges) and edges[0][0] == 0 and edges[-1][1] == length and all(a[1] == b[0] for a, b in pairwise(edges))
+def _partition(tiles: Sequence[KernelTile], length: int) -> bool:
+    """Whether tiles cover each of ``length`` keys exactly once."""
+    end = 0
+    for tile in sorted(tiles, key=attrgetter("k")):
+        if tile.k[0] != end:
+            return False
+        end = tile.k[1]
+    return end == length
