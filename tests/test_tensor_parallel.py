@@ -1411,6 +1411,20 @@ def test_what_one_rank_alone_refuses(pool: Any, names: tuple[str, ...] = tuple(A
             assert ALONE[name][1] in message and seconds < 20, f"{name}: {message}, after {seconds} s"
 
 
+def other_tokens_later(rank: int) -> None:
+    tp = mesh((1, 2), ("dp", "tp"))["tp"]
+    module = parallelize(nn.Embedding(V, C), tp, {"": VocabParallelEmbedding()})
+    with check_mode():
+        for shift in (0, rank):
+            module(torch.arange(4)[None] + shift)
+
+
+def test_check_mode_compares_all_calls_over_tp(pool: Any) -> None:
+    for error in pool(2).run_expecting_error(other_tokens_later):
+        assert error is not None and error.type == "RankMismatchError", error
+        assert "VocabParallelEmbedding: expected the same tokens on every tp rank" in error.message
+
+
 def test_what_one_rank_alone_refuses_in_check_mode(pool: Any) -> None:
     names = ("rows that tp does not divide", "the shape of labels")
     for found in pool(4).run(refused_alone, names, True):
