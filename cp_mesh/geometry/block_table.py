@@ -83,10 +83,6 @@ def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
     return Pieces(*[unset, *columns[:6], regular, unset, unset, np.ones_like(regular), labels])
 
 
-def shard_lens_of(pieces: Pieces, cp_size: int) -> tuple[int, ...]:
-    return tuple(np.bincount(pieces.rank, pieces.length, cp_size).astype(int).tolist())
-
-
 def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
     """Cut the pieces at the edges of the parts of a sequence; return them and the part in which each lies.
 

@@ -19,19 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cp_mesh.geometry.block_table import (
-    K_END,
-    PAIRS,
-    Q_END,
-    RECEIVER,
-    SOURCE,
-    Array,
-    K,
-    Q,
-    causal_parts,
-    join_full,
-    unions,
-)
+from cp_mesh.geometry.block_table import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
 from cp_mesh.geometry.layout import Layout
 from cp_mesh.geometry.mask import NONE, PARTIAL, Band, Cover, Mask
 from cp_mesh.geometry.survey import Seen, active_steps, survey
@@ -184,12 +172,11 @@ def make_schedule(
         sources: bool [receiver, source], the sources that may be visited; None: all.
     """
     found = survey(layout, mask, seq_len, cp_size, cp_rank, segments, sources)
-    needed, blocks, asked, by_documents = found.needed, found.blocks, found.asked, "segments" in found.covers
+    needed, blocks, by_documents = found.needed, found.blocks, "segments" in found.covers
     of_others = [table[table[:, SOURCE] != cp_rank] for table in blocks]
     away = np.concatenate(of_others)
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
-    served = by_rank(unions(asked[:, RECEIVER], asked[:, K], asked[:, K_END]), cp_size)
-    fetched = by_rank(fetch, cp_size)
+    fetched, served = by_rank(fetch, cp_size), by_rank(found.asked, cp_size)
     steps_of = groups(active_steps(needed))
     stage_of = np.full(cp_size, -1)  # stage of each source; this rank's own rows are in no stage
     for number, group in enumerate(steps_of):

@@ -44,7 +44,6 @@ from cp_mesh.geometry.block_table import (
     own_causal,
     pieces_of,
     run_begins,
-    shard_lens_of,
     shares_keys,
     squares,
     unions,
@@ -68,7 +67,7 @@ class Survey(NamedTuple):
     Attributes:
         shard_lens: rows held by each rank.
         blocks: the blocks of this rank's queries, one table per batch row, or one table if all batch rows share it.
-        asked: the blocks of other ranks with keys of this rank, for all batch rows; only their keys are used.
+        asked: the keys of this rank that others see, for all batch rows: receiver, begin and end of `unions`.
         needed: int64 [receiver, source], how many of the source's rows the receiver fetches; 0 on the diagonal.
         overlapping: whether, on any rank, two kernel calls of a stage compute gradients of the same row.
         covers: kinds of tile that occur on any rank, see `Schedule`.
@@ -76,7 +75,7 @@ class Survey(NamedTuple):
 
     shard_lens: tuple[int, ...]
     blocks: tuple[Array, ...]
-    asked: Array
+    asked: tuple[Array, Array, Array]
     needed: Array
     overlapping: bool
     covers: frozenset[str]
@@ -112,10 +111,12 @@ def survey(
         mine = walk.squared(_by_pieces(blocks[receiver == cp_rank], q.at(q.rank == cp_rank)))
         mine = np.concatenate([own[own[:, RECEIVER] == cp_rank], mine])
         tables.append(join_full(mine, SAME_KEYS, Q, Q_END))
-    seen, needed = [np.concatenate(asked), *tables], walk.needed
+    others, needed = np.concatenate(asked), walk.needed
     if sources is not None:
-        seen, needed = [x[sources[x[:, RECEIVER], x[:, SOURCE]]] for x in seen], np.where(sources, needed, 0)
-    return Survey(walk.shard_lens, tuple(seen[1:]), seen[0], needed, walk.overlapping, walk.covers)
+        others, *tables = (x[sources[x[:, RECEIVER], x[:, SOURCE]]] for x in (others, *tables))
+        needed = np.where(sources, needed, 0)
+    ranges = unions(others[:, RECEIVER], others[:, K], others[:, K_END])
+    return Survey(walk.shard_lens, tuple(tables), ranges, needed, walk.overlapping, walk.covers)
 
 
 _WALKS: ContextVar[dict[Any, Walk] | None] = ContextVar("cp_mesh_walks", default=None)
@@ -154,7 +155,8 @@ class Walk:
         self, layout: Layout, pieces: Pieces, mask: Mask, seq_len: int, ranks: Seen, by_documents: bool
     ) -> None:
         self._size, self._by_documents, self._causal = len(ranks), by_documents, mask.causal
-        self.shard_lens, self.overlapping = shard_lens_of(pieces, self._size), False
+        shard_lens = np.bincount(pieces.rank, pieces.length, self._size).astype(int)
+        self.shard_lens, self.overlapping = tuple(shard_lens.tolist()), False
         self.rows: list[tuple[Pieces, Array, Array]] = []
         self._kinds, self._bands = set[str](), set[tuple[int, int]]()  # receiver, and both bounds in one number
         self._ranges: list[tuple[Array, Array, Array]] = []
