@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from functools import partial
 from itertools import product
 from typing import Any
@@ -58,6 +59,9 @@ def calls(rank: int) -> list[str]:
     room("agreement").look_again(axis.get_group())
     compare("first calls are compared again", masks[0], False)
     compare("and then known", masks[0], True)
+    with mock.patch.dict(os.environ, CP_MESH_CHECK="1"):
+        compare("the environment turns check mode on", masks[0], False)
+    compare("and off", masks[0], True)
     call(masks[0], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         lower = [call(masks[0], torch.float32)[0] for _ in range(2)]

@@ -276,6 +276,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "masks of cores": test_flex_cores.test_a_mask_that_was_written_is_looked_at_again,
     "flex_attention of PyTorch in cores": test_flex_cores.test_what_is_refused_beside_it,
     "known calls": on(2, test_known.calls),
+    "scores of known calls": on(2, test_known.scored),
     "padding of cores": on(2, test_flex_cores.as_one, ["padding"]),
     "masks of sequences": on(3, test_flex_sources.parity, test_flex_sources.CASES[3][:2]),
     "traffic of masks": of(test_flex_sources.test_what_travels_by_hand, True),

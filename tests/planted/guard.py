@@ -42,6 +42,12 @@ def _(find: Any) -> Any:
     return mutant
 
 
+@plant("known calls read the scores' tensors of the first one", "known:Ready.complete", "scores of known calls")
+def _(complete: Any) -> Any:
+    first: dict[int, Any] = {}
+    return lambda self, q, scored: complete(self, q, first.setdefault(id(self), [x.detach().clone() for x in scored]))
+
+
 @plant("a call whose plan is new is a first one", "agreement:compare", "lost plans")
 def _(compare: Any) -> Any:
     states_of_all, Plans = inner("group_state", "states_of_all"), inner("call.plan", "Plans")
