@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,20 @@ from torch.utils.checkpoint import checkpoint
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
-from inside import METHODS, Packing, Sizes, extra_memory, inner, make_schedule, path_of, room, state_of, states_of_all
+from inside import (
+    METHODS,
+    MergingForward,
+    Packing,
+    Sizes,
+    SummingBackward,
+    extra_memory,
+    inner,
+    make_schedule,
+    path_of,
+    room,
+    state_of,
+    states_of_all,
+)
 
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
@@ -50,7 +63,8 @@ from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
 known_parts = inner("groups", "known_parts")
 choose_transport = inner("exchange", "choose_transport")
 Plans = inner("call.plan", "Plans")
-symmetric = room("symmetric_memory")
+symmetric, stages = room("symmetric_memory"), room("ring_loop")
+PASSES = MergingForward, SummingBackward
 
 TRANSPORTS = ("functional", "symmetric_memory")
 
@@ -231,6 +245,34 @@ def test_every_layout_and_mask(pool, full, cp_size):
     cases = cases if full else cases[::5]
     with tempfile.TemporaryDirectory() as folder:
         report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
+
+
+def with_own_documents(rank: int, folder: str) -> tuple[list[str], list[list[str]]]:
+    """Where results differ, and what a rank does in both passes, by transport. The last of three documents is cut."""
+    axis, done = mesh((3,), ("cp",)), [[""]]
+    mask = Mask(documents=torch.tensor([0] * 5 + [1] * 3 + [2] * 16))
+    inputs = [torch.randn(1, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+
+    def noted(owner: Any, name: str) -> Any:
+        real = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *given: (done[-1].append(name), real(*given))[1])
+
+    with double(axis.get_group(), folder), ExitStack() as notes:
+        for owner, name in ((stages, "copy_together"), (stages, "dense_like"), *((x, "step") for x in PASSES)):
+            notes.enter_context(noted(owner, name))
+        problems = compare("own documents", inputs, axis, layout=Contiguous(), mask=mask)
+        for transport in TRANSPORTS:
+            done.append([])
+            attend(inputs, axis, transport, layout=Contiguous(), mask=mask)
+    return problems, done[1:]
+
+
+def test_a_rank_with_documents_of_its_own_only_computes(pool):
+    """One call of the kernel in each pass; it copies nothing, although the other ranks move rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        (problems, own), *others = pool(3).run(with_own_documents, folder)
+    assert not problems and own == [["step", "step"]] * 2
+    assert not others[0][0] and all("copy_together" in done and "dense_like" in done for done in others[0][1])
 
 
 def repeated_on_files(rank: int, folder: str) -> list[str]:

@@ -188,7 +188,7 @@ def backward_of_heads(
         if as_computed is not None:
             results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
             return results, backward.of_scores
-        if transport is None:  # each piece is a kernel's own tensor
+        if not any(plan.schedule.serve):  # each piece is a kernel's own tensor
             dq, dk, dv = into or (backward.dq.ready(q), dk_sum.ready(k), dv_sum.ready(v))
         else:
             dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))

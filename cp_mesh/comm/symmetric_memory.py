@@ -324,7 +324,8 @@ class SymmetricTransport:
         workspace = self._memory.workspace("rows", max(freight.shard_lens) * packing.row_bytes, self._group)
         own, self._pulls = workspace.bound(freight, "rows", partial(self._place_rows, workspace))
         workspace.barrier(_MAIN)
-        freight.copy(list(zip(tensors, own, strict=True)))
+        if own:
+            freight.copy(list(zip(tensors, own, strict=True)))
         workspace.barrier(_MAIN)
         for stage in freight.route.stages:
             self._buffers.append(packing.empty(stage.num_fetched))
@@ -332,7 +333,7 @@ class SymmetricTransport:
         self._memory.pulls.fork()
 
     def _place_rows(self, workspace: Workspace) -> tuple[tuple[Tensor, ...], list[Parts]]:
-        """Where this rank's rows are published; and the rows that it pulls, stage by stage."""
+        """Where this rank's rows are published, if it serves any; and the rows that it pulls, stage by stage."""
         packing, pulls = self._freight.keys, []
         for stage in self._freight.route.stages:
             rows: list[Tensor] = []
@@ -341,7 +342,8 @@ class SymmetricTransport:
                 rows += [theirs[begin:end] for begin, end in ranges]
             pulls.append(_parts(rows))
         own = workspace.rows(self._rank, 0, self._freight.shard_lens[self._rank], packing)
-        return packing.views(own), pulls
+        serves = any(stage.serve for stage in self._freight.route.stages)
+        return packing.views(own) if serves else (), pulls
 
     def arrived(self, stage: Stage) -> tuple[Tensor, ...] | None:
         lane = self._memory.pulls
