@@ -336,9 +336,9 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def traffic(rank: int, S: int, which: str) -> tuple[list[int], list[int]]:
-    """Of the operator and of the convolution, forward and backward, in float32 and zigzag."""
-    sequence = ShardedSequence(mesh((2,), ("cp",)), length=S)
+def traffic(rank: int, S: int, which: str, layout: str = "zigzag") -> tuple[list[int], list[int]]:
+    """Of the operator and of the convolution, forward and backward, in float32."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)), layout=LAYOUTS[layout], length=S)
     documents = {"one": None, "cut nowhere": [i // (S // 4) for i in range(S)]}[which]
     mask = None if documents is None else Mask(documents=torch.tensor(documents))
     x = {name: y.float() for name, y in batch_of(S, 1).items()}
@@ -360,6 +360,49 @@ def test_what_travels_is_as_large_as_states(pool: Any) -> None:
             assert of_rule == [state, 2 * state]  # gathered forward, summed and scattered backward
             assert of_conv == [6 * 3 * 4, 2 * 6 * 3 * 4]
         assert all(found == ([], []) for found in pool(2).run(traffic, S, "cut nowhere"))
+        for of_rule, _ in pool(2).run(traffic, S, "one", "contiguous"):  # through no piece: nobody needs A
+            assert of_rule == [HV * K * V * 4, 2 * HV * K * V * 4]
+
+
+def repeated(rank: int) -> list[str]:
+    """Calls that were checked though they are known, or are known though something changed, or are wrong."""
+    rules, S, problems = room("mixers.rules"), 44, []
+    sequences = [ShardedSequence(mesh((2,), ("cp",)), length=S) for _ in range(2)]
+    documents = [[i // n for i in range(S)] for n in (5, 7, 9)]
+    masks = [Mask(documents=torch.tensor(x)) for x in documents]
+    x = batch_of(S, 1)
+    local = sequences[0].shard(given("gated_delta_rule", x))
+
+    def compare(
+        what: str, which: int, is_known: bool, mask: Mask | None = None, sequence: int = 0, **more: Any
+    ) -> None:
+        options = {"sequence": sequences[sequence], "mask": masks[which] if mask is None else mask, **more}
+        with mock.patch.object(rules, "_pieces", wraps=rules._pieces) as checked:
+            out, _ = mixers.gated_delta_rule(*local, **options)
+        want, _ = expected("gated_delta_rule", x, documents[which], None)
+        if (sequences[0].unshard(out) - want).abs().max() > 1e-12:
+            problems.append(f"{what}: wrong")
+        if checked.called is is_known:
+            problems.append(f"{what}: {'known' if is_known else 'checked'} expected")
+
+    compare("the first call", 0, False)
+    compare("the same", 0, True)
+    compare("another mask", 1, False)
+    compare("the first mask", 0, True)
+    compare("an equal mask", 0, False, mask=Mask(documents=torch.tensor(documents[0])))
+    compare("an equal sequence", 0, False, sequence=1)
+    compare("another method", 0, False, method="states")
+    compare("that again", 0, True, method="states")
+    compare("a third mask", 2, False)
+    compare("a mask whose pieces are gone", 1, False)
+    masks[1].documents.copy_(torch.tensor(documents[2]))
+    documents[1] = documents[2]
+    compare("a mask that was written", 1, False)
+    return problems
+
+
+def test_repeated_calls_are_one_look_up(pool: Any) -> None:
+    assert pool(2).run(repeated) == [[], []]
 
 
 class Left(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +14,7 @@ from torch import Tensor
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.mixers.between import Between
 from cp_mesh.mixers.recurrence import Inputs
-from cp_mesh.mixers.seam import with_seam
+from cp_mesh.mixers.seam import of_package, with_seam
 
 HALF = (torch.bfloat16, torch.float16)
 _LOWEST = -100.0
@@ -69,47 +70,54 @@ def _release(package: str) -> tuple[int, ...]:
 
 
 def by_fla(
-    inputs: Inputs, initial: Tensor, lens: list[int], scale: float, between: Between | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute sequences that lie one after another; as `recurrence`.
+    inputs: Inputs, initial: Tensor | None, lens: Sequence[int], scale: float, between: Between | None = None,
+    final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute sequences that lie one after another; as `recurrence`, also of inputs [1, T, ...].
 
     With ``between``, states of other ranks are added to the initial ones. They are part of no graph: the backward
-    passes their gradients on.
+    passes their gradients on. Initial states may be None, zeros; so are final ones that nobody asks for.
     """
-    q, k, v, g, beta = inputs
-    if not len(v):
-        return v.clone(), initial.float()
-    rules = ("simple_gla", "delta_rule"), ("simple_gla", "gated_delta_rule"), ("gla", "kda")
-    rule = rules[0 if g is None else g.ndim - 1][beta is not None]
+    q, k, v, g, beta = inputs if inputs.v.ndim == 4 else inputs.of_each(lambda x: x[None])
+    if not v.shape[1]:
+        return inputs.v.clone(), None if initial is None else initial.float()
+    rule = _RULES[0 if g is None else g.ndim - 2][beta is not None]
     if between is not None and rule == "delta_rule":  # which has no seam
-        rule, g = "gated_delta_rule", torch.zeros(v.shape[:2], device=v.device)
-    groups = v.shape[1] // q.shape[1]
+        rule, g = "gated_delta_rule", torch.zeros(v.shape[:3], device=v.device)
+    groups = v.shape[2] // q.shape[2]
     if groups > 1 and rule not in ("gated_delta_rule", "kda"):  # the others take as many heads of q and k as of v
-        q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
-    given = {"q": q, "k": k, "v": v, "g": None if g is None else g.float().clamp(min=_LOWEST), "beta": beta}
-    rows: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
-    ends, on_device = _ends(tuple(lens), v.device)
-    rows |= {"initial_state": initial.float(), "output_final_state": True, "scale": scale}
-    rows |= {"cu_seqlens": on_device, "cu_seqlens_cpu": ends}
+        q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
+    rows: dict[str, Any] = {"q": q, "k": k, "v": v, "scale": scale, "output_final_state": final}
+    if g is not None:
+        rows["g"] = g.float().clamp(min=_LOWEST)
+    if beta is not None:
+        rows["beta"] = beta
+    rows["initial_state"] = None if initial is None else initial.float()
+    rows["cu_seqlens_cpu"], rows["cu_seqlens"] = _ends(tuple(lens), v.device)
     if between is None:
-        out, states = getattr(import_module(f"fla.ops.{rule}"), f"chunk_{rule}")(**rows)
+        out, states = of_package(f"fla.ops.{rule}", f"chunk_{rule}")(**rows)
     else:
         out, states = with_seam(rule, rows, between)
-    return out[0], states
+    return out if inputs.v.ndim == 4 else out[0], states
+
+
+_RULES = ("simple_gla", "delta_rule"), ("simple_gla", "gated_delta_rule"), ("gla", "kda")
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, initial: Tensor, lens: tuple[int, ...]
-) -> Tensor:
-    """Causal, of each channel by itself: sequences one after another, x [T, D], with the rows before them as states."""
-    convolution, (ends, on_device) = import_module("fla.modules.causal_conv1d").causal_conv1d, _ends(lens, x.device)
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, initial: Tensor | None,
+    lens: tuple[int, ...],
+) -> Tensor:  # fmt: skip
+    """Causal, of each channel by itself: sequences one after another, x [1, T, D], with the rows before as states."""
+    ends, on_device = _ends(lens, x.device)
     options = {"activation": activation, "cu_seqlens": on_device, "cu_seqlens_cpu": ends}
-    return cast(Tensor, convolution(x[None], weight, bias, initial_state=initial, **options)[0][0])
+    convolution = of_package("fla.modules.causal_conv1d", "causal_conv1d")
+    return cast(Tensor, convolution(x, weight, bias, initial_state=initial, **options)[0])
 
 
 def normalize(x: Tensor) -> Tensor:
     """Rows [..., K] of length 1, computed in float32."""
-    return cast(Tensor, import_module("fla.modules.norm.l2norm").l2norm(x))
+    return cast(Tensor, of_package("fla.modules.norm.l2norm", "l2norm")(x))
 
 
 @lru_cache(maxsize=8)

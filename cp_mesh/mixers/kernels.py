@@ -25,7 +25,7 @@ MOST = 2**26
 
 def choose_kernel(
     what: str, kernel: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None
-) -> Callable[..., tuple[Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Any]]:
     """What computes a call, with the arguments of `recurrence`.
 
     Raises:

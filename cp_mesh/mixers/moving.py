@@ -5,35 +5,61 @@ The gradient of what a rank sent is the sum over ranks of the gradients of what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cp_mesh._torch import funcol
-from cp_mesh.comm import whole
 from cp_mesh.comm.waiting import wait_for
+from cp_mesh.mixers.pieces import Pieces
+
+Group = tuple[int, str, str]
+"""Size and name of a group, and the call, for messages."""
 
 
-class _Gather(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """``there`` of a tensor, and ``back`` of the gradient, which is its transpose."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, lens: tuple[int, ...], rank: int, group_name: str, what: str) -> Tensor:
-        ctx.given = lens, rank, group_name, what
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
         ctx.save_for_backward(x.new_empty(0))  # so a checkpoint computes all again first, on every rank alike
-        return whole.gather(x, 0, lens, None, group_name, what)
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors
-        lens, rank, group_name, what = ctx.given
-        return whole.scatter_sum(grad, 0, lens, None, rank, group_name, what), None, None, None, None
+        return ctx.back(grad), None, None
 
 
-def gather_rows(x: Tensor, lens: tuple[int, ...], rank: int, group_name: str, what: str) -> Tensor:
-    """Rows [n, ...] of all ranks, rank after rank: [sum of lens, ...]; nothing is sent if there are none."""
-    if not sum(lens) or len(lens) == 1:
+def gather(x: Tensor, group: Group) -> Tensor:
+    """Rows [n, ...] of all ranks, each of as many, rank after rank."""
+    x, (size, name, what) = x.contiguous(), group  # it lives until the end
+    return wait_for(funcol.all_gather_into_tensor(x, size, name), f"{what}: rows of other ranks", name)
+
+
+def scatter_sum(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the sum over ranks: the transpose of `gather`."""
+    x, (size, name, what) = x.contiguous(), group
+    return wait_for(funcol.reduce_scatter_tensor(x, "sum", size, name), f"{what}: rows of other ranks", name)
+
+
+def padded(x: Tensor, most: int) -> Tensor:
+    """Rows [n, ...], and zeros behind them: [most, ...]."""
+    return x if len(x) == most else F.pad(x, [0, 0] * (x.ndim - 1) + [0, most - len(x)])
+
+
+def gather_rows(x: Tensor, most: int, group: Group) -> Tensor:
+    """Rows [n, ...] of all ranks, ``most`` of each, the missing ones zeros; nothing is sent if there are none."""
+    if not most or group[0] == 1:
         return x
-    return cast(Tensor, _Gather.apply(x, lens, rank, group_name, what))
+    x = padded(x, most)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return gather(x, group)
+    return cast(Tensor, _Linear.apply(x, lambda x: gather(x, group), lambda grad: scatter_sum(grad, group)))
 
 
 class _After(torch.autograd.Function):
@@ -53,51 +79,37 @@ def after(x: Tensor, *others: Tensor | None) -> Tensor:
     return cast(Tensor, _After.apply(x, *needed)) if needed else x
 
 
-class _AllToAll(torch.autograd.Function):
-    """Blocks of rows, ``sent`` to each rank and ``received`` from each; the backward is the way back."""
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """Blocks of rows, ``sent`` to each rank and ``received`` from each."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group_name: str, what: str) -> Tensor:
-        ctx.given = sent, received, group_name, what
-        started = funcol.all_to_all_single(x.contiguous(), received, sent, group_name)
-        return wait_for(started, what, group_name)
+    def exchange(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        x, (_, name, what) = x.contiguous(), group
+        return wait_for(funcol.all_to_all_single(x, received, sent, name), what, name)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sent, received, group_name, what = ctx.given
-        started = funcol.all_to_all_single(grad.contiguous(), sent, received, group_name)
-        return wait_for(started, what, group_name), None, None, None, None
+    found = _Linear.apply(x, lambda x: exchange(x, sent, received), lambda grad: exchange(grad, received, sent))
+    return cast(Tensor, found)
 
 
-class _Ordered(torch.autograd.Function):
+def _ordered(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Rows in another order; gradients go ``back``. The backward of `index_select` would add them row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
+    return cast(Tensor, _Linear.apply(x, lambda x: x.index_select(0, order), lambda grad: grad.index_select(0, back)))
 
 
-def to_heads(
-    x: Tensor, lens: tuple[int, ...], inverse: Tensor, order: Tensor, group_name: str, what: str
-) -> Tensor:  # fmt: skip
+def to_heads(x: Tensor, pieces: Pieces, group: Group) -> Tensor:
     """[B, rows, H, ...] of this rank to [B, S, H / cp, ...], by position, of this rank's heads."""
-    size = len(lens)
-    parts = x.unflatten(2, (size, -1)).permute(2, 1, 0, *range(3, x.ndim + 1))  # [cp, rows, B, heads, ...]
-    moved: Tensor = _AllToAll.apply(parts.flatten(0, 1), [x.shape[1]] * size, [*lens], group_name, what)
-    ordered: Tensor = _Ordered.apply(moved, inverse, order)
-    return ordered.transpose(0, 1)
+    lens, (order, inverse) = pieces.shard_lens, _orders(pieces, x.device)
+    parts = x.unflatten(2, (len(lens), -1)).permute(2, 1, 0, *range(3, x.ndim + 1))  # [cp, rows, B, heads, ...]
+    moved = _exchanged(parts.flatten(0, 1), [x.shape[1]] * len(lens), [*lens], group)
+    return _ordered(moved, inverse, order).transpose(0, 1)
 
 
-def to_rows(
-    x: Tensor, lens: tuple[int, ...], inverse: Tensor, order: Tensor, rank: int, group_name: str, what: str
-) -> Tensor:  # fmt: skip
+def to_rows(x: Tensor, pieces: Pieces, group: Group) -> Tensor:
     """[B, S, heads, ...] by position to [B, rows, cp * heads, ...]: the way back of `to_heads`."""
-    size, rows = len(lens), _Ordered.apply(x.transpose(0, 1), order, inverse)
-    moved: Tensor = _AllToAll.apply(rows, [*lens], [lens[rank]] * size, group_name, what)
-    parts = moved.unflatten(0, (size, lens[rank])).permute(2, 1, 0, *range(3, x.ndim + 1))
-    return parts.flatten(2, 3)
+    lens, (order, inverse) = pieces.shard_lens, _orders(pieces, x.device)
+    size, own = len(lens), lens[pieces.cp_rank]
+    moved = _exchanged(_ordered(x.transpose(0, 1), order, inverse), [*lens], [own] * size, group)
+    return moved.unflatten(0, (size, own)).permute(2, 1, 0, *range(3, x.ndim + 1)).flatten(2, 3)
+
+
+def _orders(pieces: Pieces, device: torch.device) -> tuple[Tensor, Tensor]:
+    return pieces.on(device, "order", lambda: pieces.order), pieces.on(device, "inverse", lambda: pieces.inverse)

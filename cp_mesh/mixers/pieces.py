@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -24,48 +24,45 @@ from cp_mesh.geometry.mask import EXCLUDED, Documents, Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
 Ints = NDArray[np.int64]
+Index = Tensor | slice
+"""Of rows that follow one another, which no copy needs, a slice."""
+
+
+def index_on(device: torch.device, index: Ints) -> Index:
+    """An index on a device."""
+    if not len(index):
+        return slice(0, 0)
+    if len(index) == 1 or (np.diff(index) == 1).all():
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return torch.from_numpy(index).to(device)
 
 
 class Sent(NamedTuple):
-    """Rows or states that ranks gather: ``own`` are those that this rank sends, ``lens`` how many each rank does."""
+    """Rows or states that ranks gather: ``own`` are those that this rank sends; no rank sends more than ``most``."""
 
     own: Ints
-    lens: tuple[int, ...]
+    most: int
 
 
-class Chains(NamedTuple):
-    """Documents whose state this rank is due somewhere.
+class Kept:
+    """Keeps what is made of it."""
 
-    Attributes:
-        slots: [num_chains, depth], what is folded one after another, as indices of the states that were gathered.
-            What a chain does not need is any index.
-        own, depths, of: of each piece of this rank that receives, its index of `own`, after how many steps, and of
-            which chain.
-    """
+    def on(self, device: torch.device, key: Any, make: Callable[[], NDArray[Any]]) -> Tensor:
+        """An array as a tensor on a device, made once."""
+        found: Tensor = self.once((device, key), lambda: torch.from_numpy(make()).to(device))
+        return found
 
-    slots: Ints
-    own: Ints
-    depths: Ints
-    of: Ints
-
-
-class Halo(NamedTuple):
-    """The pieces of this rank, each with rows before and after it.
-
-    Attributes:
-        sent: rows that ranks gather.
-        source: for each row of the pieces with their halos an index of this rank's rows [B * rows], then of the rows
-            that were gathered, then of one row of zeros, then of ``before`` rows before each document that is kept.
-        rows: where among these each row of this rank is.
-    """
-
-    sent: Sent
-    source: Ints
-    rows: Ints
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What is made once, and kept."""
+        made: dict[Any, Any] = vars(self).setdefault("_made", {})
+        if key not in made:
+            with lasting():
+                made[key] = make()
+        return made[key]
 
 
 @dataclass(eq=False)
-class Pieces:
+class Pieces(Kept):
     """The pieces of all ranks, ordered by batch row and position: int64 arrays [num_pieces], ``kept`` bool.
 
     Attributes:
@@ -99,7 +96,6 @@ class Pieces:
     num_documents: int
     digest: str
     whole: Pieces | None
-    _made: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def own(self) -> Ints:
@@ -113,14 +109,18 @@ class Pieces:
         return (self.end - self.start)[self.own]
 
     @cached_property
-    def order(self) -> Ints:
+    def order(self) -> NDArray[np.int32]:
         """[seq_len], the positions of all ranks' rows, rank after rank."""
-        return np.argsort(self.inverse)
+        return np.argsort(self.inverse).astype(np.int32)
 
     @cached_property
-    def inverse(self) -> Ints:
+    def inverse(self) -> NDArray[np.int32]:
         """[seq_len], where each position is among the rows of all ranks."""
-        return np.r_[0, np.cumsum(self.shard_lens)][self.owner] + self.local
+        return (np.r_[0, np.cumsum(self.shard_lens)][self.owner] + self.local).astype(np.int32)
+
+    @cached_property
+    def all_kept(self) -> bool:
+        return bool(self.kept.all())
 
     @cached_property
     def sends(self) -> NDArray[np.bool_]:
@@ -142,110 +142,61 @@ class Pieces:
         chosen = np.flatnonzero(which)
         chosen = chosen[np.lexsort((self.row[chosen], self.rank[chosen]))]
         slots = np.zeros(len(self.rank), np.int64)
-        slots[chosen] = np.arange(len(chosen))
-        return Sent(np.flatnonzero(which[self.own]), self._lens_of(self.rank[chosen])), slots
+        most, slots[chosen] = self._places(self.rank[chosen])
+        return Sent(np.flatnonzero(which[self.own]), most), slots
 
-    def _lens_of(self, ranks: Ints) -> tuple[int, ...]:
-        """How often each rank is among these."""
-        return tuple(np.bincount(ranks, minlength=len(self.shard_lens)).tolist())
+    def _places(self, ranks: Ints) -> tuple[int, Ints]:
+        """The most that one rank sends, and where each is among as many of every rank; ``ranks`` are in order."""
+        lens = np.bincount(ranks, minlength=len(self.shard_lens))
+        most = int(lens.max())
+        return most, np.arange(len(ranks)) + (np.arange(len(lens)) * most - np.cumsum(lens) + lens)[ranks]
 
-    def _sent_rows(self, batch: Ints, positions: Ints) -> Sent:
-        """Rows that ranks send, in the order of the ranks."""
-        owners = self.owner[positions]
-        rows = batch * np.array(self.shard_lens)[owners] + self.local[positions]
-        return Sent(rows[owners == self.cp_rank], self._lens_of(owners))
+    def beside(self, before: int, after: int) -> tuple[Sent, Ints]:
+        """Rows of the same document next to each piece of this rank, [pieces, before + after], as `_gathered`."""
 
-    def chains(self, back: bool) -> tuple[Sent, Chains]:
-        """Which states are sent, and how this rank folds them, from the first piece of a document or ``back``."""
-        found: tuple[Sent, Chains] = self.once(("chains", back), lambda: self._chains(back))
-        return found
+        def near(pieces: Ints) -> tuple[Ints, Ints]:
+            left, right = self.start[pieces, None] + np.arange(-before, 0), self.end[pieces, None] + np.arange(after)
+            return pieces, np.concatenate([left, right], 1)
 
-    def _chains(self, back: bool) -> tuple[Sent, Chains]:
-        sends, receives = (self.receives, self.sends) if back else (self.sends, self.receives)
-        sent, slots = self.sent(sends)
-        at, num = np.arange(len(self.rank)), len(self.rank)
-        opens = np.flatnonzero(np.r_[True, np.diff(self.batch) != 0] | (self.start == self.first))
-        lens = np.diff(np.r_[opens, num])
-        depth = np.repeat(opens + lens - 1, lens) - at if back else at - np.repeat(opens, lens)
-        own = np.flatnonzero(receives[self.own])
-        receivers = self.own[own]
-        step = -1 if back else 1
-        heads, of = np.unique(receivers - step * depth[receivers], return_inverse=True)  # where each document begins
-        most = int(depth[receivers].max(initial=0))
-        order = np.clip(heads[:, None] + step * np.arange(most), 0, num - 1)
-        return sent, Chains(slots[order], own, depth[receivers], of)
-
-    def halo(self, before: int, after: int) -> Halo:
-        """Rows of the same document next to each piece, where there are any."""
-
-        def near(pieces: Ints) -> tuple[Ints, Ints, Ints]:
-            """Positions [pieces, before + after] beside each piece; -1: none of its document, less: before it.
-
-            Then the same with 0 for what is negative, and the batch row of each.
-            """
-            left = self.start[pieces, None] + np.arange(-before, 0)
-            right = self.end[pieces, None] + np.arange(after)
-            found = np.concatenate([left, right], 1)
-            inside = (found >= self.first[pieces, None]) & (found < self.last[pieces, None])
-            inside &= self.kept[pieces, None]
-            opens = self.kept[pieces, None] & (found < self.first[pieces, None])
-            early = -2 - (self.document[pieces, None] * before + found - self.first[pieces, None] + before)
-            found = np.where(inside, found, np.where(opens, early, -1))
-            return found, np.maximum(found, 0), np.broadcast_to(self.batch[pieces, None], found.shape)
-
-        def key_of(batch: Ints, positions: Ints) -> Ints:
-            """A number of each row of the sequence, in the order in which ranks send it."""
-            return np.ravel_multi_index((self.owner[positions], batch, positions), shape)
-
-        shape = len(self.shard_lens), int(self.batch.max(initial=0)) + 1, self.seq_len
-        found, held, batch = near(np.arange(len(self.rank)))
-        away = (found >= 0) & (self.owner[held] != self.rank[:, None])
-        keys = np.unique(key_of(batch[away], held[away]))
-        sent = self._sent_rows(*np.unravel_index(keys, shape)[1:])
-
-        num_own = int(self.lens.sum())
-        zero = num_own + len(keys)
-        found, held, batch = near(self.own)
-        here = batch * self.shard_lens[self.cp_rank] + self.local[held]
-        gathered = num_own + np.searchsorted(keys, key_of(batch, held))
-        source = np.where(self.owner[held] == self.cp_rank, here, gathered)
-        source = np.where(found < 0, zero - 1 - found, source)
-
-        ends = self.lens.cumsum()
-        beside = np.r_[np.repeat(ends, after), np.repeat(ends - self.lens, before)]
-        source = np.insert(np.arange(num_own), beside, np.r_[source[:, before:].ravel(), source[:, :before].ravel()])
-        moved = before + np.arange(len(ends)) * (before + after)
-        return Halo(sent, source, np.arange(num_own) + np.repeat(moved, self.lens))
+        every = near(np.arange(len(self.rank)))
+        return self.once(("beside", before, after), lambda: self._gathered(every, near(self.own), before))
 
     def tails(self, width: int) -> tuple[Sent, Ints]:
-        """The last ``width`` rows of each document that is kept: those that this rank sends, and for each an index
-        [num_documents, width] of all that are sent, then of one row of zeros, then of ``width`` rows before each.
-        """
+        """The last ``width`` rows of each document that is kept, [num_documents, width], as `_gathered`."""
         opens = np.flatnonzero(self.kept & (self.start == self.first))
-        at = self.last[opens, None] - width + np.arange(width)
-        inside = at >= self.first[opens, None]
-        held, batch = at[inside], np.broadcast_to(self.batch[opens, None], at.shape)[inside]
-        order = np.argsort(self.owner[held], kind="stable")
-        index = len(held) + 1 + (self.document[opens, None] + 1) * width + at - self.first[opens, None]
-        index[np.nonzero(inside)[0][order], np.nonzero(inside)[1][order]] = np.arange(len(held))
-        return self._sent_rows(batch[order], held[order]), index
+        last = opens, self.last[opens, None] - width + np.arange(width)
+        return self.once(("tails", width), lambda: self._gathered(last, last, width))
 
-    def halo_of(self, before: int, after: int) -> Halo:
-        """`halo`, made once."""
-        found: Halo = self.once(("halo", before, after), lambda: self.halo(before, after))
-        return found
+    def _gathered(self, every: tuple[Ints, Ints], own: tuple[Ints, Ints], before: int) -> tuple[Sent, Ints]:
+        """Rows that ranks gather, and what this rank reads.
 
-    def on(self, device: torch.device, key: Any, make: Callable[[], Ints]) -> Tensor:
-        """An array as a tensor on a device, made once."""
-        found: Tensor = self.once((device, key), lambda: torch.from_numpy(make()).to(device))
-        return found
+        Args:
+            every: pieces of all ranks, and positions that are read of the document of each.
+            own: those that this rank reads.
+            before: rows that are known before each document.
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What is made once from these pieces."""
-        if key not in self._made:
-            with lasting():
-                self._made[key] = make()
-        return self._made[key]
+        Returns:
+            The rows, and for each of ``own`` an index of these, of one row of zeros behind them, and of ``before`` rows
+            before each document that is kept.
+        """
+
+        def found(pieces: Ints, at: Ints) -> tuple[Ints, Ints]:
+            """-1 for what is in no document, less for what is before it; and a number of each row, as ranks send it."""
+            first, last, kept = (x[pieces, None] for x in (self.first, self.last, self.kept))
+            early = -2 - (self.document[pieces, None] * before + at - first + before)
+            at = np.where((at >= first) & (at < last) & kept, at, np.where((at < first) & kept, early, -1))
+            held, batch = np.maximum(at, 0), np.broadcast_to(self.batch[pieces, None], at.shape)
+            return at, np.ravel_multi_index((self.owner[held], batch, held), shape)
+
+        shape = len(self.shard_lens), int(self.batch.max(initial=0)) + 1, self.seq_len
+        at, places = found(*every)
+        keys = np.unique(places[at >= 0])
+        owners, batch, positions = np.unravel_index(keys, shape)
+        rows = batch * np.array(self.shard_lens)[owners] + self.local[positions]
+        most, slots = self._places(owners)
+        at, places = found(*own)
+        index = np.where(at < 0, len(self.shard_lens) * most - 1 - at, np.r_[slots, 0][np.searchsorted(keys, places)])
+        return Sent(rows[owners == self.cp_rank], most), index
 
 
 def pieces_of(sequence: ShardedSequence | None, mask: Mask | None, batch: int, rows: int) -> Pieces:

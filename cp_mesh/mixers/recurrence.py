@@ -33,9 +33,12 @@ class Inputs(NamedTuple):
     g: Tensor | None
     beta: Tensor | None
 
+    def of_each(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        return Inputs(*[x if x is None else change(x) for x in self])  # type: ignore[arg-type]
+
     def at(self, rows: Tensor | slice) -> Inputs:
         """These rows of each tensor."""
-        return Inputs(*(x if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+        return self.of_each(lambda x: x[rows])
 
 
 Run = Callable[..., tuple[Tensor, Tensor]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from cp_mesh._torch import untraced
 from cp_mesh.call.spec import check_dense
-from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
@@ -22,9 +23,10 @@ from cp_mesh.mixers.kernels import Kernel, choose_kernel, convolves_by_fla, fold
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs
+from cp_mesh.mixers.repeated import Decided, decide
 from cp_mesh.mixers.scope import Place, place_of
 from cp_mesh.mixers.states import by_states
-from cp_mesh.mixers.tensors import Tensors, check, to_local
+from cp_mesh.mixers.tensors import Tensors, check
 from cp_mesh.mixers.traffic import Sizes, choose_method
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -161,31 +163,38 @@ def causal_conv1d(
         [B, T, D]; with ``output_final_state`` that and [N, D, W], on every rank. Rows of no document are as if each run
         of them were one.
     """
-    what, final = "causal_conv1d", output_final_state
+    what = "causal_conv1d"
     tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
-    place = place_of(what, {"sequence": sequence, "mask": mask, "kernel": kernel})
-    with refusing(place.group):
-        given, wrap = to_local(what, tensors, place.sequence, final or initial_state is not None)
-        own, taps, bias, initial = given.values()
-        autocast = own is not None and torch.is_autocast_enabled(own.device.type)
-        check(what, given, _OF_CONVOLUTION, () if autocast else ("weight", "bias"))
-        assert own is not None and taps is not None
-        if activation not in (None, "silu", "swish"):
-            refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
-        half = autocast and own.dtype != torch.float64  # which autocast leaves as it is
-        dtype = torch.get_autocast_dtype(own.device.type) if half else own.dtype
-        fused, convolved = convolves_by_fla(what, kernel, place.kernel, own.new_empty(0, dtype=dtype)), own
-        if fused:
-            convolved, taps, bias = own.to(dtype), taps.to(dtype), None if bias is None else bias.to(dtype)
-        pieces = _pieces(what, place, own, initial)
-    dtypes = own.dtype, convolved.dtype  # both travel: final states in the first
-    _agree(what, place, pieces, (len(own), *dtypes, *taps.shape, bias is None, initial is None, final))
-    rows = convolved.flatten(0, 1)
-    found = convolution(rows, taps, bias, pieces, place.name, what, initial, activation, fused)
-    out = wrap.rows(found.unflatten(0, own.shape[:2]))
-    if not final:
+    place = place_of(what, sequence, mask, kernel=kernel)
+    options = {"activation": activation, "output_final_state": output_final_state, "kernel": kernel}
+    pieces, group, (fused, dtype), given, wrap = decide(_convolution, what, place, tensors, options)
+    own, taps, bias, initial = given.values()
+    assert own is not None and taps is not None
+    convolved = own
+    if fused:
+        convolved, taps, bias = own.to(dtype), taps.to(dtype), None if bias is None else bias.to(dtype)
+    out = convolution(convolved, taps, bias, pieces, group, initial, activation, fused)
+    out = out if wrap.lead is None else wrap.rows(out)
+    if not output_final_state:
         return out
-    return out, wrap.states(last_rows(own.flatten(0, 1), taps.shape[1], initial, pieces, place.name, what))
+    return out, wrap.states(last_rows(own.flatten(0, 1), taps.shape[1], initial, pieces, group))
+
+
+def _convolution(what: str, place: Place, options: Mapping[str, Any], given: Tensors) -> Decided:
+    """Whether fla-core convolves, and the dtype of rows then."""
+    (own, taps, bias, initial), activation = given.values(), options["activation"]
+    autocast = own is not None and torch.is_autocast_enabled(own.device.type)
+    check(what, given, _OF_CONVOLUTION, () if autocast else ("weight", "bias"))
+    assert own is not None and taps is not None
+    if activation not in (None, "silu", "swish"):
+        refuse(f"{what}: activation", 'None, "silu" or "swish"', activation, "apply others to what is returned")
+    half = autocast and own.dtype != torch.float64  # which autocast leaves as it is
+    dtype = torch.get_autocast_dtype(own.device.type) if half else own.dtype
+    fused = convolves_by_fla(what, options["kernel"], place.kernel, own.new_empty(0, dtype=dtype))
+    pieces, moved = _pieces(what, place, own, initial), dtype if fused else own.dtype
+    # both dtypes travel: final states in the first
+    arguments = len(own), own.dtype, moved, *taps.shape, bias is None, initial is None, options["output_final_state"]
+    return pieces, arguments, (fused, moved)
 
 
 def token_shift(x: Tensor, *, sequence: ShardedSequence | None = None, mask: Mask | None = None) -> Tensor:
@@ -215,85 +224,85 @@ _OF_CONVOLUTION = {"x": "B T D", "weight": "D W", "bias": "D", "initial_state": 
 @untraced
 def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor | None]:
     """Any of the rules, of its tensors by name."""
-    place = place_of(what, options)
-    with refusing(place.group):
-        for name in options:
-            if name not in Options.__annotations__ or (what == "ssd" and name in ("scale", "use_qk_l2norm_in_kernel")):
-                refuse(what, "options of cp_mesh.mixers", name, f"it has {', '.join(Options.__annotations__)}")
-        final, scale = options.get("output_final_state", False), options.get("scale")
-        tensors = {**tensors, "initial_state": options.get("initial_state")}
-        given, wrap = to_local(what, tensors, place.sequence, final or tensors["initial_state"] is not None)
-        found, initial = _inputs(what, given), given["initial_state"]
-        compute = choose_kernel(what, place.kernel, *found)
-        if options.get("use_qk_l2norm_in_kernel", False):
-            unit = normalize if compute is by_fla else _normalized
-            found = found._replace(q=unit(found.q), k=unit(found.k))
-        q, v = found.q, found.v
-        pieces = _pieces(what, place, v, initial)
-        method = _choose(what, place.method, pieces, found)
-        scale = 1.0 if what == "ssd" else q.shape[-1] ** -0.5 if scale is None else scale
-    batch, run = len(v), partial(compute, scale=scale)
-    shapes = batch, q.shape[2:], v.shape[2:], v.dtype
-    _agree(what, place, pieces, (*shapes, method, scale, initial is None, final, "fla" if folds(run) else "no fla"))
-    inputs: list[Tensor | None] = [*found]
-    name, size = place.name, len(pieces.shard_lens)
-    heads = method == "heads" and size > 1
+    place = place_of(what, **options)
+    tensors = {**tensors, "initial_state": options.get("initial_state")}
+    pieces, group, (run, scale, unit, heads, final), given, wrap = decide(_rule, what, place, tensors, options)
+    found, initial = _inputs(what, given), given["initial_state"]
+    if unit is not None:
+        found = found._replace(q=unit(found.q), k=unit(found.k))
+    v, here, of_here = found.v, pieces, group
     if heads:
-        inverse = pieces.on(v.device, "inverse", lambda: pieces.inverse)
-        order = pieces.on(v.device, "order", lambda: pieces.order)
-        inputs = [None if x is None else to_heads(x, pieces.shard_lens, inverse, order, name, what) for x in inputs]
-        if initial is not None:
-            initial = initial.chunk(size, 1)[pieces.cp_rank]
-    here = pieces.whole if heads and pieces.whole is not None else pieces
-    flat = Inputs(*(None if x is None else x.flatten(0, 1) for x in inputs))  # type: ignore[arg-type]
-    with torch.autocast(v.device.type, enabled=False):
-        out, states = by_states(run, flat, initial, here, name, what, final, scale)
-    out = out.unflatten(0, (batch, -1))
+        here, of_here = pieces.whole or pieces, (1, *group[1:])
+        found = found.of_each(lambda x: to_heads(x, pieces, group))
+        initial = None if initial is None else initial.chunk(group[0], 1)[pieces.cp_rank]
+    casts = torch.is_autocast_enabled(v.device.type)
+    with torch.autocast(v.device.type, enabled=False) if casts else nullcontext():
+        out, states = by_states(run, found, initial, here, of_here, final, scale)
     if heads:
-        out = to_rows(out, pieces.shard_lens, inverse, order, pieces.cp_rank, name, what)
+        out = to_rows(out, pieces, group)
         if states is not None:
-            lens = (states.shape[1],) * size
-            states = gather_rows(states.transpose(0, 1), lens, pieces.cp_rank, name, what).transpose(0, 1)
+            states = gather_rows(states.transpose(0, 1), states.shape[1], group).transpose(0, 1)
     if (D := given.get("D")) is not None and (x := given["x"]) is not None:
         out = (out + (D if D.ndim == 2 else D[:, None]) * x).to(x.dtype)
-    if not pieces.kept.all():
+    if not pieces.all_kept:
         kept = pieces.on(v.device, "kept", lambda: np.repeat(pieces.kept[pieces.own], pieces.lens))
         out = out.masked_fill(~kept.view(*out.shape[:2], 1, 1), 0.0)
-    return wrap.rows(out), wrap.states(states)
+    return (out, states) if wrap.lead is None else (wrap.rows(out), wrap.states(states))
 
 
-def _inputs(what: str, given: Tensors) -> Inputs:
-    """As [B, T, ...], after the tensors were checked."""
+def _rule(what: str, place: Place, options: Options, given: Tensors) -> Decided:
+    """What runs, the scale, what normalizes q and k if anything does, whether by heads, and whether states go out."""
+    for name in options:
+        if name not in Options.__annotations__ or (what == "ssd" and name in ("scale", "use_qk_l2norm_in_kernel")):
+            refuse(what, "options of cp_mesh.mixers", name, f"it has {', '.join(Options.__annotations__)}")
+    _check(what, given)
+    found, initial, scale = _inputs(what, given), given["initial_state"], options.get("scale")
+    compute, q, v = choose_kernel(what, place.kernel, *found), found.q, found.v
+    unit = normalize if compute is by_fla else _normalized
+    pieces = _pieces(what, place, v, initial)
+    method = _choose(what, place.method, pieces, found)
+    scale = 1.0 if what == "ssd" else q.shape[-1] ** -0.5 if scale is None else scale
+    run, final = partial(compute, scale=scale), options.get("output_final_state", False)
+    shapes = len(v), q.shape[2:], v.shape[2:], v.dtype
+    arguments = *shapes, method, scale, initial is None, final, "fla" if folds(run) else "no fla"
+    normalizes, heads = options.get("use_qk_l2norm_in_kernel", False), method == "heads" and len(pieces.shard_lens) > 1
+    return pieces, arguments, (run, scale, unit if normalizes else None, heads, final)
+
+
+def _check(what: str, given: Tensors) -> None:
     if what == "ssd":
         D = given["D"]
         of_heads = "H P" if isinstance(D, Tensor) and D.ndim == 2 else "H"
         sizes = check(what, given, _OF_SSD | {"D": of_heads, "initial_state": "documents H N P"}, ("B", "x"))
-        x, dt, A, B, C = (given[name] for name in ("x", "dt", "A", "B", "C"))
-        assert x is not None and dt is not None and A is not None and B is not None and C is not None
-        groups, heads, dtype = sizes["G"], sizes["H"], accumulation_dtype(x.dtype)
-        u = (x.to(dtype) * dt[..., None].to(dtype)).to(x.dtype)
-        found = Inputs(C, B, u, dt.to(dtype) * A.to(dtype), None)
+        groups, heads = sizes["G"], sizes["H"]
     else:
         g = given.get("g")
         by_channel = what == "kda" or (what == "gla" and isinstance(g, Tensor) and g.ndim == 4)
         shapes = _SHAPES | {"initial_state": "documents HV K V"} | ({"g": "B T HV K"} if by_channel else {})
         sizes = check(what, given, shapes, ("k", "v"))
-        q, k, v = given["q"], given["k"], given["v"]
-        assert q is not None and k is not None and v is not None
-        groups, heads, found = sizes["H"], sizes["HV"], Inputs(q, k, v, g, given.get("beta"))
+        groups, heads = sizes["H"], sizes["HV"]
     if heads % groups:
         refuse(f"{what}: heads", f"a multiple of {groups}", heads, "repeat heads, or groups")
-    return found
+
+
+def _inputs(what: str, given: Any) -> Inputs:
+    """As [B, T, ...], of tensors that were checked."""
+    if what != "ssd":
+        return Inputs(given["q"], given["k"], given["v"], given.get("g"), given.get("beta"))
+    x, dt = given["x"], given["dt"]
+    dtype = accumulation_dtype(x.dtype)
+    u = (x.to(dtype) * dt[..., None].to(dtype)).to(x.dtype)
+    return Inputs(given["C"], given["B"], u, dt.to(dtype) * given["A"].to(dtype), None)
 
 
 @untraced
 def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value: float = 0) -> Tensor:
-    place = place_of(what, options)
+    place = place_of(what, **options)
     if what == "roll" and place.sequence is None and any(cuts.last for cuts in states_of_all(Cuts)):
         hint = "pass sequence=; of whole tokens torch.roll, or a ShardedSequence over a mesh of one rank"
         refuse(what, "the sequence of x, in a process that shards sequences", None, hint)
-    with refusing(place.group):
-        given, wrap = to_local(what, {"x": x}, place.sequence, False)
+
+    def checked(what: str, place: Place, options: Any, given: Tensors) -> Decided:
         own = given["x"]
         check_dense(**{f"{what}: x": own})
         if own is None or own.ndim < 2:
@@ -301,20 +310,20 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
         if isinstance(shifts, bool) or not isinstance(shifts, int):
             refuse(f"{what}: shifts", "an int", shifts, "-1 gets the next token")
         pieces = _pieces(what, place, own, None)
-    _agree(what, place, pieces, (len(own), own.shape[2:], own.dtype, shifts, fill_value))
+        return pieces, (len(own), own.shape[2:], own.dtype, shifts, fill_value), None
+
+    pieces, group, _, given, wrap = decide(checked, what, place, {"x": x}, {"shifts": shifts, "fill": fill_value})
+    own: Any = given["x"]
     before, after = max(shifts, 0), max(-shifts, 0)
-    rows, at = with_halo(own.flatten(0, 1), pieces, before, after, place.name, what, fill_value)
+    rows, at = with_halo(own.flatten(0, 1), pieces, before, after, group, fill_value)
     return wrap.rows(rows[at - shifts].unflatten(0, own.shape[:2]))
 
 
 @untraced
 def agreed_pieces(what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None) -> Pieces:
     """The pieces of rows x [B, T, ...], compared over the ranks in a first call."""
-    place = Place(sequence, mask)
-    with refusing(place.group):
-        pieces = _pieces(what, place, x, None)
-    _agree(what, place, pieces, (len(x), x.shape[2:], x.dtype))
-    return pieces
+    place, arguments = Place(sequence, mask), (len(x), x.shape[2:], x.dtype)
+    return decide(lambda *_: (_pieces(what, place, x, None), arguments, None), what, place, {"x": x}, {})[0]
 
 
 def _pieces(what: str, place: Place, x: Tensor, initial: Tensor | None) -> Pieces:
@@ -322,14 +331,6 @@ def _pieces(what: str, place: Place, x: Tensor, initial: Tensor | None) -> Piece
     if initial is not None and len(initial) != pieces.num_documents:
         refuse(f"{what}: initial_state", pieces.num_documents, len(initial), "one state for each document")
     return pieces
-
-
-def _agree(what: str, place: Place, pieces: Pieces, arguments: tuple[Any, ...]) -> None:
-    """Compare a first call over the ranks, by what must be equal."""
-    if place.group is not None and place.sequence is not None:
-        kind = what, *arguments, place.sequence.layout.spec(), pieces.seq_len
-        told = {"call": what, "documents": pieces.digest}
-        compare(place.group, kind, lambda: told | {"arguments": repr(kind)})
 
 
 def _normalized(x: Tensor) -> Tensor:

@@ -37,9 +37,9 @@ class Place(NamedTuple):
 
     sequence: ShardedSequence | None
     mask: Mask | None
+    stated: Mask | None = None
     method: str = "auto"
     kernel: str = "auto"
-    stated: Mask | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -67,7 +67,9 @@ class Place(NamedTuple):
         return pieces
 
 
-def place_of(what: str, options: Any) -> Place:
+def place_of(
+    what: str, sequence: Any = None, mask: Any = None, method: str = "auto", kernel: str = "auto", **_: Any
+) -> Place:
     """The place of a call, by its keywords and by what surrounds it.
 
     Raises:
@@ -75,7 +77,7 @@ def place_of(what: str, options: Any) -> Place:
         UnsupportedError: in a checkpoint that begins inside of the module.
     """
     scope, root = SCOPE.get(), ROOT.get()
-    given = Place(options.get("sequence"), options.get("mask"), *(options.get(x, "auto") for x in ("method", "kernel")))
+    given = Place(sequence, mask, None, method, kernel)
     if scope is not None and scope.sequence is not None:
         scope.called.add(what)
         if given.sequence is not None:
@@ -85,8 +87,8 @@ def place_of(what: str, options: Any) -> Place:
             refuse(what, "a checkpoint around the whole module", "one that begins inside of it", hint, UnsupportedError)
         if (given.method, given.kernel) != ("auto", "auto"):
             hint = "leave it out: RecurrentParallel(method=, kernel=) has it"
-            refuse(f"{what}: method or kernel", "auto, in a module with a style", given[2:4], hint)
-        return Place(scope.sequence, scope.mask, scope.method, scope.kernel, given.mask)
+            refuse(f"{what}: method or kernel", "auto, in a module with a style", given[3:], hint)
+        return Place(scope.sequence, scope.mask, given.mask, scope.method, scope.kernel)
     if given.sequence is None and (scope is not None or (root is not None and root.sequence.cp_size > 1)):
         hint = "name the module that calls it in the plan, RecurrentParallel(sequence), or pass sequence="
         refuse(what, "a module with RecurrentParallel", "a call that sees the rows of this rank alone", hint)

@@ -9,7 +9,8 @@ differentiated that only summarizes.
 from __future__ import annotations
 
 import inspect
-from functools import cache, partial
+from contextvars import ContextVar
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -24,157 +25,191 @@ _FUNCTIONS = {
     **{"gated_delta_rule": "ChunkGatedDeltaRuleFunction", "kda": "ChunkKDAFunction"},
     **{"simple_gla": "ChunkSimpleGLAFunction", "gla": "ChunkGLAFunction"},
 }
-_CHUNK = 64
+_CHUNK, _DELTA = 64, "fla.ops.common.chunk_delta_h"
 
 
-def with_seam(rule: str, rows: dict[str, Any], between: Between) -> tuple[Tensor, Tensor]:
+class Call:
+    """One call: the context that the package hands to our functions for delta rules; others find it in `_BACK`."""
+
+    def __init__(self, between: Between, *shape: int) -> None:
+        self.between, self.shape = between, shape  # [HV, K, V], of states
+        self.a: Tensor | None = None  # of own pieces [HV, 1 or K, 1]; of delta rules `through` a piece, [HV, K, K]
+
+    def taken(self) -> Tensor | None:
+        """A, which is not kept here any longer."""
+        a, self.a = self.a, None
+        return a
+
+    def pass_on(self, a: Tensor | None, b: list[Tensor], known: Tensor | None, back: bool = False) -> Tensor | None:
+        """All states after this, of A and of parts of B of pieces that are sent, and of states that are known.
+
+        Of pieces that no document goes through, nobody reads A: it may be of the others alone.
+        """
+        between, way, (heads, K, V) = self.between, self.between.ways[back], self.shape
+        of_b = b[0] if len(b) == 1 else torch.cat([*b, torch.empty(0, heads, K, V, device=between.device)])
+        if between.passes and (a is None or len(a) < len(way.senders)):
+            whole = of_b.new_zeros(len(way.senders), heads, K, K)
+            if a is not None:
+                whole[way.through] = a
+            a = whole
+        with torch.no_grad():
+            due, _ = between.pass_on(a, of_b, back)
+        return between.add(known, due, back)
+
+
+_BACK: ContextVar[Call] = ContextVar("cp_mesh_seam")
+"""That whose backward runs."""
+
+
+@lru_cache(maxsize=16)
+def of_package(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+def with_seam(rule: str, rows: dict[str, Any], between: Between) -> tuple[Tensor, Tensor | None]:
     """Compute pieces, from the states that they are due.
 
     Args:
         rule: a name of `_FUNCTIONS`.
         rows: arguments of the package's function by name, of all pieces of this rank one after another.
     """
-    function, defaults = _function(rule)
-    if "beta" in rows:
-        rows = rows | {"cp_context": between}
-    else:
-        with torch.no_grad():
-            between.a = between.decays_of(None if "g" not in rows else rows["g"][0], rows["initial_state"])
-        scanned = import_module("fla.utils").input_guard(_scanned)  # its kernel takes rows that lie one after another
-        rows = rows | {"initial_state": scanned(between, **rows)}
-    given = defaults | {"state_v_first": False} | rows  # as without a seam: kernels are tuned for each value
-    out, states = function.apply(between, *(given[name] for name in defaults))
+    function, scan, defaults = _function(rule)
+    call = rows["cp_context"] = Call(between, rows["v"].shape[2], rows["k"].shape[3], rows["v"].shape[3])
+    if "beta" not in rows:
+        rows["initial_state"] = scan(call, **rows)
+    given = defaults | rows
+    out, states = function.apply(call, *[given[name] for name in defaults])
     return out, states
 
 
 @cache
-def _function(rule: str) -> tuple[type[torch.autograd.Function], dict[str, Any]]:
-    """The autograd function of a rule, whose first argument is a `Between`; the others with their defaults."""
+def _function(rule: str) -> tuple[type[torch.autograd.Function], Any, dict[str, Any]]:
+    """The autograd function of a rule, whose first argument is a `Call`; `_scanned`; other arguments with defaults."""
     module = import_module(f"fla.ops.{rule}.chunk")
-    own, guard = getattr(module, _FUNCTIONS[rule]), import_module("fla.utils").input_guard
+    own, guard = getattr(module, _FUNCTIONS[rule]), of_package("fla.utils", "input_guard")
 
-    def half(method: Any, between: Between, direction: str) -> Any:
+    def half(method: Any, direction: str) -> Any:
         method, inside = inspect.unwrap(method), getattr(module, f"chunk_{rule}_{direction}")
-        seam = {name: partial(ours, between) for name, ours in _SEAM.items()}
-        changed = with_names(inside, inside.__globals__ | seam)
-        return with_names(method, method.__globals__ | {inside.__name__: changed})
+        changed = with_names(inside, inside.__globals__ | _SEAM)
+        return guard(with_names(method, method.__globals__ | {inside.__name__: changed}))
+
+    forward, backward = half(own.forward, "fwd"), half(own.backward, "bwd")
 
     class WithSeam(torch.autograd.Function):
         @staticmethod
-        @guard
-        def forward(ctx: Any, between: Between, *given: Any) -> Any:
-            ctx.between = between
-            return half(own.forward, between, "fwd")(ctx, *given)
+        def forward(ctx: Any, call: Call, *given: Any) -> Any:
+            found = forward(ctx, *given)
+            ctx.call, ctx.shape = call, found[0].shape
+            ctx.set_materialize_grads(False)  # no zeros for states that nobody reads
+            return found
 
         @staticmethod
-        @guard
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            return None, *half(own.backward, ctx.between, "bwd")(ctx, *grads)
+        def backward(ctx: Any, dout: Tensor | None, dstates: Tensor | None) -> Any:
+            if dout is None:
+                assert dstates is not None
+                dout = dstates.new_zeros(ctx.shape)
+            token = _BACK.set(ctx.call)
+            try:
+                return None, *backward(ctx, dout, dstates)
+            finally:
+                _BACK.reset(token)
 
     parameters = [*inspect.signature(own.forward).parameters.values()][1:]
-    return WithSeam, {x.name: None if x.default is x.empty else x.default for x in parameters}
+    defaults = {x.name: None if x.default is x.empty else x.default for x in parameters}
+    # without guard, kernels would take rows that do not lie one after another
+    return WithSeam, guard(_scanned), defaults | ({"state_v_first": False} if "state_v_first" in defaults else {})
 
 
-def _scanned(between: Between, **rows: Any) -> Tensor:
+def _scanned(call: Call, **rows: Any) -> Tensor | None:
     """The states before this rank's pieces, of a rule that is no delta rule."""
-    known, sent = rows["initial_state"], between.pieces.chains(False)[0].own
-    ends = known
-    if len(sent):
-        g, bounds = rows.get("g"), rows["cu_seqlens"]
-        if g is not None:
-            utils = import_module("fla.ops.utils")
-            g = utils.chunk_local_cumsum(g, _CHUNK, scale=utils.constant.RCP_LN2, cu_seqlens=bounds)
-        options = {"g" if g is None or g.ndim == 3 else "gk": g, "h0": known, "output_final_state": True}
-        scan = import_module("fla.ops.common.chunk_h").chunk_fwd_h
-        _, ends = scan(rows["k"], rows["v"], cu_seqlens=bounds, chunk_size=_CHUNK, **options)
-    return _passed_on(ends, known, between, False)
-
-
-def _scan_back(between: Between, **given: Any) -> Any:
-    """As `chunk_bwd_dh`, with the gradients of the states after this rank's pieces."""
-    scan = import_module("fla.ops.common.chunk_h").chunk_bwd_dh
-    sent, chains = between.pieces.chains(True)
-    found = scan(**given) if len(sent.own) or not len(chains.own) else (None, given["dht"])
-    due = _passed_on(found[1], given["dht"], between, True)
-    return scan(**given | {"dht": due}) if len(chains.own) else found
-
-
-def _passed_on(ends: Tensor, known: Tensor, between: Between, back: bool) -> Tensor:
-    assert between.a is not None
-    sent = between.sent(back)
-    return _with_due(between.a[sent], ends[sent], known, between, back)
-
-
-def _with_due(a: Tensor, b: Tensor, known: Tensor, between: Between, back: bool) -> Tensor:
+    between, g, bounds, known = call.between, rows.get("g"), rows["cu_seqlens"], rows["initial_state"]
+    if known is None:
+        known = torch.zeros(len(between.lens), *call.shape, device=between.device)
     with torch.no_grad():
-        due, _ = between.pass_on(a, b, back)
-    return between.add(known, due, back)
+        a, sent, ends = between.decays_of(None if g is None else g[0], known), between.ways[0].sent, known
+        if len(between.ways[0].senders):
+            if g is not None:
+                utils = import_module("fla.ops.utils")
+                g = utils.chunk_local_cumsum(g, _CHUNK, scale=utils.constant.RCP_LN2, cu_seqlens=bounds)
+            options = {"g" if g is None or g.ndim == 3 else "gk": g, "h0": known, "output_final_state": True}
+            scan = of_package("fla.ops.common.chunk_h", "chunk_fwd_h")
+            _, ends = scan(rows["k"], rows["v"], cu_seqlens=bounds, chunk_size=_CHUNK, **options)
+    call.a = a
+    return call.pass_on(a[sent], [ends[sent]], known)
+
+
+def _scan_back(dht: Tensor | None, **given: Any) -> Any:
+    """As `chunk_bwd_dh`, with the gradients of the states after this rank's pieces."""
+    scan, call, parts = of_package("fla.ops.common.chunk_h", "chunk_bwd_dh"), _BACK.get(), []
+    way = call.between.ways[1]
+    if len(way.senders) or not len(way.receivers):
+        found = scan(dht=dht, **given)
+        parts = [found[1][way.sent]] if len(way.senders) else []
+    assert call.a is not None
+    due = call.pass_on(call.a[way.sent], parts, dht, back=True)
+    return scan(dht=due, **given) if len(way.receivers) else found
 
 
 def _before(
-    between: Between, k: Tensor, w: Tensor, u: Tensor, initial_state: Tensor, chunk_size: int = _CHUNK, **options: Any
-) -> Tensor:
-    """As `chunk_gated_delta_rule_fwd_h_pre_process`: the states before this rank's pieces.
+    k: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None, context: Call, chunk_size: int = _CHUNK,
+    **options: Any,
+) -> Tensor | None:  # fmt: skip
+    """As `chunk_gated_delta_rule_fwd_h_pre_process`: the states before this rank's pieces; None: zeros.
 
     A and B come from the kernel of the rows themselves: A from the identity as state and zeros as values. `cp_context`
     has a kernel for both, whose products are TF32x3. It took longer on H100s (docs/log.md).
     """
-    scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
+    scan, (heads, K, _), a, b = of_package(_DELTA, "chunk_gated_delta_rule_fwd_h"), context.shape, [], []
     sizes = {"chunk_size": chunk_size, "output_final_state": True, "save_new_value": False}
-    eye = torch.eye(w.shape[3], device=w.device).expand(1, w.shape[2], -1, -1)
-    a, b = [eye[:0]], [initial_state[:0]]
-    for own, rows, bounds in _adjacent(between, "through", chunk_size):
-        given, begin = _part(rows, k=k, w=w, **options), eye.repeat(own.stop - own.start, 1, 1, 1)
+    for own, rows, bounds in _adjacent(context, "through", chunk_size):
+        given, eye = _part(rows, k=k, w=w, **options), torch.eye(K, device=w.device)
+        begin = eye.expand(own.stop - own.start, heads, K, K).contiguous()
         a.append(scan(u=torch.zeros_like(given["w"]), initial_state=begin, **given, **bounds, **sizes)[2])
-    for own, rows, bounds in _adjacent(between, "behind", chunk_size):
-        given = _part(rows, k=k, w=w, u=u, **options)
-        b.append(scan(initial_state=initial_state[own], **given, **bounds, **sizes)[2])
-    between.a, between.shape = torch.cat(a), initial_state.shape[1:]
-    return _with_due(_of_sent(between.a, between, False), torch.cat(b), initial_state, between, False)
+    for own, rows, bounds in _adjacent(context, "behind", chunk_size):
+        given, known = _part(rows, k=k, w=w, u=u, **options), None if initial_state is None else initial_state[own]
+        b.append(scan(initial_state=known, **given, **bounds, **sizes)[2])
+    context.a = torch.cat(a) if a else None
+    return context.pass_on(context.a, b, initial_state)
 
 
 def _after(
-    between: Between, q: Tensor, k: Tensor, w: Tensor, do: Tensor, dv: Tensor, dht: Tensor, initial_state: Tensor,
-    scale: float | None = None, chunk_size: int = _CHUNK, **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `chunk_gated_delta_rule_bwd_dhu_pre_process`: the gradients after this rank's pieces; the states before."""
-    scan = import_module("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_bwd_dhu
-    a, b = between.taken(), [dht[:0]]
-    for own, rows, bounds in _adjacent(between, "before", chunk_size):
+    q: Tensor, k: Tensor, w: Tensor, do: Tensor, dv: Tensor, dht: Tensor | None, initial_state: Tensor | None,
+    context: Call, scale: float | None = None, chunk_size: int = _CHUNK, **options: Any,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """As `chunk_gated_delta_rule_bwd_dhu_pre_process`: the gradients after this rank's pieces; the states before.
+
+    The latter are left out if nobody gave states, as then nobody asks for their gradients.
+    """
+    scan, a, b = of_package(_DELTA, "chunk_gated_delta_rule_bwd_dhu"), context.taken(), []
+    for own, rows, bounds in _adjacent(context, "before", chunk_size):
+        assert initial_state is not None  # such pieces have a state before them
         given = _part(rows, q=q, k=k, w=w, do=do, dv=dv, **options) | bounds | {"scale": scale}
-        b.append(scan(h0=initial_state[own], dht=dht[own], chunk_size=chunk_size, **given)[1])
-    return _with_due(_of_sent(a.mT, between, True), torch.cat(b), dht, between, True), initial_state
+        end = None if dht is None else dht[own]
+        b.append(scan(h0=initial_state[own], dht=end, chunk_size=chunk_size, **given)[1])
+    due = context.pass_on(None if a is None else a.mT, b, dht, back=True)
+    return due, initial_state if context.between.given else None
 
 
-def _of_sent(a: Tensor, between: Between, back: bool) -> Tensor:
-    """A of the pieces that are sent. Of a document's first piece, or ``back`` of its last, nobody reads it."""
-    num = len(between.sent(back))
-    if len(a) == num:
-        return a
-    pieces = between.pieces
-    index = between.index(("through", back), lambda: np.searchsorted(pieces.chains(back)[0].own, pieces.through))
-    return a.new_zeros(num, *a.shape[1:]).index_copy(0, index, a)
-
-
-def _adjacent(between: Between, which: str, chunk_size: int) -> list[tuple[slice, slice, dict[str, Any]]]:
+def _adjacent(call: Call, which: str, chunk_size: int) -> list[tuple[slice, slice, dict[str, Any]]]:
     """Runs of this rank's pieces that lie one after another: which, their rows, and where each begins among these.
 
     ``which``: of a document that also lies "behind" them, "before" them, or on both sides, "through" them.
     """
-    pieces, device = between.pieces, between.device
+    between = call.between
+    all_lens, device = np.array(between.lens), between.device
 
     def runs() -> Any:
-        own = pieces.through if which == "through" else pieces.chains(which == "before")[0].own
-        ends = pieces.lens.cumsum()
+        own = between.through if which == "through" else between.ways[which == "before"].senders
+        ends = all_lens.cumsum()
         for run in np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) if len(own) else ():
-            lens = pieces.lens[run]
+            lens = all_lens[run]
             bounds, offsets = (np.r_[0, num.cumsum()] for num in (lens, -(-lens // chunk_size)))
             given: dict[str, Any] = {"cu_seqlens": torch.from_numpy(bounds.astype(np.int32)).to(device)}
             given |= {"chunk_offsets": torch.from_numpy(offsets).to(device)}
             given |= {"chunk_indices": range(offsets[-1])}  # the package asks for their number alone
             yield slice(run[0], run[-1] + 1), slice(ends[run[-1]] - lens.sum(), ends[run[-1]]), given
 
-    found: list[Any] = pieces.once(("adjacent", device, which, chunk_size), lambda: [*runs()])
+    found: list[Any] = between.once(("adjacent", which, chunk_size), lambda: [*runs()])
     return found
 
 
@@ -184,18 +219,25 @@ def _part(rows: slice, **given: Any) -> dict[str, Any]:
     return {name: x[:, rows] for name, x in given.items() if name in names and x is not None}
 
 
-def _held(between: Between, states: Tensor, **_: Any) -> Tensor:
+def _held(states: Tensor | None, context: Call) -> Tensor | None:
     """What the package saves for the backward: states that are not zero, and A."""
-    return torch.cat([states[between.held].flatten(), between.taken().flatten()])
+    parts = None if states is None else states[context.between.held], context.taken()
+    known = [x.flatten() for x in parts if x is not None]
+    return torch.cat(known) if known else None
 
 
-def _whole(between: Between, saved: Tensor, **_: Any) -> Tensor:
+def _whole(saved: Tensor | None, context: Call) -> Tensor | None:
     """The states before all pieces, of what was saved; A waits for `_after`."""
-    num, (heads, K, V) = len(between.held), between.shape
-    states, a = saved.split([num * heads * K * V, len(saved) - num * heads * K * V])
-    between.a = a.view(-1, heads, K, K)
-    whole = saved.new_zeros(len(between.pieces.lens), heads, K, V)
-    return whole.index_copy(0, between.held, states.view(num, heads, K, V))
+    if saved is None:
+        return None
+    between, (heads, K, V) = context.between, context.shape
+    states, a = saved.tensor_split([between.num_held * heads * K * V])
+    context.a, states = a.view(-1, heads, K, K) if len(a) else None, states.view(-1, heads, K, V)
+    if len(states) == len(between.lens):
+        return states
+    whole = states.new_zeros(len(between.lens), heads, K, V)
+    whole[between.held] = states
+    return whole
 
 
 _SEAM: dict[str, Any] = {

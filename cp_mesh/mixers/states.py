@@ -10,6 +10,8 @@ fragments in attention-gym; that of pieces in any layout of runs is ours.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -20,67 +22,75 @@ from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.between import Between
 from cp_mesh.mixers.chunks import CHUNK
 from cp_mesh.mixers.kernels import folds
-from cp_mesh.mixers.moving import after, gather_rows
+from cp_mesh.mixers.moving import Group, after, gather_rows
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs, Run
 
 
 def by_states(
-    run: Run, inputs: Inputs, initial: Tensor | None, pieces: Pieces, group_name: str, what: str, final: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    run: Run, inputs: Inputs, initial: Tensor | None, pieces: Pieces, group: Group, final: bool, scale: float
+) -> tuple[Tensor, Tensor | None]:
     """Compute this rank's rows.
 
     Args:
         run: what computes sequences.
-        inputs: of this rank's rows, batch row after batch row.
+        inputs: of this rank's rows, [B, rows, ...].
         initial: of the documents that are kept, [num_documents, HV, K, V].
         final: whether the state after each document is returned, on every rank.
         scale: of q, which ``run`` knows.
     """
-    device, (heads, V), K = inputs.v.device, inputs.v.shape[1:], inputs.k.shape[2]
-    zero = torch.zeros(1, heads, K, V, dtype=accumulation_dtype(inputs.v.dtype), device=device)
-    known = zero if initial is None else torch.cat([zero, initial.to(zero.dtype)])
-    between = Between(pieces, device, initial is not None, group_name, what)
-    begin = known[between.index(("begin", between.given), lambda: between.begin)]
-    summaries, lens = None, pieces.lens.tolist()
-    if not pieces.sends.any():
-        out, states_after = run(inputs, begin, lens)
-    elif folds(run) and all(pieces.shard_lens):
-        out, states_after = run(inputs, begin, lens, between=between)
-    else:
+    device, (heads, V), K = inputs.v.device, inputs.v.shape[-2:], inputs.k.shape[-1]
+    given = device, initial is not None, group
+    between: Between = pieces.once(("between", *given), lambda: Between(pieces, *given))
+    fused, lens, dtype = folds(run) and all(pieces.shard_lens), between.lens, accumulation_dtype(inputs.v.dtype)
+    begin: Any = None
+    batch, summaries = len(inputs.v), None
+    if batch > 1 or not fused:
+        inputs = inputs.of_each(lambda x: x.flatten(0, 1))
+    if initial is not None:
+        zero = initial.new_zeros(1, heads, K, V, dtype=dtype)
+        begin = torch.cat([zero, initial.to(dtype)])[between.begin]
+    elif not fused:
+        begin = torch.zeros(len(lens), heads, K, V, dtype=dtype, device=device)
+    if fused:
+        out, states_after = run(inputs, begin, lens, between=between if between.sends else None, final=final)
+    elif between.sends:
         compute = _superpose if inputs.beta is None else _prepend
         out, states_after, summaries = compute(run, inputs, begin, lens, between, scale)
-    out = after(out, summaries, *(() if len(out) else inputs))
+    else:
+        out, states_after = run(inputs, begin, lens)
+    if not fused:
+        out = after(out, summaries, *(() if len(out) else inputs))
+    out = out if out.ndim == 4 else out.unflatten(0, (batch, -1))
     if not final:
         return out, None
     closes = pieces.kept & (pieces.end == pieces.last)
     ends, slots_of = pieces.sent(closes)
     own = states_after[pieces.on(device, "ends", lambda: ends.own)].flatten(1)
-    states_of = gather_rows(after(own, summaries), ends.lens, pieces.cp_rank, group_name, what)
+    states_of = gather_rows(after(own, summaries), ends.most, group)
     return out, states_of[pieces.on(device, "closes", lambda: slots_of[closes])].unflatten(1, (heads, K, V))
 
 
 def _prepend(
     run: Run, inputs: Inputs, begin: Tensor, lens: list[int], between: Between, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Any, Tensor]:
     """A delta rule: pieces that are sent compute the identity beside their state, then all from what they are due."""
-    (heads, V), K, sent = inputs.v.shape[1:], inputs.k.shape[2], between.pieces.chains(False)[0].own
-    ends = np.cumsum(between.pieces.lens)
+    (heads, V), K, way = inputs.v.shape[1:], inputs.k.shape[2], between.ways[0]
+    sent, ends = way.senders, np.cumsum([0, *lens])[1:]
     rows = np.concatenate([*(np.arange(ends[i] - lens[i], ends[i]) for i in sent), ends[:0]])
-    part = inputs.at(between.index("rows", lambda: rows))
-    eye = torch.eye(K, dtype=begin.dtype, device=begin.device).expand(len(sent), heads, K, K)
-    v = torch.cat([part.v, part.v.new_zeros(len(rows), heads, K)], -1)
-    initial = torch.cat([begin[between.sent()], eye], -1)
+    part = inputs.at(between.on(begin.device, "rows", lambda: rows))
+    eye = torch.eye(K, K * between.passes, dtype=begin.dtype, device=begin.device).expand(len(sent), heads, -1, -1)
+    v = torch.cat([part.v, part.v.new_zeros(len(rows), heads, eye.shape[-1])], -1)
+    initial = torch.cat([begin[way.sent], eye], -1)
     _, found = run(part._replace(v=v), initial, [lens[i] for i in sent])  # columns of a state do not know of each other
-    b, a = found.split([V, K], -1)
-    due, gathered = between.pass_on(after(a, *inputs.at(slice(0))), b)
+    b, a = found.split([V, eye.shape[-1]], -1)
+    due, gathered = between.pass_on(a, after(b, *inputs.at(slice(0))))
     return *run(inputs, between.add(begin, due), lens), gathered
 
 
 def _superpose(
     run: Run, inputs: Inputs, begin: Tensor, lens: list[int], between: Between, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Any, Tensor]:
     """Another rule: what a state adds to later rows is known without them, so these are computed once."""
     dtype = inputs.v.dtype
     if not folds(run):  # what is read twice has a gradient of two parts, which round once, as what is added to rows
@@ -88,14 +98,14 @@ def _superpose(
         inputs = Inputs(q, inputs.k, v, g, None)  # type: ignore[arg-type]
     q, g = inputs.q, inputs.g
     out, ends = run(inputs, begin, lens)
-    decays = between.decays_of(g, begin)
-    due, gathered = between.pass_on(decays[between.sent()], after(ends[between.sent()], *inputs.at(slice(0))))
+    decays, way = between.decays_of(g, begin), between.ways[0]
+    due, gathered = between.pass_on(decays[way.sent], after(ends[way.sent], *inputs.at(slice(0))))
     parts = [*out.split(lens)]
-    for i, state in zip(between.pieces.chains(False)[1].own, due * scale, strict=True):
+    for i, state in zip(way.receivers, due * scale, strict=True):
         rows = slice(sum(lens[:i]), sum(lens[: i + 1]))
         parts[i] = parts[i] + exactly(_of_state, state, q[rows], None if g is None else g[rows])
-    ends = between.add(ends, decays[between.due()] * due)
-    return torch.cat([*parts, out[:0]]).to(dtype), ends, gathered
+    found = between.add(ends, decays[way.due] * due)
+    return torch.cat([*parts, out[:0]]).to(dtype), found, gathered
 
 
 def _of_state(state: Tensor, q: Tensor, g: Tensor | None) -> Tensor:

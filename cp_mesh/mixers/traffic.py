@@ -39,7 +39,8 @@ class Sent(NamedTuple):
 def sent_by_states(pieces: Pieces, sizes: Sizes) -> Sent:
     """A gather, whose shards are padded to the largest, and its reduce-scatter."""
     _, _, HV, K, V, decays, delta, dtype = sizes
-    numbers = HV * ((K * K if delta else max(1, decays)) + K * V)
+    of_a = (K * K if delta else max(1, decays)) * bool((pieces.sends & pieces.receives).any())
+    numbers = HV * (of_a + K * V)
     size, most = len(pieces.shard_lens), np.bincount(pieces.rank[pieces.sends]).max(initial=0)
     each = np.full(size, (size - 1) * int(most) * numbers * accumulation_dtype(dtype).itemsize)
     return Sent(each, each)

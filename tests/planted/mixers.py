@@ -15,9 +15,9 @@ def of_states(change: Any, states: bool = True) -> Any:
     """Of gathers of states, or else of rows beside pieces."""
 
     def make(gather: Any) -> Any:
-        def mutant(x: Any, lens: Any, rank: int, group_name: str, what: str) -> Any:
-            found = gather(x, lens, rank, group_name, what)
-            return change(found) if states != (what in ("causal_conv1d", "roll")) else found
+        def mutant(x: Any, most: int, group: Any) -> Any:
+            found = gather(x, most, group)
+            return change(found) if states != (group[2] in ("causal_conv1d", "roll")) else found
 
         return mutant
 
@@ -58,7 +58,7 @@ plant("a row of a chunk decays by its own decay, too", "mixers.chunks:_later", "
     lambda later: lambda g: later(g) + g
 )
 plant("a document is convolved from zeros", "mixers.halo:convolution", "states of convolutions")(
-    lambda convolution: lambda *args: convolution(*args[:6])
+    lambda convolution: lambda *args: convolution(*args[:5])
 )
 plant("the gradient of a parameter of heads is that of one rank", "mixers.tensors:Partial", "mixers over heads")(
     lambda partial: Replicate
