@@ -16,6 +16,7 @@ from inside import (
     AttentionSpec,
     BackwardTile,
     Band,
+    Call,
     Distances,
     Pairs,
     Scores,
@@ -277,7 +278,8 @@ class First:
 def test_plans_tell_whether_keys_are_neighbours(layout: str, adjacent: bool) -> None:
     q, k, v = (torch.zeros(1, 2, 32, 8) for _ in range(3))
     tensors = Tensors(bias=torch.zeros(1, 2, 32, 64))
-    plan = make_plan(q, k, v, tensors, 64, First(), AttentionSpec(layout, Mask().spec(), 1.0, method="ring"))  # type: ignore[arg-type]
+    call = Call(tensors, 64, 2, "", AttentionSpec(layout, Mask().spec(), 1.0, method="ring"))
+    plan = make_plan(q, k, v, call, First(), call.scores(q).features)  # type: ignore[arg-type]
     covers = [tile.cover for tile in plan.tiles(None)]
     covers += [tile.cover for stage in plan.schedule.route.stages for tile in plan.tiles(stage)]
     assert covers and all(isinstance(cover, Pairs) and cover.adjacent == adjacent for cover in covers)

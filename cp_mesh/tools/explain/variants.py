@@ -128,24 +128,23 @@ class Setting:
     gpus_per_host: int
 
     @cached_property
-    def seen(self) -> Array:
-        """Number of keys that each position sees, summed over `seen_rows` batch rows: int64 [seq_len]."""
+    def _seen(self) -> Array:
+        """Number of keys that each position sees, summed over batch rows: int64 [seq_len]."""
         return pairs_between(np.arange(self.seq_len + 1), self.mask, self.seq_len)
-
-    @property
-    def seen_rows(self) -> int:
-        """Number of batch rows that `seen` sums."""
-        return len(self.mask.runs()) if self.mask.documents is not None else 1
 
     def work(self, layout: Layout) -> NDArray[np.float64]:
         """Query-key pairs of each rank over their mean; padding keys count."""
-        pairs = np.zeros(self.cp_size)
-        for rank in range(self.cp_size):
-            for piece in layout.runs(self.seq_len, self.cp_size, rank):
-                if isinstance(piece, Run):
-                    pairs[rank] += self.seen[piece.start : piece.last + 1 : piece.stride].sum()
-                else:
-                    pairs[rank] += self.seen[piece.values.numpy()].sum()
+        held = [(rank, x) for rank in range(self.cp_size) for x in layout.runs(self.seq_len, self.cp_size, rank)]
+        ranks = [rank for rank, _ in held]
+        if all(isinstance(piece, Run) and piece.stride == 1 for _, piece in held):  # few positions tell
+            ends = np.array([(x.start, x.last + 1) for _, x in held if isinstance(x, Run)]).reshape(-1, 2)
+            points = np.unique(ends)
+            before = np.append(0, pairs_between(points, self.mask, self.seq_len).cumsum())
+            of_pieces = np.diff(before[points.searchsorted(ends)])[:, 0]
+        else:
+            at = (slice(x.start, x.last + 1, x.stride) if isinstance(x, Run) else x.values.numpy() for _, x in held)
+            of_pieces = np.array([self._seen[rows].sum() for rows in at])
+        pairs = np.bincount(ranks, of_pieces, self.cp_size)
         return pairs / max(1.0, pairs.mean())
 
     def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
