@@ -175,3 +175,51 @@ def scored(rank: int) -> list[str]:
 
 def test_calls_with_tensors_of_scores_are_known(pool: Any) -> None:
     report(pool(2).run(scored))
+
+
+def of_kept(rank: int) -> list[str]:
+    """Calls of Ulysses, which keeps what has arrived: gradients of lse on one rank, and a second backward."""
+    axis, S, problems = mesh((2,), ("cp",)), 16, []
+    q, k, v, _ = make_qkv(1, 4, 2, S, 8)
+    rows, seen = ZigZag().positions(S, 2, rank), Mask(causal=True).allowed(torch.arange(S), torch.arange(S))
+    of_all = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*of_all, seen)
+    of_first = ZigZag().positions(S, 2, 0)
+    want = torch.autograd.grad(out.sum() + lse[:, :, of_first].sum(), of_all)
+    for i in range(2):
+        own = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
+        out, lse = attention(*own, mesh=axis, method="ulysses", kernel="reference", return_lse=True)
+        found = torch.autograd.grad(out.sum() + lse.sum() if rank == 0 else out.sum(), own)
+        if not all(torch.allclose(x, y[:, :, rows]) for x, y in zip(found, want, strict=True)):
+            problems.append(f"rank {rank}: call {i}: gradients of lse on one rank alone are wrong")
+        loss = attention(*own, mesh=axis, method="ulysses").sum()
+        (dq,) = torch.autograd.grad(loss, own[0], create_graph=True)
+        try:
+            (loss + dq.pow(2).sum()).backward()
+            problems.append(f"rank {rank}: call {i}: a second backward is dropped")
+        except UnsupportedError:
+            pass
+    return problems
+
+
+def test_what_ulysses_keeps(pool: Any) -> None:
+    report(pool(2).run(of_kept))
+
+
+def refused(rank: int, bias_rows: tuple[int, int], is_sparse: bool) -> None:
+    axis, S = mesh((2,), ("cp",)), 16
+    q, k, v, _ = make_qkv(1, 4, 2, S, 8)
+    rows = ZigZag().positions(S, 2, rank)
+    call = partial(attention, *(x[:, :, rows] for x in (q, k, v)), mesh=axis, method="ulysses")
+    bias = q.new_zeros(1, 4, bias_rows[rank], S)
+    if is_sparse:
+        call(bias=bias)  # known from now on
+    call(bias=bias.to_sparse() if is_sparse else bias)
+
+
+@pytest.mark.parametrize(
+    ("bias_rows", "is_sparse", "error"), [((8, 1), False, "RankMismatchError"), ((8, 8), True, "UnsupportedError")]
+)
+def test_biases_of_other_forms_are_refused(pool: Any, bias_rows: tuple[int, int], is_sparse: bool, error: str) -> None:
+    for raised in pool(2).run_expecting_error(refused, bias_rows, is_sparse):
+        assert raised is not None and raised.type == error, raised

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_mesh._torch import below_autograd, forward_level, function_mode, profiles, times_written, untraced
 from cp_mesh.call.method import Plan
-from cp_mesh.call.op import attention_backward_op, by_name, wanted_of, without_rows
+from cp_mesh.call.op import attention_backward_op, by_name, graded_if_asked, wanted_of, without_rows
 from cp_mesh.call.operators import PLAIN, is_seen
 from cp_mesh.call.passes import begin, run_backward, run_forward
 from cp_mesh.call.plan import MOST as MOST_PLANS
@@ -89,11 +89,11 @@ def key_of(
     query, key, value = qkv
     given, scored, of_scored = dict(others), list[Tensor](), list[Any]()
     for x in (*qkv, given.get("dropout_seed"), *given.get("captured", ())):
-        if isinstance(x, Tensor) and (type(x) not in PLAIN or x.is_nested):
+        if isinstance(x, Tensor) and (type(x) not in PLAIN or x.is_nested or x.layout is not torch.strided):
             return None
     for name in TERMS:
         if isinstance(x := given.get(name), Tensor):
-            if type(x) not in PLAIN or x.is_nested:  # nested tensors have no shape
+            if type(x) not in PLAIN or x.is_nested or x.layout is not torch.strided:  # sparse ones are refused
                 return None
             scored.append(x)
             of_scored += x.shape, x.dtype, x.device, x.requires_grad
@@ -159,10 +159,10 @@ def run_first(
         return results
     if kind not in (calls := state_of(group, Calls)).kinds:
         return results
-    known = [*_calls.items()]
-    held = [*dict.fromkeys(x.ready.plan for _, x in known if x.ready.plan.reads_tensors and x.ready.plan is not plan)]
+    known = [*_calls.copy().items()]  # the garbage collector may drop calls at any time
+    held = [*dict.fromkeys(x.ready.plan for _, x in known if _holds_memory(x.ready.plan) and x.ready.plan is not plan)]
     # as many plans that hold device memory as `Plans` keeps
-    dropped = held[: max(0, len(held) + 1 - MOST_PLANS)] if plan.reads_tensors else []
+    dropped = held[: max(0, len(held) + 1 - MOST_PLANS)] if _holds_memory(plan) else []
     for i, (old, x) in enumerate(known):
         if i <= len(known) - MOST or x.ready.plan in dropped:
             _calls.pop(old, None)
@@ -173,6 +173,11 @@ def run_first(
     versions = [(x, times_written(x)) for x in read]
     _calls[key] = Known(ready, q.dtype, calls, calls.kinds, versions, (watch(group), watch(mesh), watch(mask)))
     return results
+
+
+def _holds_memory(plan: Plan) -> bool:
+    """Whether a plan holds device memory: tables of tiles, or the order of a batch's layout."""
+    return plan.reads_tensors or plan.layout.tensor is not None
 
 
 def _run(ready: Ready, q: Tensor, k: Tensor, v: Tensor, scored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -220,6 +225,7 @@ class _Node(torch.autograd.Function):
         scored = *saved[first:end], *saved[end + 3 :]
         # Run even without any gradient: other ranks may have one, and would wait for this rank in the ring.
         dout = q.new_zeros(ctx.shape) if dout is None else dout
+        dout = dout if kept is None else graded_if_asked(dout)
         given, wanted = (dout, q, k, v, out, lse, dlse, kept), ()
         call, scores = ready.complete(q, scored) if scored else (ready.call, ready.scores)
         if scored:

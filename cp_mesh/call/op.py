@@ -142,8 +142,8 @@ class _Attention(torch.autograd.Function):
         if kept is None:
             dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
             dlse = None if dlse is None else _placed_like(dlse, lse)
-        elif dout is None:
-            dout = q.new_zeros(ctx.shape)
+        else:
+            dout = graded_if_asked(q.new_zeros(ctx.shape) if dout is None else dout)
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, ",".join(wanted))
         group = resolve_group(ctx.others[2])
         with checked(enabled=True, backward_of=ctx.forward) if ctx.forward or checking(group) else nullcontext():
@@ -155,6 +155,11 @@ class _Attention(torch.autograd.Function):
             plain = isinstance(grad, DTensor) and not isinstance(x, DTensor)
             shares.append(grad.to_local() if plain else grad)
         return None, dq, dk, dv, *shares[:NUM_TENSORS], None, *[None] * len(ctx.others), *shares[NUM_TENSORS:]
+
+
+def graded_if_asked(dout: Tensor) -> Tensor:
+    """``dout`` with a gradient under ``create_graph``: kept tensors have none, and no node would refuse more."""
+    return dout if dout.requires_grad or not torch.is_grad_enabled() else dout.detach().requires_grad_()
 
 
 def wanted_of(names: Sequence[str], score_mod: Any, needed: Sequence[bool]) -> list[str]:

@@ -66,6 +66,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         **_in_words(call, q, k, v),
         **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
         **{name: str(alike.get(name)) for name in OF_ROWS},
+        "bias of one row": str(_one_row(plan, call)),
         **{name: function.said for name, function in found if function is not None},
         **{f"captured tensor {i} of score_mod and mask_mod": fingerprint(x) for i, x in enumerate(call.captured)},
         "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
@@ -96,7 +97,16 @@ def kind_of(plan: Plan, call: Call) -> tuple[Any, ...]:
     if options.sources:  # they differ from batch to batch
         options = options._replace(sources="some")
     given = *call.tensors, *call.captured
-    return options, call.seq_len, plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
+    graded = tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
+    return options, call.seq_len, plan.kind, graded, _one_row(plan, call)
+
+
+def _one_row(plan: Plan, call: Call) -> bool:
+    """Whether the bias has one row for all queries, which Ulysses does not send; False if some rank has one query."""
+    if (bias := call.tensors.bias) is None or bias.shape[2] != 1:
+        return False
+    size = call.group.size()
+    return min(plan.layout.shard_len(plan.seq_len, size, rank) for rank in range(size)) > 1
 
 
 def begin(

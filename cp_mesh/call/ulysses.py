@@ -318,6 +318,8 @@ class Ulysses(Stages):
         if plan.settings.degree == 1:
             return super().backward(dout, q, k, v, out, lse, dlse, scores, plan, group, wanted)
         kernel, dtype, chunks = plan.kernel, plan.settings.home_dtype, plan.settings.head_chunks
+        if kept is not None and dlse is None and plan.options.differentiable_lse:  # other ranks may send theirs
+            dlse = dout.new_zeros(dout.shape[:3], dtype=accumulation_dtype(q.dtype))
         own = None if kept is not None else begin_backward(dout, out, lse, dlse, scores, kernel, wanted)
         of_sinks: list[Tensor] = []
 

@@ -247,7 +247,7 @@ def pairs_between(points: Array, mask: Mask, seq_len: int) -> Array:
     """Return the number of pairs whose query lies between two points, summed over batch rows: int64 [n - 1].
 
     Args:
-        points: n rising positions.
+        points: n rising positions, the last of which is ``seq_len``.
         mask: without key padding.
         seq_len: tokens in the whole sequence.
     """

@@ -111,7 +111,7 @@ class _Beside(torch.autograd.Function):
         found = grad.new_zeros(num + (0 if initial is None else len(initial)), shape[2])
         if of_states is not None:
             _add(found, index, of_states[places])
-        if most:
+        if most and ctx.needs_input_grad[0]:  # ranks without rows gather x alone
             _add(grad[0], sent, scatter_sum(found[:num], group))
         if initial is not None:
             of_initial = found[num:].to(initial.dtype)

@@ -158,8 +158,8 @@ class Pieces(Kept):
             left, right = self.start[pieces, None] + np.arange(-before, 0), self.end[pieces, None] + np.arange(after)
             return pieces, np.concatenate([left, right], 1)
 
-        every = near(np.arange(len(self.rank)))
-        return self.once(("beside", before, after), lambda: self._gathered(every, near(self.own), before))
+        every = np.arange(len(self.rank))
+        return self.once(("beside", before, after), lambda: self._gathered(near(every), near(self.own), before))
 
     def tails(self, width: int) -> tuple[Sent, Ints]:
         """The last ``width`` rows of each document that is kept, [num_documents, width], as `_gathered`."""

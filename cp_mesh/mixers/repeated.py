@@ -17,6 +17,7 @@ import torch
 from cp_mesh._torch import in_transform, times_written
 from cp_mesh.call.operators import PLAIN
 from cp_mesh.comm.agreement import compare, refusing
+from cp_mesh.geometry.host_tensors import is_owned
 from cp_mesh.mixers.moving import Group
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.scope import Place
@@ -41,7 +42,8 @@ def decide(
     slot, written, wrap, root = _slot_of(what, place, tensors, options), _written(place), Wrap(None), ROOT.get()
     if (known := next(iter(slot), None)) is not None:
         (name, decided, kind, told, before), (pieces, group, *given) = known[0], [x() for x in known[1]]
-        same = pieces is not None and before == written and all(map(is_, given, place[:3]))
+        same = pieces is not None and (group is None) == (place.sequence is None)
+        same = same and before == written and all(map(is_, given, place[:3]))
         if not same or (root is not None and root.seq_len != pieces.seq_len):
             known = None
     if known is None:
@@ -90,8 +92,8 @@ def _slot_of(what: str, place: Place, tensors: Tensors, options: Any) -> list[An
 
 
 def _written(place: Place) -> list[Any]:
-    """How often the tensors of masks and layout were written."""
+    """How often the tensors of masks and layout were written; of tensors that they do not own, something new."""
     sequence, *masks = place[:3]
     read = [x for mask in masks if mask is not None for x in (mask.documents, mask.key_padding)]
     read.append(None if sequence is None else sequence.layout.tensor)
-    return [x if x is None else times_written(x) for x in read]
+    return [x if x is None else times_written(x) if is_owned(x) else object() for x in read]

@@ -67,7 +67,9 @@ def by_states(
     closes = pieces.kept & (pieces.end == pieces.last)
     ends, slots_of = pieces.sent(closes)
     own = states_after[pieces.on(device, "ends", lambda: ends.own)].flatten(1)
-    states_of = gather_rows(after(own, summaries), ends.most, group)
+    # a rank without rows joins the backward, too
+    own = after(own, summaries, *(() if inputs.v.shape[-3] else inputs))
+    states_of = gather_rows(own, ends.most, group)
     return out, states_of[pieces.on(device, "closes", lambda: slots_of[closes])].unflatten(1, (heads, K, V))
 
 
