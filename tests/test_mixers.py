@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, mixers
+from cp_mesh.geometry import Joint, Permuted
 
 H, HV, K, V, W = 2, 4, 3, 5, 4
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
@@ -840,3 +841,17 @@ def rolled(rank: int) -> None:
 def test_labels_are_not_rolled_within_a_shard(pool: Any) -> None:
     errors = pool(2).run_expecting_error(rolled)
     assert all("the sequence of x" in error.message for error in errors), errors
+
+
+def in_inference(rank: int) -> bool:
+    """A layout whose tensor is made in each look, so that a call in it is never known."""
+    layout = Joint((8, Permuted([*range(8)])), (4, ZigZag()))
+    sequence = ShardedSequence(mesh((2,), ("cp",)), layout, length=12, pad=False)
+    x = torch.arange(12.0, dtype=torch.float64).view(1, 12, 1)
+    with torch.inference_mode():
+        rolled = [mixers.roll(sequence.shard(x), 1, sequence=sequence) for _ in range(2)]
+    return all(torch.equal(y, sequence.shard((x - 1).clamp(min=0))) for y in rolled)
+
+
+def test_joint_layouts_in_inference(pool: Any) -> None:
+    assert pool(2).run(in_inference) == [True, True]
