@@ -116,7 +116,7 @@ def test_every_page_is_in_the_site() -> None:
 
 
 def test_every_file_of_figures_is_explained() -> None:
-    made = (tables.RESULTS / "how_made.md").read_text()
+    made = (tables.RESULTS / "README.md").read_text()
     files = {path.name for path in tables.RESULTS.iterdir() if path.suffix in (".csv", ".json")}
     assert not {name for name in files if f"[`{name}`]({name})" not in made}
 

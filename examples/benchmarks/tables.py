@@ -26,8 +26,7 @@ DOCUMENTS = (
     "docs/decoding.md",
     "docs/linears.md",
     "docs/exact_or_refused.md",
-    "docs/results/attention.md",
-    "docs/results/training.md",
+    "docs/results/README.md",
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -146,7 +145,7 @@ def machine_of(rows: Sequence[Row]) -> str:
 def head_of(name: str, machine: str) -> str:
     return (
         f"# {name.removesuffix('.csv')}\n\nMade by `examples/benchmarks/tables.py` from [{name}]({name}); do not edit."
-        f" [How each file was made](how_made.md).\n\n{machine}.\n"
+        f" [How each file was made](README.md).\n\n{machine}.\n"
     )
 
 
