@@ -478,6 +478,43 @@ def test_a_launch_is_chosen_by_all_that_was_compiled_for() -> None:
             assert (got - (xs[0].double() * xs[1].double()).sum(-1)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("current", [-1, 3])
+def test_a_launch_enters_the_device_of_its_tensors(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first launch compiles, from tensors; later ones run what was compiled, from pointers, whichever device is
+    current."""
+    combine_triton = pytest.importorskip(path_of("combine_triton"))
+    done: list[str] = []
+
+    class Compiled:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, stream: done.append(f"run {type(args[0]).__name__}")
+
+    class Entered:
+        def __init__(self, x: Tensor) -> None:
+            self.device = x.get_device()
+
+        def __enter__(self) -> None:
+            done.append(f"enter {self.device}")
+
+        def __exit__(self, *_: object) -> None:
+            done.append("leave")
+
+    def compile_kernel(*args: Any, num_warps: int) -> Compiled:
+        done.append(f"compile {type(args[0]).__name__}")
+        return Compiled()
+
+    monkeypatch.setattr(combine_triton, "CompiledKernel", Compiled)
+    monkeypatch.setattr(combine_triton, "raw_stream", int)
+    monkeypatch.setattr(combine_triton, "dots_kernel", mock.MagicMock(__getitem__=lambda self, grid: compile_kernel))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_of", Entered)
+    a, b = torch.zeros(2, 1, 3, 40 + current, 8)
+    for _ in range(3):
+        combine_triton.row_dots(a, b, None)
+    later = ["run int"] if current == -1 else ["enter -1", "run int", "leave"]
+    assert done == ["enter -1", "compile Tensor", "leave", *later * 2], done
+
+
 def test_few_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of 1 to 8 pieces, one to three together, of unlike numbers and with an fp32 sum of earlier ones or without:
     two signatures for each dtype of the result. Empty pieces and sums have no rows and no blocks."""

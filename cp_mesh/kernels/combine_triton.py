@@ -133,13 +133,16 @@ def _bind(make: Callable[..., Any], of_pieces: Any, tensors: list[Tensor]) -> tu
 
 def _launch(kernel: Any, bound: _Bound, on: Tensor, args: tuple[Any, ...]) -> None:
     """Run ``kernel[grid](*args)`` on the device of ``on``."""
-    if bound.runner is not None and torch.cuda.current_device() == on.get_device():
+    if bound.runner is None:
+        with torch.cuda.device_of(on):
+            compiled = kernel[(bound.num_blocks,)](*args, num_warps=NUM_WARPS)
+            if bound.is_aligned and isinstance(compiled, CompiledKernel):
+                bound.runner = compiled[(bound.num_blocks, 1, 1)]
+    elif torch.cuda.current_device() == on.get_device():  # entering a device takes host time
         bound.runner(*args, stream=raw_stream(on.get_device()))
-        return
-    with torch.cuda.device_of(on):
-        compiled = kernel[(bound.num_blocks,)](*args, num_warps=NUM_WARPS)
-    if bound.is_aligned and isinstance(compiled, CompiledKernel):
-        bound.runner = compiled[(bound.num_blocks, 1, 1)]
+    else:
+        with torch.cuda.device_of(on):
+            bound.runner(*args, stream=raw_stream(on.get_device()))
 
 
 def _merge(begins: tuple[int, ...], likes: tuple[Like, ...]) -> tuple[Any, ...]:
