@@ -1,15 +1,15 @@
 """Pools of rank processes that live through a pytest session, for tests of code that communicates.
 
-A rank function is defined at the top level of a test file and takes its rank first::
+The body of a test runs on every rank, and its assertions are the test::
 
-    def total(rank: int, numbers: list[float]) -> Tensor:
-        value = torch.tensor([numbers[rank]])
+    @on_ranks(3)
+    def test_total(rank: int) -> None:
+        value = torch.tensor([rank])
         dist.all_reduce(value)
-        return value
+        assert value.item() == 3
 
-    def test_total(pool):
-        results = pool(3).run(total, [1.0, 2.0, 4.0])  # one result per rank
-        assert all(r.item() == 7.0 for r in results)
+What compares numbers of ranks calls a function of the top level, ``pool(3).run(fn, *args)``, and gets each rank's
+result of ``fn(rank, *args)``.
 
 Ranks are forked from a server that has imported torch once, so a pool starts in a tenth of a second; CUDA ranks are
 spawned, since a process that touched CUDA cannot be forked safely. Arguments and results travel by value through
@@ -21,6 +21,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
+import inspect
 import io
 import multiprocessing
 import os
@@ -38,9 +39,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace, TracebackType
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -50,6 +55,9 @@ from poison import poisoned, poisoning
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cp_mesh import ArgumentError, RankMismatchError, UnsupportedError
+
+REFUSALS = (ArgumentError, UnsupportedError, RankMismatchError)
 START_TIMEOUT = 120.0  # seconds; a spawned rank imports torch and creates a CUDA context
 MAX_LIVE_RANKS = 12
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
@@ -156,7 +164,8 @@ class Pool:
         self.conns, theirs = map(list, zip(*(context.Pipe() for _ in range(self.world_size)), strict=True))
         for rank, conn in enumerate(theirs):
             process = context.Process(target=_serve, args=(conn, rank, *settings), daemon=True, name=f"rank{rank}")
-            process.start()
+            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # of the server, for `preloaded`
+                process.start()
             self.processes.append(process)
         for conn in theirs:
             conn.close()  # else a dead rank's pipe would not read as closed
@@ -268,6 +277,55 @@ def join_on_gpus(one_gpu: bool) -> None:
     dist.init_process_group("cpu:gloo,cuda:gloo" if one_gpu else "cpu:gloo,cuda:nccl")
 
 
+def on_ranks(world_size: int | str, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a body that runs on every rank of a pool, for `timeout` seconds at most.
+
+    Args:
+        world_size: number of ranks, or the parameter that holds it, as "cp_size" or "case.cp_size".
+        timeout: seconds.
+
+    The body may ask for `rank`, and for `axis`, the mesh axis "cp" of all ranks; its other parameters are those of the
+    test, and arrive by value.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        names = tuple(inspect.signature(body).parameters)
+        taken = [name for name in names if name not in ("rank", "axis")]
+        if isinstance(world_size, str) and (root := world_size.partition(".")[0]) not in taken:
+            taken.append(root)
+
+        @functools.wraps(body)
+        def test(pool: Any, *args: Any, **given: Any) -> None:
+            given |= dict(zip(taken, args, strict=False))
+            size = world_size if isinstance(world_size, int) else attrgetter(world_size)(SimpleNamespace(**given))
+            pool(size).run(on_rank, given, timeout=timeout)
+
+        @functools.wraps(body)
+        def on_rank(rank: int, given: dict[str, Any]) -> None:
+            given["rank"] = rank
+            if "axis" in names:
+                given["axis"] = mesh((dist.get_world_size(),), ("cp",))
+            body(**{name: given[name] for name in names})
+
+        on_rank.__qualname__ += ".on_rank"  # by which it is found on the ranks
+        test.on_rank = on_rank  # type: ignore[attr-defined]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in ("pool", *taken)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+@contextmanager
+def refused(match: str, error: type[Exception] | tuple[type[Exception], ...] = REFUSALS) -> Iterator[Any]:
+    """What is inside raises this error on this rank, before any collective."""
+    begin = num_collectives()
+    with pytest.raises(error, match=match) as raised:
+        yield raised
+    assert num_collectives() == begin, "a collective was issued before the refusal"
+
+
 def num_collectives() -> int:
     """Collectives and sends issued by this rank so far, in all its groups that communicate."""
     groups = dist.distributed_c10d._world.pg_map.items()
@@ -326,6 +384,8 @@ def _outcome(rank: int, request: bytes) -> bytes | Raised:
         with poisoned(poison):
             return _dumps(fn(rank, *args))
     except BaseException as error:
+        while error.__traceback__ and error.__traceback__.tb_next and _is_here(error.__traceback__):
+            error.__traceback__ = error.__traceback__.tb_next
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         return Raised(kinds, str(error), "".join(traceback.format_exception(error)), num_collectives() - begin)
     finally:
@@ -334,6 +394,10 @@ def _outcome(rank: int, request: bytes) -> bytes | Raised:
             torch._dynamo.reset()
             counters.clear()
         sys.stdout.flush()
+
+
+def _is_here(at: TracebackType) -> bool:
+    return at.tb_frame.f_code.co_filename == __file__
 
 
 class _ByValue(pickle.Pickler):

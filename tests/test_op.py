@@ -16,7 +16,7 @@ from checks import lies_as
 from dense import dense_attention, dense_mask, make_qkv
 from inside import AttentionSpec, Tensors, room
 from model import Core
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -142,7 +142,9 @@ def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> N
         pool(1).run(real_and_fake, seq_dim, dtype, Dv, in_memory, as_inputs)
 
 
-def kept_and_fake(rank: int, seq_dim: int) -> None:
+@pytest.mark.parametrize("seq_dim", FORMATS)
+@on_ranks(2)
+def test_fakes_of_what_is_kept(seq_dim: int) -> None:
     q, k, v, dout = inputs(seq_dim, requires_grad=False, Dv=E)
     options = {"method": "ulysses", "keeps": True, "as_inputs": True, "differentiable_lse": False}
     arguments = (*Tensors(), [], 2 * S, *tail(seq_dim, **options)[2:])
@@ -156,11 +158,6 @@ def kept_and_fake(rank: int, seq_dim: int) -> None:
         fresults = ops.attention_op(*fakes[:3], *arguments)
         fgrads = ops.attention_backward_op(*fakes[3:], *fresults[3:], None, fresults[2], *arguments, "")
     assert describe(fresults) == describe(results) and describe(fgrads) == describe(grads)
-
-
-@pytest.mark.parametrize("seq_dim", FORMATS)
-def test_fakes_of_what_is_kept(pool: Any, seq_dim: int) -> None:
-    pool(2).run(kept_and_fake, seq_dim)
 
 
 def strides_of_dtensors(rank: int, shape: tuple[int, ...], seq_dim: int, given: str, beside: str) -> list[Any]:
@@ -266,7 +263,8 @@ def test_dtensors_are_dispatched_and_planned_once(pool: Any, implicit: bool) -> 
             assert whole or not any(on_dtensors for _, on_dtensors in calls)
 
 
-def looked_at(rank: int) -> None:
+@on_ranks(2)
+def test_dtensors_of_each_kind_are_looked_at(rank: int) -> None:
     """DTensors of one kind after another: right ones, then such as differ from them in one thing."""
     axis, length = mesh((2, 1), ("cp", "tp")), 15
     rows = Contiguous().positions(length, 2, rank)
@@ -293,13 +291,11 @@ def looked_at(rank: int) -> None:
                 call(*wrong)
 
 
-def test_dtensors_of_each_kind_are_looked_at(pool: Any) -> None:
-    pool(2).run(looked_at)
-
-
-def by_group(rank: int, compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.quick(without="True")
+@on_ranks(2)
+def test_a_process_group_for_the_mesh(rank: int, axis: Any, compiled: bool) -> None:
     """A process group in place of the mesh, for local tensors, DTensors and the sequence kit."""
-    axis = mesh((2,), ("cp",))
     group = axis.get_group()
     sequence = ShardedSequence(group, ZigZag())
     assert (sequence.cp_size, sequence.cp_rank, sequence.mesh.get_group()) == (2, rank, group)
@@ -315,12 +311,6 @@ def by_group(rank: int, compiled: bool) -> None:
     assert torch.equal(attend(*placed).to_local(), want)
     core = cp_mesh.parallelize(Core(), sequence.mesh, {"": ContextParallel(sequence)})
     assert torch.equal(core(*qkv), want)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.quick(without="True")
-def test_a_process_group_for_the_mesh(pool: Any, compiled: bool) -> None:
-    pool(2).run(by_group, compiled)
 
 
 def expected(*required: str) -> dict[str, Tensor]:
@@ -353,7 +343,8 @@ def test_gradients_only_where_required(pool: Any, required: str) -> None:
                 torch.testing.assert_close(grad, want[name][:, :, rows], rtol=1e-10, atol=1e-10)
 
 
-def no_gradients(rank: int) -> None:
+@on_ranks(1)
+def test_what_has_no_gradient() -> None:
     """What has no gradient takes none: masks and layouts, no_grad and inference mode."""
     q, k, v, _ = inputs(2)
     ids, keep = torch.zeros(B, S, dtype=torch.int64), torch.ones(B, S, dtype=torch.bool)
@@ -371,11 +362,8 @@ def no_gradients(rank: int) -> None:
     assert all(torch.equal(x, copy) for x, copy in zip(leaves, copies, strict=True))  # inputs are never written
 
 
-def test_what_has_no_gradient(pool: Any) -> None:
-    pool(1).run(no_gradients)
-
-
-def unused_results(rank: int) -> None:
+@on_ranks(1)
+def test_unused_results() -> None:
     """A result that the loss does not read costs nothing and needs no kernel that differentiates it."""
     q, k, v, dout = inputs(2)
     out, lse = call(q, k, v, return_lse=True)
@@ -390,10 +378,6 @@ def unused_results(rank: int) -> None:
     assert (of_lse[2] == 0).all()
     out, lse = call(q, k, v, return_lse=True, kernel="reference", layout=Contiguous())
     assert torch.autograd.grad(out.sum(), (v,))[0].shape == v.shape
-
-
-def test_unused_results(pool: Any) -> None:
-    pool(1).run(unused_results)
 
 
 def differentiate_twice(rank: int, of_lse: bool) -> None:
@@ -425,18 +409,15 @@ def test_double_backward_is_refused(pool: Any, of_lse: bool) -> None:
     assert "attention_backward" in error.message, error.message
 
 
-def written_in_place(rank: int) -> None:
+@on_ranks(1)
+def test_a_result_can_be_written_in_place() -> None:
+    """It is no view of anything, on however few ranks; and a backward that needs the old one says so."""
     q, k, v, _ = inputs(2)
     want, out = 2 * call(q, k, v).detach(), call(q, k, v)
     out.mul_(2)
     assert torch.equal(out, want)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_a_result_can_be_written_in_place(pool: Any) -> None:
-    """It is no view of anything, on however few ranks; and a backward that needs the old one says so."""
-    pool(1).run(written_in_place)
 
 
 def gradcheck(rank: int) -> None:

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
 from durations import cpu_seconds
 from poison import poisoned
-from ranks import Pool, RankFailure, device, mesh
+from ranks import Pool, RankFailure, device, mesh, on_ranks, refused
 from torch import Tensor
+
+from cp_mesh import ArgumentError
 
 
 def everyone(rank: int, scale: float) -> tuple[int, Tensor]:
@@ -77,6 +79,46 @@ def test_every_rank_answers(pool, world_size):
     answers = pool(world_size).run(everyone, 0.5)
     assert [total.item() for _, total in answers] == [0.25 * world_size * (world_size - 1)] * world_size
     assert len({pid for pid, _ in answers} | {os.getpid()}) == world_size + 1
+
+
+@on_ranks(3)
+def test_a_body_has_its_rank_and_an_axis(rank, axis):
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=axis.get_group())
+    assert (total.item(), axis.get_local_rank()) == (3, rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("scale", [torch.ones(2)])
+@on_ranks("size")
+def test_a_body_has_the_parameters_of_its_test(scale):
+    dist.all_reduce(scale)
+    assert scale.tolist() == [dist.get_world_size()] * 2
+
+
+@on_ranks(2)
+def test_a_refusal_comes_before_collectives():
+    def refuse(num_before):
+        with refused("equal heads"):
+            for _ in range(num_before):
+                dist.all_reduce(torch.ones(()))
+            raise ArgumentError("equal heads")
+
+    refuse(0)
+    with pytest.raises(AssertionError, match="a collective was issued"):
+        refuse(1)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), refused("equal heads"):
+        pass
+
+
+@on_ranks(2)
+def fails_on_one(rank, wanted):
+    assert rank + 1 == wanted
+
+
+def test_a_failed_assert_tells_its_values_and_its_rank(pool):
+    with pytest.raises(RankFailure, match=r"fails_on_one failed on 1(?s:.*)rank 1: (?s:.*)assert \(1 \+ 1\) == 1"):
+        fails_on_one(pool, 1)
 
 
 def test_ranks_are_reused(pool):
