@@ -441,7 +441,7 @@ def order_of_copies(rank: int, folder: str) -> list[str]:
         stack.enter_context(beside_products("symmetric_memory", folder))
         for where, attribute, name in (
             *((module, *names) for module in (column_linears, row_linears) for names in PARTED),
-            (FileWorkspace, "barrier", "barrier"), (HostLane, "entered", "copies:"), (HostLane, "wait", "wait"),
+            (FileWorkspace, "barrier", "barrier"), (HostLane, "__enter__", "copies:"), (HostLane, "wait", "wait"),
         ):  # fmt: skip
             noted(stack, where, attribute, name)
         module(x).sum().backward()

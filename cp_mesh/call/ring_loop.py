@@ -33,7 +33,7 @@ from torch import Tensor
 from cp_mesh.call.method import Method, Plan, as_one_tile
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Freight
-from cp_mesh.comm.exchange import WAYS, Transport, choose_transport
+from cp_mesh.comm.exchange import Transport, transport_maker
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
@@ -205,12 +205,13 @@ def _open_transport(plan: Plan, group: dist.ProcessGroup, k: Tensor, v: Tensor) 
     if not schedule.route.stages:
         return None  # a transport takes host time
     if (bound := prepared.get(key)) is None:  # the plan's first pass, after ranks compared the call
-        way = choose_transport(plan.options.transport, group, plan.device)
+        make = transport_maker(plan.options.transport, group, plan.device)
         keys, gradients = Packing.of((k, v)), Packing.of((k, v), plan.settings.gradient_dtype)
-        bound = prepared[key] = way, Freight(schedule.route, schedule.shard_lens, keys, gradients, copy_together)
-    transport = WAYS[bound[0]](group, plan.device)
+        bound = prepared[key] = make, Freight(schedule.route, schedule.shard_lens, keys, gradients, copy_together)
+    make, freight = bound
+    transport: Transport = make(group)
     try:
-        transport.publish((k, v), bound[1])
+        transport.publish((k, v), freight)
     except BaseException:
         transport.end()
         raise

@@ -33,7 +33,7 @@ from cp_mesh.call.joined_layout import join, rows_of_group
 from cp_mesh.call.method import Plan, stream_of
 from cp_mesh.call.ring_loop import Stages, StageSettings, backward_of_heads, begin_backward, forward_of_heads
 from cp_mesh.call.spec import AttentionSpec, Operand
-from cp_mesh.comm.exchange import WAYS, Transport, choose_transport
+from cp_mesh.comm.exchange import Transport, choose_transport, transport_maker
 from cp_mesh.comm.groups import parts_of
 from cp_mesh.comm.heads import HeadExchange, by_rank
 from cp_mesh.comm.packing import make_packing
@@ -87,7 +87,7 @@ class _Call:
         self._bias = bias if self._bias_travels else None
 
     def __enter__(self) -> _Call:
-        self.transport = WAYS[self.exchange.way](self._inner, self.plan.device)
+        self.transport = self.exchange.make_transport(self._inner)
         if self._bias is not None:
             try:
                 self._exchange_bias(self._bias)
@@ -177,8 +177,8 @@ def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.Pro
         ranks = range(group.rank() // degree * degree, (group.rank() // degree + 1) * degree)
         rows = rows_of_group(*of_group, group.rank() // degree)
         shard_lens = [plan.layout.shard_len(plan.seq_len, group.size(), rank) for rank in ranks]
-        way = choose_transport(name, inner, plan.device)
-        return HeadExchange(inner, shard_lens, _order(rows, plan.device), way)
+        make_transport = transport_maker(name, inner, plan.device)
+        return HeadExchange(inner, shard_lens, _order(rows, plan.device), make_transport)
 
     if stream is None and plan.layout.tensor is not None:
         hint = "leave attention out of the graph, or use method='ring'"

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from cp_mesh.comm.functional import FunctionalTransport
-from cp_mesh.comm.symmetric_memory import SymmetricTransport, release, symmetric_memory_bytes, unavailable
+from cp_mesh.comm.symmetric_memory import (
+    SymmetricTransport,
+    group_memory,
+    release,
+    symmetric_memory_bytes,
+    unavailable,
+)
 from cp_mesh.errors import UnsupportedError
 
-__all__ = ["TRANSPORTS", "WAYS", "Transport", "choose_transport", "release", "symmetric_memory_bytes"]
+__all__ = ["TRANSPORTS", "choose_transport", "release", "symmetric_memory_bytes", "transport_maker"]
 
 Transport = FunctionalTransport | SymmetricTransport
-"""One pass of a group, made of the group and the device of the tensors; see `cp_mesh.comm.contract`."""
-WAYS: dict[str, type[Transport]] = {"functional": FunctionalTransport, "symmetric_memory": SymmetricTransport}
-TRANSPORTS = ("auto", *WAYS)
+"""One pass of a group; see `cp_mesh.comm.contract`."""
+MakeTransport = Callable[[dist.ProcessGroup], Transport]
+TRANSPORTS = ("auto", "functional", "symmetric_memory")
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -37,3 +46,10 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
     if name == "auto":
         return "functional"
     raise UnsupportedError(f"transport={name!r}: {reason}; transport='functional' works")
+
+
+def transport_maker(name: str, group: dist.ProcessGroup, device: torch.device) -> MakeTransport:
+    """Return what makes the transport of a pass over this group, as `choose_transport` names it. It holds no group."""
+    if choose_transport(name, group, device) == "functional":
+        return FunctionalTransport
+    return partial(SymmetricTransport, group_memory(group, device))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,7 +34,7 @@ class FunctionalTransport:
     _freight: Freight
     _tensors: Sequence[Tensor]
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group_name, self._num_served, self._num_sent = group.group_name, 0, 0
         self._fetched: deque[Callable[[], Tensor]] = deque()
         self._written: list[Tensor] = []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.comm.contract import Swap
-from cp_mesh.comm.exchange import Transport
+from cp_mesh.comm.exchange import MakeTransport, Transport
 from cp_mesh.comm.packing import Packing, make_packing
 
 Like = tuple[int, int, int, torch.dtype]
@@ -29,15 +29,17 @@ class HeadExchange:
         group: the cp group, or a group within it.
         shard_lens: rows of each rank, [size of the group].
         order: int64 [S] on the tensors' device, the positions of all rows in rank order; None if they rise one by one.
-        way: of `cp_mesh.comm.exchange.WAYS`.
+        make_transport: makes the transport of a pass, see `cp_mesh.comm.exchange.transport_maker`.
 
     Attributes:
         seq_len: rows of all ranks together.
         own_rows, fewest_rows: rows of this rank, and of the rank with the fewest.
     """
 
-    def __init__(self, group: dist.ProcessGroup, shard_lens: Sequence[int], order: Tensor | None, way: str) -> None:
-        self._order, self.way = order, way
+    def __init__(
+        self, group: dist.ProcessGroup, shard_lens: Sequence[int], order: Tensor | None, make_transport: MakeTransport
+    ) -> None:
+        self._order, self.make_transport = order, make_transport
         rank, size, whole = group.rank(), group.size(), list(shard_lens)
         self.seq_len, self.own_rows, self.fewest_rows, self._size = sum(whole), whole[rank], min(whole), size
         own, begin = [whole[rank]] * size, [*accumulate(whole, initial=0)][rank]

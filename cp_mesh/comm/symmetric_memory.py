@@ -61,10 +61,12 @@ class Workspace:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         symm_mem = symmetric_memory()
         self.nbytes, self.captured = nbytes, False
-        self._timeout_ms = int(timeout_of(group, device).total_seconds() * 1000)
         with lasting():
             self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
+        timeout_ms = int(timeout_of(group, device).total_seconds() * 1000)
+        self.barrier: Callable[..., None] = partial(self._handle.barrier, timeout_ms=timeout_ms)
+        """(channel=): wait on the current stream until every rank's stream has reached the barrier."""
         self._views: dict[tuple[Any, ...], Tensor] = {}
         self._bound: WeakKeyDictionary[Freight | Swap, dict[Any, Any]] = WeakKeyDictionary()
 
@@ -88,13 +90,9 @@ class Workspace:
             kept[what] = place()
         return kept[what]
 
-    def barrier(self, channel: int) -> None:
-        """Wait on the current stream until every rank's stream has reached the barrier."""
-        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
-
 
 class _CudaLane:
-    """A side stream beside the caller's stream; within ``with lane.entered()`` work is launched on it."""
+    """A side stream beside the caller's stream; within ``with lane:`` work is launched on it."""
 
     def __init__(self, device: torch.device) -> None:
         self.forked, self._left = False, 0
@@ -110,9 +108,6 @@ class _CudaLane:
         self._forking.record(self.caller)
         self._forking.wait(self._stream)
         self.forked = True
-
-    def entered(self) -> _CudaLane:
-        return self
 
     def __enter__(self) -> None:
         self._left = torch.cuda.current_device()
@@ -154,7 +149,7 @@ class GroupMemory:
             # Only a try shows all obstacles, such as containers or other backends of symmetric memory.
             problem = None
             try:
-                Workspace(group, _ALIGNMENT, device).barrier(_MAIN)
+                Workspace(group, _ALIGNMENT, device).barrier(channel=_MAIN)
             except Exception as error:
                 problem = f"a try failed ({type(error).__name__}: {error})"
             dist.all_gather_object(answers, problem, group=group)
@@ -208,6 +203,11 @@ class GroupMemory:
         """Let the host wait until the device is done."""
         torch.cuda.synchronize(self._device)
 
+    def free(self) -> None:
+        """Drop the workspaces; a later pass makes new ones."""
+        self._workspaces.clear()
+        self._kept.clear()
+
     @property
     def nbytes(self) -> int:
         return sum(workspace.nbytes for workspace in [*self._workspaces.values(), *self._kept])
@@ -215,7 +215,7 @@ class GroupMemory:
 
 @dataclass
 class Held:
-    """A group's memory, from its first use until `release`."""
+    """A group's memory, from its first use."""
 
     memory: GroupMemory | None = None
 
@@ -286,14 +286,12 @@ def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) 
         group: the cp group.
         within: this rank's groups within it, whose memory is freed too: those of `cp_mesh.comm.groups.known_parts`.
     """
-    of_groups = [state_of(each, Held) for each in (group, *within)]
-    for held in of_groups:
-        if held.memory is not None:
-            held.memory.wait()
+    memories = [held.memory for each in (group, *within) if (held := state_of(each, Held)).memory is not None]
+    for memory in memories:
+        memory.wait()
     dist.barrier(group)
-    for held in of_groups:
-        if held.memory is not None and held.memory.obstacle is None:  # else keep the answer of all ranks
-            held.memory = None
+    for memory in memories:
+        memory.free()
 
 
 class SymmetricTransport:
@@ -309,9 +307,11 @@ class SymmetricTransport:
 
     _freight: Freight
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._memory, self._group, self._rank = group_memory(group, device), group, group.rank()
-        self._memory.begin()
+    def __init__(self, memory: GroupMemory, group: dist.ProcessGroup) -> None:
+        self._memory, self._group, self._rank = memory, group, group.rank()
+        # Also after an exception: the caller's stream waits for copies before it reuses their buffers.
+        self.end = memory.end
+        memory.begin()
         self._pulls: list[Parts] = []
         self._buffers: deque[Tensor] = deque()  # of stages that have not arrived
         self._marks: deque[Any] = deque()  # of the pulls
@@ -323,10 +323,10 @@ class SymmetricTransport:
         self._freight, packing = freight, freight.keys
         workspace = self._memory.workspace("rows", max(freight.shard_lens) * packing.row_bytes, self._group)
         own, self._pulls = workspace.bound(freight, "rows", partial(self._place_rows, workspace))
-        workspace.barrier(_MAIN)
+        workspace.barrier(channel=_MAIN)
         if own:
             freight.copy(list(zip(tensors, own, strict=True)))
-        workspace.barrier(_MAIN)
+        workspace.barrier(channel=_MAIN)
         for stage in freight.route.stages:
             self._buffers.append(packing.empty(stage.num_fetched))
         # After the barrier, and after earlier work that used the memory of these buffers.
@@ -348,7 +348,7 @@ class SymmetricTransport:
     def arrived(self, stage: Stage) -> tuple[Tensor, ...] | None:
         lane = self._memory.pulls
         if self._pulls:
-            with lane.entered():
+            with lane:
                 for (rows, counts), into in zip(self._pulls, self._buffers, strict=True):
                     for part, theirs in zip((into,) if len(rows) == 1 else into.split(counts), rows, strict=True):
                         part.copy_(theirs)
@@ -374,11 +374,11 @@ class SymmetricTransport:
         workspace, pushes, _ = self._slots
         slots, counts = pushes.popleft()
         lane.fork()
-        with lane.entered():
+        with lane:
             for part, slot in zip((written,) if len(slots) == 1 else written.split(counts), slots, strict=True):
                 slot.copy_(part)
             if not pushes:
-                workspace.barrier(_PUSHED)
+                workspace.barrier(channel=_PUSHED)
             self._sent.append((written, lane.mark()))
         if len(self._sent) > 2:  # pushed long before: its memory may be used again
             lane.wait(self._sent.popleft()[1])
@@ -410,9 +410,9 @@ class SymmetricTransport:
         workspace = self._memory.workspace("rows", offsets.pop(), self._group)
         place = partial(self._place_swap, workspace, offsets, packings, swap)
         own, pulls = workspace.bound(swap, packings, place)
-        workspace.barrier(_MAIN)
+        workspace.barrier(channel=_MAIN)
         write(own)
-        workspace.barrier(_MAIN)
+        workspace.barrier(channel=_MAIN)
         received = [packing.empty(sum(swap.origin)) for packing in packings]
         for buffer, of_packing in zip(received, pulls, strict=True):
             parts = buffer.split(swap.origin)
@@ -435,10 +435,6 @@ class SymmetricTransport:
                     of_packing.append((source, workspace.rows(source, first, count, packing)))
             pulls.append(of_packing)
         return own, pulls
-
-    def end(self) -> None:
-        # Also after an exception: the caller's stream waits for copies before it reuses their buffers.
-        self._memory.end()
 
 
 def _parts(rows: list[Tensor]) -> Parts:

@@ -40,7 +40,7 @@ class SymmetricMoves:
         """Return memory for this pass that no rank uses any more."""
         workspace = self.memory.workspace(purpose, nbytes, self.group)
         if not self._is_clear:
-            workspace.barrier(_MAIN)
+            workspace.barrier(channel=_MAIN)
             self._is_clear = True
         return workspace
 
@@ -78,11 +78,11 @@ class SymmetricGather:
         self._slots, self._marks = _Slots(workspace, x, x.shape[2]), list[Any]()
         self._kept = x.new_empty(len(x), self._size * self._own, x.shape[2]) if whole == "kept" else None
         self._lane.fork()
-        with self._lane.entered():
+        with self._lane:
             for step in range(1, self._size):
                 to = (self._rank + step) % self._size
                 self._slots.at(to, self._rank * self._own, self._own)[0].copy_(self._x)
-                workspace.barrier(_PUSHED)
+                workspace.barrier(channel=_PUSHED)
                 self._marks.append(self._lane.mark())
             if whole == "lent":
                 self._slots.at(self._rank, self._rank * self._own, self._own)[0].copy_(self._x)
@@ -128,10 +128,10 @@ class SymmetricSums:
     def send(self, chunk: slice, write: Write) -> None:
         for step in range(1, self._size):
             write(self._shards.of((self._rank + step) % self._size, chunk), self._slot(self._rank, step, chunk))
-        self._workspace.barrier(_MAIN)
+        self._workspace.barrier(channel=_MAIN)
         self._lane.fork()
         out = self.out[:, chunk]
-        with self._lane.entered():
+        with self._lane:
             for step in range(1, self._size):
                 pulled = out if self._pulled is None else self._pulled[step - 1, :, chunk]
                 slot = self._slot((self._rank - step) % self._size, step, chunk)
