@@ -289,10 +289,11 @@ def on_ranks(world_size: int | str, timeout: float = 60.0) -> Callable[[Callable
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        names = tuple(inspect.signature(body).parameters)
-        taken = [name for name in names if name not in ("rank", "axis")]
+        names = dict(inspect.signature(body).parameters)
+        taken = {name: parameter for name, parameter in names.items() if name not in ("rank", "axis")}
         if isinstance(world_size, str) and (root := world_size.partition(".")[0]) not in taken:
-            taken.append(root)
+            taken = {root: inspect.Parameter(root, inspect.Parameter.POSITIONAL_OR_KEYWORD)} | taken
+        pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
         @functools.wraps(body)
         def test(pool: Any, *args: Any, **given: Any) -> None:
@@ -305,13 +306,11 @@ def on_ranks(world_size: int | str, timeout: float = 60.0) -> Callable[[Callable
             given["rank"] = rank
             if "axis" in names:
                 given["axis"] = mesh((dist.get_world_size(),), ("cp",))
-            body(**{name: given[name] for name in names})
+            body(**{name: given[name] for name in names if name in given})
 
         on_rank.__qualname__ += ".on_rank"  # by which it is found on the ranks
         test.on_rank = on_rank  # type: ignore[attr-defined]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter(name, kind) for name in ("pool", *taken)]
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([pool, *taken.values()])  # type: ignore[attr-defined]
         return test
 
     return decorate

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
 from inside import NUM_TENSORS, AttentionSpec, attention_op, room
 from model import Core, Model, batch, tensor_parallel_plan
-from ranks import Pool, mesh, num_collectives
+from ranks import Pool, mesh, num_collectives, on_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,8 +61,10 @@ def assert_compiles(fn: Callable[..., Any], backend: str, *inputs: Tensor) -> No
 # Local tensors and DTensors.
 
 
-def local_tensors(rank: int, backend: str) -> None:
-    axis = mesh((dist.get_world_size(),), ("cp",))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.full
+@on_ranks(2, timeout=180.0)
+def test_local_tensors(axis: DeviceMesh, backend: str) -> None:
     sequence = ShardedSequence(axis, ZigZag())
     documents, keep = torch.arange(S).expand(B, S) // 7, torch.arange(S) != 3
     permuted = Permuted(torch.arange(S).flip(0))
@@ -87,12 +89,6 @@ def local_tensors(rank: int, backend: str) -> None:
     assert_compiles(scored, backend, q, k, v, sinks, slopes, bias)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(every_format, backend=backend)(q, k, v), every_format(q, k, v))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.full
-def test_local_tensors(pool: Any, backend: str) -> None:
-    pool(2).run(local_tensors, backend, timeout=180.0)
 
 
 def dtensors(rank: int, backend: str, tp: int) -> None:
@@ -238,7 +234,10 @@ def test_documents_of_compiled_code_are_digested_once(pool: Any, backend: str) -
     assert pool(2).run(three_layers, backend, timeout=180.0) == [[1, 1, 1]] * 2
 
 
-def whole_model(rank: int, backend: str) -> None:
+@pytest.mark.full
+@on_ranks(2)
+def test_whole_model() -> None:
+    backend = "aot_eager"
     axes = mesh((2, 1), ("cp", "tp"))
     arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}
     model = make_model(axes, gather_output=True)
@@ -249,15 +248,13 @@ def whole_model(rank: int, backend: str) -> None:
         torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.full
-def test_whole_model(pool: Any) -> None:
-    pool(2).run(whole_model, "aot_eager")
-
-
 # What was compiled before the plan.
 
 
-def compiled_before(rank: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["cores", "graphs", "blocks", "model", "ends", "linears"])
+@pytest.mark.quick("cores", "graphs", "blocks")
+@on_ranks(2, timeout=180.0)
+def test_what_was_compiled_before_the_plan(what: str) -> None:
     """The numbers are those of the same plan on what is not compiled."""
     tp = 1 + (what == "linears")
     axes = mesh((2 // tp, tp), ("cp", "tp"))
@@ -299,12 +296,6 @@ def compiled_before(rank: int, what: str) -> None:
     assert found[0].keys() == found[1].keys()
     for name, want in found[0].items():
         torch.testing.assert_close(found[1][name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.parametrize("what", ["cores", "graphs", "blocks", "model", "ends", "linears"])
-@pytest.mark.quick("cores", "graphs", "blocks")
-def test_what_was_compiled_before_the_plan(pool: Any, what: str) -> None:
-    pool(2).run(compiled_before, what, timeout=180.0)
 
 
 # Lengths that change.
@@ -400,7 +391,11 @@ def test_sizes_that_are_symbols(pool: Any, kind: str, backend: str) -> None:
 # Autocast.
 
 
-def autocast(rank: int, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.nightly("compiled"))], ids=["eager", "compiled"]
+)
+@on_ranks(2)
+def test_autocast(compiled: bool) -> None:
     axes = mesh((2, 1), ("cp", "tp"))
     sequence = ShardedSequence(axes["cp"])
     q, k, v, _ = (sequence.shard(x, dim=2).float() for x in make_qkv(B, H, K, S, D))
@@ -431,13 +426,6 @@ def autocast(rank: int, compiled: bool) -> None:
             assert call(q.double(), k.double(), v.double()).dtype == torch.float64
             with torch.autocast("cpu", enabled=False):
                 assert call(q, k, v).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.nightly("compiled"))], ids=["eager", "compiled"]
-)
-def test_autocast(pool: Any, compiled: bool) -> None:
-    pool(2).run(autocast, compiled)
 
 
 # Activation checkpointing.

@@ -21,7 +21,7 @@ from covering import Row, covering_array
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, Use, dense, integers, numbers
 from inside import NUM_TENSORS, AttentionSpec, inner, room, trace
-from ranks import mesh, num_collectives
+from ranks import mesh, num_collectives, on_ranks
 from recording import recording
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -486,7 +486,9 @@ def test_dtensors(pool: Any, names: tuple[str, str], dim: int) -> None:
 
 
 # --- how it is called
-def by_op(rank: int) -> None:
+@pytest.mark.unpoisoned  # opcheck compares two runs bit by bit
+@on_ranks(1)
+def test_opcheck() -> None:
     """PyTorch's own checks of the ops: fakes, autograd, schemas, and compiled code."""
     S = 6
     q, k, v, dout = make_qkv(B, 4, 2, S, D)
@@ -501,11 +503,6 @@ def by_op(rank: int) -> None:
     tail = (*tail[:NUM_TENSORS], [x.detach() for x in (*captured, *of_mask)], *tail[NUM_TENSORS + 1 :])
     out, lse, *_ = ops.attention_op(q, k, v, *tail)
     torch.library.opcheck(ops.attention_backward_op, (dout, q, k, v, out, lse, None, None, *tail, "captured.0"))
-
-
-@pytest.mark.unpoisoned  # opcheck compares two runs bit by bit
-def test_opcheck(pool: Any) -> None:
-    pool(1).run(by_op)
 
 
 def ways(rank: int) -> dict[str, list[Tensor]]:
@@ -968,7 +965,8 @@ def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
         assert re.search(words, error.message), error.message
 
 
-def derived_by_torch_func(rank: int) -> None:
+@on_ranks(1)
+def test_other_derivatives_of_what_is_read_are_refused() -> None:
     """Over what a function reads, which PyTorch would take for a tensor without a derivative."""
     axis, (q, k, v, _) = mesh((1,), ("cp",)), make_qkv(B, 4, 4, S, D)
 
@@ -984,11 +982,8 @@ def derived_by_torch_func(rank: int) -> None:
     loss(table)
 
 
-def test_other_derivatives_of_what_is_read_are_refused(pool: Any) -> None:
-    pool(1).run(derived_by_torch_func)
-
-
-def equal_of_another_name(rank: int) -> None:
+@on_ranks(2)
+def test_names_of_equal_functions_are_not_compared(rank: int) -> None:
     """Rank 0 knows the functions already, by other names."""
     axis, (q, k, v, _) = mesh((2,), ("cp",)), (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
     others = [
@@ -1002,7 +997,3 @@ def equal_of_another_name(rank: int) -> None:
 
     flex_attention(q, k, v, score_mod, create_block_mask(causal, 1, 1, S, S), mesh=axis)
     assert len(known) == 2 * (rank == 0)
-
-
-def test_names_of_equal_functions_are_not_compared(pool: Any) -> None:
-    pool(2).run(equal_of_another_name)

@@ -13,7 +13,7 @@ from cases import gap
 from checks import TOLERANCE, report
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, dense, numbers
-from ranks import mesh, num_collectives
+from ranks import mesh, num_collectives, on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import flex_attention as of_torch
@@ -114,11 +114,7 @@ USES: dict[str, tuple[Callable[[], Core], dict[str, Any], dict[str, Any]]] = {
     "a mask of order": (lambda: Core("ALiBi", "dilated", of_torch=True), {}, {}),
     "a scale": (lambda: Core("relative table", "causal"), {}, {"scale": 0.3}),
     "padding": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21}, {}),
-    "padding, causal": (
-        lambda: Core("relative table", "causal", 21, of_torch=True),
-        {"length": 21},
-        {},
-    ),
+    "padding, causal": (lambda: Core("relative table", "causal", 21, of_torch=True), {"length": 21}, {}),
     "unequal shards": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21, "pad": False}, {}),
     "compiled": (lambda: Compiled("ALiBi", "causal", of_torch=True), {}, {}),
 }
@@ -156,9 +152,9 @@ def test_cores(pool: Any, cp_size: int) -> None:
     report(pool(cp_size).run(as_one, [*USES], timeout=300))
 
 
-def without_pairs(rank: int) -> None:
+@on_ranks(2)
+def test_a_core_without_pairs(axis: Any) -> None:
     """No batch row, or no token."""
-    axis = mesh((2,), ("cp",))
     for batch, S in ((0, 24), (B, 0)):
         ids = torch.zeros(batch, S, dtype=torch.int64)
         core = Core("gate", S=S)
@@ -171,10 +167,6 @@ def without_pairs(rank: int) -> None:
         grads = torch.autograd.grad(out.sum(), [*leaves, core.gate])
         assert out.shape == leaves[0].shape
         assert [x.shape for x in grads] == [x.shape for x in (*leaves, core.gate)] and not grads[-1].any()
-
-
-def test_a_core_without_pairs(pool: Any) -> None:
-    pool(2).run(without_pairs)
 
 
 def of_torch_inside(rank: int) -> list[str]:

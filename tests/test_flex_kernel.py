@@ -26,7 +26,7 @@ import torch
 from cases import gap
 from flex_uses import MASKS, SCORES
 from inside import KERNELS, BackwardTile, Pairs, Reads, ScalarFunction, Scores, inner, name_of_captured, room, trace
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import FxGraphCache
 
@@ -384,15 +384,12 @@ def test_inference_mode(pool) -> None:
     assert max(pool(2).run(inferred)) <= 1e-12
 
 
-def vectors(rank: int) -> None:
+@on_ranks(2)
+def test_functions_of_vectors_are_refused() -> None:
     q, u = torch.randn(1, 2, 4, 4).double(), torch.randn(8, 3).double()
     with on_the_cpu(), pytest.raises(UnsupportedError, match="kernel='flex' lacks scores with vectors in functions"):
         score_mod = lambda score, b, h, i, j: score + (u[i] * u[j]).sum()  # noqa: E731
         flex_attention(q, q, q, score_mod, mesh=mesh((2,), ("cp",)), kernel="flex")
-
-
-def test_functions_of_vectors_are_refused(pool) -> None:
-    pool(2).run(vectors)
 
 
 def test_a_shape_is_compiled_once_for_all_tiles() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from inside import inner, room
-from ranks import mesh
+from ranks import mesh, on_ranks
 from test_loss import peak_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -259,7 +259,8 @@ def test_labels_of_other_rows(pool: Any) -> None:
     assert "the labels of contiguous rows" in second.message
 
 
-def right_labels(rank: int) -> None:
+@on_ranks(2)
+def test_right_labels(rank: int) -> None:
     """Parts of the rows, gathered completions of as many rows, tokens at their own positions, evaluations.
 
     A first trained call with right labels ends the check, so wrong labels pass after it.
@@ -286,10 +287,6 @@ def right_labels(rank: int) -> None:
     cuts.done = False  # for tests after this one
 
 
-def test_right_labels(pool: Any) -> None:
-    pool(2).run(right_labels)
-
-
 def differing(rank: int) -> None:
     sequence = ShardedSequence(mesh((2,), ("cp",)), length=8)
     mask = Mask(documents=torch.tensor([0] * (3 + rank) + [1] * (5 - rank)))
@@ -301,7 +298,8 @@ def test_documents_that_differ_are_refused(pool: Any) -> None:
         assert raised is not None and raised.type == "RankMismatchError" and "documents" in raised.message
 
 
-def freed(rank: int) -> None:
+@on_ranks(2)
+def test_weights_that_are_away_are_refused() -> None:
     linear = head(bias=False)
     model = nn.Sequential(linear)
     fully_shard(linear, mesh=mesh((2,), ("cp",)))
@@ -321,10 +319,6 @@ def freed(rank: int) -> None:
         cross_entropy(hidden, labels, **given, teacher=(hidden, weights[0].detach()))
     linear.unshard()
     assert cross_entropy(hidden, labels, **given, teacher=(hidden, linear.weight.detach())) > 0
-
-
-def test_weights_that_are_away_are_refused(pool: Any) -> None:
-    pool(2).run(freed)
 
 
 def test_what_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from inside import room
-from ranks import mesh
+from ranks import mesh, on_ranks
 from test_log_probs import LAYOUTS, B, C, S, V, head, rows
 from test_loss import peak_of
 from torch import Tensor, nn
@@ -233,7 +233,8 @@ def test_refused_over_tp(pool: Any) -> None:
         assert "label_smoothing and z_loss" in raised.message
 
 
-def compiled(rank: int) -> None:
+@on_ranks(2)
+def test_compiled() -> None:
     axis, (hidden, labels), teacher = mesh((2,), ("cp",)), rows(), teacher_of()
     soft = F.linear(*teacher)
 
@@ -244,10 +245,6 @@ def compiled(rank: int) -> None:
     want = step(share(logits), logits)
     found = step(torch.compile(share, backend="aot_eager", fullgraph=True)(logits), logits)
     assert_same(found, want)
-
-
-def test_compiled(pool: Any) -> None:
-    pool(2).run(compiled)
 
 
 @pytest.mark.unpoisoned
@@ -277,11 +274,7 @@ def test_what_is_refused() -> None:
         "perhaps bias": {"x": hidden, "weight": linear.weight, "teacher": (soft, weight, bias[1:])},
         "got tuple; of an output": {"x": logits, "teacher": ()},
         "got dict; of an output": {"x": logits, "teacher": {"logits": 1}},
-        "a number, got Parameter": {
-            "x": hidden,
-            "weight": weight,
-            "temperature": nn.Parameter(weight[0, 0]),
-        },
+        "a number, got Parameter": {"x": hidden, "weight": weight, "temperature": nn.Parameter(weight[0, 0])},
         "a number, got Tensor": {"x": logits, "z_loss": logits[0, 0, 0]},
     }.items():
         with pytest.raises(ArgumentError, match=match):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from itertools import islice
 from pathlib import Path
@@ -165,6 +165,11 @@ def of(test: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
     return wraps(test)(lambda pool: test(pool, *arguments))
 
 
+def each(test: Callable[..., None], cases: Iterable[Any]) -> Callable[[Any], None]:
+    """A test with each of these as its one argument, up to the first that fails."""
+    return lambda pool: [test(pool, case) for case in cases]
+
+
 def on(num_ranks: int, *given: Any, **options: Any) -> Callable[[Any], None]:
     """What a function finds on ranks."""
     return lambda pool: report(pool(num_ranks).run(*given, **options))
@@ -185,6 +190,16 @@ def every_disagreement(pool: Any) -> None:
     raised = pool(3).run(test_agreement.disagree, True, timeout=20.0)
     for name in test_agreement.CASES:
         test_agreement.test_every_rank_raises(name, raised)
+
+
+def in_folder(test: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
+    """A test with these arguments and a folder of its own."""
+
+    def check(pool: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            test(pool, *arguments, Path(folder))
+
+    return check
 
 
 def race(pool: Any, **options: Any) -> None:
@@ -381,20 +396,22 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         (test_checkpointed.test_writes_to_what_is_saved, ({"offload": False, "keep_attention": False}, "stream"))
     ),
     "tiles of what mixes tokens": alone((test_tiled.test_modules_that_mix_tokens_are_refused, ("a mean", 13))),
-    "linears": on(3, test_tensor_parallel.run_cases, test_tensor_parallel.CASES),
-    "traffic of linears": test_tensor_parallel.test_what_travels_and_what_is_computed,
+    "linears": of(test_tensor_parallel.test_loss_and_gradients_are_those_of_one_rank, 3),
+    "traffic of linears": each(test_tensor_parallel.test_what_travels_and_what_is_computed, test_tensor_parallel.PARTS),
     "order of linears": of(test_tensor_parallel.test_products_run_while_rows_travel, *test_tensor_parallel.ORDERS[0]),
     "order of forwards": test_tensor_parallel.test_products_begin_before_all_rows_have_come,
-    "order of copies": test_tensor_parallel.test_products_run_while_copy_engines_move_rows,
-    "beside products": of(test_tensor_parallel.test_rows_that_travel_beside_products, 3, "functional"),
-    "beside copies": of(test_tensor_parallel.test_rows_that_travel_beside_products, 3, "symmetric_memory"),
+    "order of copies": in_folder(test_tensor_parallel.test_products_run_while_copy_engines_move_rows),
+    "beside products": in_folder(test_tensor_parallel.test_rows_that_travel_beside_products, 3, "functional"),
+    "beside copies": in_folder(test_tensor_parallel.test_rows_that_travel_beside_products, 3, "symmetric_memory"),
     "chunks of logits": test_tensor_parallel.test_chunks_of_logits,
-    "unlike tokens over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, ("tokens",)),
-    "unlike gradients over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, ("no gradient: columns",)),
+    "unlike tokens over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, "tokens"),
+    "unlike gradients over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, "no gradient: columns"),
     "refusals in cores over tp": of(test_tensor_parallel.test_all_ranks_of_cp_and_tp_hear_of_a_refusal, "a core"),
     "later refusals": test_agreement.test_a_later_refusal_is_told_when_the_wait_ends,
-    "a head under FSDP2": test_tensor_parallel.test_one_trained_part_under_fsdp,
-    "plain parameters over tp": test_tensor_parallel.test_plain_parameters_on_sharded_rows,
+    "a head under FSDP2": of(test_tensor_parallel.test_one_trained_part_under_fsdp, "head"),
+    "plain parameters over tp": each(
+        test_tensor_parallel.test_plain_parameters_on_sharded_rows, test_tensor_parallel.SETUPS
+    ),
     "the probe finds": of(test_probe.test_mistakes_are_found, torch.bfloat16, False),
     "the probe is silent": of(test_probe.test_what_is_right_is_silent, torch.bfloat16),
     "nothing is left of the probe": of(test_probe.test_training_goes_on_as_without, ""),

@@ -420,7 +420,8 @@ def test_a_result_can_be_written_in_place() -> None:
         out.sum().backward()
 
 
-def gradcheck(rank: int) -> None:
+@on_ranks(1)
+def test_gradcheck() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
 
@@ -428,10 +429,6 @@ def gradcheck(rank: int) -> None:
         return call(q, k, v, mask=Mask(window=(2, 0)), return_lse=True, layout=Contiguous())
 
     assert torch.autograd.gradcheck(both, (q, k, v))
-
-
-def test_gradcheck(pool: Any) -> None:
-    pool(1).run(gradcheck)
 
 
 def test_who_watches_sees_the_op(pool):

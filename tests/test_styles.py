@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dense import dense_attention, dense_dropout, dense_mask, make_qkv
 from inside import inner, replaced
 from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
-from ranks import mesh, num_collectives, rejoin
+from ranks import mesh, num_collectives, on_ranks, rejoin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -98,8 +98,7 @@ def core_by(rank: int, method: str) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize(
-    ("method", "count"),
-    [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 4), ("hybrid", 7)],
+    ("method", "count"), [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 4), ("hybrid", 7)]
 )
 def test_the_method_of_a_core(pool: Any, method: str, count: int) -> None:
     """It is used: each has its number of collectives."""
@@ -235,8 +234,8 @@ def test_a_core_with_several_calls(pool: Any) -> None:
         torch.testing.assert_close(got, [first, second], **TOLERANCE)
 
 
-def nothing_is_patched(rank: int) -> None:
-    axis = mesh((2,), ("cp",))
+@on_ranks(2)
+def test_nothing_is_patched(axis: DeviceMesh) -> None:
     sdpa = F.scaled_dot_product_attention
     core = make_core(axis)
     q, k, v, _ = shard_whole(ShardedSequence(axis))
@@ -249,10 +248,6 @@ def nothing_is_patched(rank: int) -> None:
     local = sdpa(q, k, v, is_causal=True, enable_gqa=True)  # outside the core it is PyTorch's own
     torch.testing.assert_close(local, dense_attention(q, k, v, dense_mask(S // 2))[0])
     assert num_collectives() == before
-
-
-def test_nothing_is_patched(pool: Any) -> None:
-    pool(2).run(nothing_is_patched)
 
 
 class CheckpointedInside(nn.Module):
@@ -454,8 +449,8 @@ def styled(module: nn.Module) -> bool:
     return replaced(module, STYLE) is not None
 
 
-def plans(rank: int) -> None:
-    axis = mesh((2,), ("cp",))
+@on_ranks(2)
+def test_plans(axis: DeviceMesh) -> None:
     sequence = ShardedSequence(axis)
     # Nothing is applied where any key is wrong, so the plan can be corrected and applied.
     model = Model()
@@ -476,11 +471,21 @@ def plans(rank: int) -> None:
     assert isinstance(model.head.weight, DTensor) and styled(model.layers[1].core)
 
 
-def test_plans(pool: Any) -> None:
-    pool(2).run(plans)
+@on_ranks(2)
+def test_a_plan_whose_group_is_gone_is_told(rank: int, axis: DeviceMesh) -> None:
+    core = parallelize(Core(), axis, {"": ContextParallel(ShardedSequence(axis))})
+    dist.barrier()
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(ArgumentError, match="before destroy_process_group"):
+            core(*(torch.randn(1, 2, 4, 8) for _ in range(3)))
+    finally:
+        rejoin(rank)
 
 
-def retry(rank: int, style: str) -> None:
+@pytest.mark.parametrize("style", ["ContextParallel", "ShardedModel"])
+@on_ranks(4)
+def test_a_refused_style_can_be_corrected(style: str) -> None:
     cp, other = mesh((2, 2), ("cp", "tp"))["cp"], mesh((2, 2), ("cp", "tp"))["tp"]
     sequence, model = ShardedSequence(cp), Model()
     wrong, right = {
@@ -493,27 +498,6 @@ def retry(rank: int, style: str) -> None:
         parallelize(model, cp, before | {key: wrong})
     assert type(model.layers[1].core) is Core and model.layers[1].core.forward is own  # as before the plan
     parallelize(model, cp, before | {key: right})
-
-
-def after_the_group(rank: int) -> None:
-    axis = mesh((2,), ("cp",))
-    core = parallelize(Core(), axis, {"": ContextParallel(ShardedSequence(axis))})
-    dist.barrier()
-    dist.destroy_process_group()
-    try:
-        with pytest.raises(ArgumentError, match="before destroy_process_group"):
-            core(*(torch.randn(1, 2, 4, 8) for _ in range(3)))
-    finally:
-        rejoin(rank)
-
-
-def test_a_plan_whose_group_is_gone_is_told(pool: Any) -> None:
-    pool(2).run(after_the_group)
-
-
-@pytest.mark.parametrize("style", ["ContextParallel", "ShardedModel"])
-def test_a_refused_style_can_be_corrected(pool: Any, style: str) -> None:
-    pool(4).run(retry, style)
 
 
 def wildcard(rank: int) -> bool:
@@ -573,18 +557,14 @@ class Scaled(nn.Module):
         return self.scale * F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def copy_is_independent(rank: int) -> None:
-    axis = mesh((2,), ("cp",))
+@on_ranks(2)
+def test_a_copy_has_its_own_parameters(axis: DeviceMesh) -> None:
     core = make_core(axis, Scaled())
     twin = copy.deepcopy(core)
     q, k, v, _ = shard_whole(ShardedSequence(axis))
     with torch.no_grad():
         twin.scale.fill_(3.0)
         torch.testing.assert_close(twin(q, k, v), 3 * core(q, k, v))
-
-
-def test_a_copy_has_its_own_parameters(pool: Any) -> None:
-    pool(2).run(copy_is_independent)
 
 
 def leave_out_positions(rank: int, positions: str | None) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model import Core, DenseCore, Model, batch
-from ranks import alone, group_of_one, mesh
+from ranks import alone, group_of_one, mesh, on_ranks
 from test_loss import peak_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -351,7 +351,8 @@ def test_reduced_gradients(pool: Any, how: str, reshard: bool) -> None:
             assert (x - y).abs().max() <= 1e-12 * y.abs().max()
 
 
-def alone_before(rank: int) -> None:
+@on_ranks(2, timeout=20.0)
+def test_one_rank_evaluates_alone(rank: int) -> None:
     """The first rank evaluates by itself, then both train."""
     model = parallelize(MLP(), mesh((2,), ("cp",)), {"": TiledMLP(tiles=3)})
     if rank == 0:
@@ -359,10 +360,6 @@ def alone_before(rank: int) -> None:
             model(rows(torch.float32))
     torch.distributed.barrier()
     model(rows(torch.float32)).sum().backward()
-
-
-def test_one_rank_evaluates_alone(pool: Any) -> None:
-    pool(2).run(alone_before, timeout=20.0)
 
 
 def in_bfloat16(rank: int) -> list[Any]:
@@ -387,11 +384,7 @@ def test_mixed_precision(pool: Any) -> None:
 def verified(rank: int) -> str:
     axis = mesh((2,), ("cp",))
     sequence = ShardedSequence(axis)
-    plan = {
-        "": ShardedModel(sequence),
-        "layers.*.core": ContextParallel(sequence),
-        "layers.*.ff": TiledMLP(tiles=3),
-    }
+    plan = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence), "layers.*.ff": TiledMLP(tiles=3)}
     given = {name: x for name, x in batch(2, 24).items() if name in ("tokens", "labels", "positions")}
     given["positions"] = torch.arange(24).expand(2, 24)
     return verify_model(lambda: Model(Core), plan, given, axis, make_reference=lambda: Model(DenseCore)).verdict

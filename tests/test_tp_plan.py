@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -152,7 +152,8 @@ def test_loss_and_gradients_are_those_of_one_rank(pool: Any, cp_size: int) -> No
         assert not problems
 
 
-def options(rank: int) -> None:
+@on_ranks(2)
+def test_options_arrive_and_what_is_frozen_stays_so() -> None:
     tp, model = mesh((2,), ("tp",)), model_of()
     plan = tensor_parallel_plan(model, tp)
     kinds = {name: type(style) for name, style in plan.items() if not isinstance(style, SequenceParallel)}
@@ -185,10 +186,6 @@ def options(rank: int) -> None:
     parallelize(model, tp, plan)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.requires_grad == ("norm" not in name and "wo" not in name)
-
-
-def test_options_arrive_and_what_is_frozen_stays_so(pool: Any) -> None:
-    pool(2).run(options)
 
 
 class Adapted(nn.Linear):
@@ -276,7 +273,8 @@ DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refusals(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_not_known_is_refused_by_name() -> None:
     axes = mesh((1, 2), ("cp", "tp"))
     tp = axes["tp"]
     for what, (change, words) in REFUSED.items():
@@ -298,11 +296,8 @@ def refusals(rank: int) -> None:
     assert "layers.*.attention" in tensor_parallel_plan(model, tp, use_local_output=False)
 
 
-def test_what_is_not_known_is_refused_by_name(pool: Any) -> None:
-    pool(2).run(refusals)
-
-
-def of_compiled(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_compiled_has_the_plan_of_the_module_inside() -> None:
     tp, model = mesh((1, 2), ("cp", "tp"))["tp"], model_of()
     wanted = {name: type(style) for name, style in tensor_parallel_plan(model, tp).items()}
     for i, layer in enumerate(model.layers):
@@ -313,7 +308,3 @@ def of_compiled(rank: int) -> None:
         assert {name: type(style) for name, style in plan.items()} == wanted
     parallelize(each, tp, plan)
     assert all(isinstance(x, DTensor) for name, x in model.named_parameters() if "attention.w" in name)
-
-
-def test_what_is_compiled_has_the_plan_of_the_module_inside(pool: Any) -> None:
-    pool(2).run(of_compiled)
