@@ -42,7 +42,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "mask": ("Band", "CAUSAL", "FULL", "NONE"),
     "memory": ("ExtraMemory", "Sizes", "extra_memory"),
     "merge": ("BackwardTile", "Kernel", "MergingForward", "SummingBackward"),
-    "method": ("Plan",),
+    "method": ("Backward", "Plan"),
     "op": ("attention_op",),
     "packing": ("Packing",),
     "call.plan": ("METHODS", "make_plan"),

@@ -22,6 +22,7 @@ from checks import report
 from inside import (
     KERNELS,
     AttentionSpec,
+    Backward,
     BackwardTile,
     Call,
     Capability,
@@ -129,12 +130,11 @@ def passes(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> tu
     with Live() as live:
         out, lse, *kept = plan.method.forward(q, k, v, Scores(1.0), plan, group)
     forward, held = live.peak - out.nbytes - lse.nbytes, sum(x.untyped_storage().nbytes() for x in kept)
-    keywords = {}
+    rows = None
     if kept:
         (q, k, v), (rows, out, lse) = (without_rows(x, 2) for x in (q, k, v)), kept
-        keywords = {"kept": rows}
     with Live() as live:
-        grads = plan.method.backward(dout, q, k, v, out, lse, None, Scores(1.0), plan, group, **keywords)
+        grads = plan.method.backward(Backward(dout, q, k, v, out, lse, None, rows, Scores(1.0)), plan, group)
     return forward, held + live.peak - sum(x.nbytes for x in grads[:3])
 
 

@@ -21,7 +21,7 @@ import test_symmetric_memory
 import torch
 import torch.distributed as dist
 from checks import report
-from inside import AttentionSpec, MergingForward, Scores, Tensors, inner, make_plan, room
+from inside import AttentionSpec, Backward, MergingForward, Scores, Tensors, inner, make_plan, room
 from ranks import mesh
 from test_symmetric_memory import FileMemory, double
 from torch import Tensor
@@ -148,7 +148,7 @@ def races(rank: int, folder: str, method: str) -> list[str]:
             for fails in (False, True, False):
                 with found, failing(fails and method == "ring"), suppress(Planted):
                     out, lse, *_ = plan.method.forward(q, k, v, scores, plan, group)
-                    plan.method.backward(dout, q, k, v, out, lse, None, scores, plan, group)
+                    plan.method.backward(Backward(dout, q, k, v, out, lse, None, None, scores), plan, group)
                 lanes = [s for s in found.caller.seen if s.seen[s] > found.caller.seen[s]]
                 found.problems += [f"{rows} rows: a pass ends before its lanes"] * len(lanes)
     assert len(found.caller.seen) == (1 if method == "ulysses" else 3), "pulls and pushes were on lanes"

@@ -30,11 +30,11 @@ class Format:
             return [x.transpose(0, 1)[None] for x in tensors]
         return tensors if self.dims["heads"] == 1 else [x.transpose(1, 2) for x in tensors]
 
-    def from_bhsd(self, x: Tensor) -> Tensor:
-        """A [B, H, S, D] tensor in this format: the tensor itself, or a view."""
+    def from_bhsd(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """[B, H, S, D] tensors in this format: the tensors themselves, or views."""
         if "batch" not in self.dims:  # packed
-            return x[0].transpose(0, 1)
-        return x if self.dims["heads"] == 1 else x.transpose(1, 2)
+            return [x[0].transpose(0, 1) for x in tensors]
+        return tensors if self.dims["heads"] == 1 else [x.transpose(1, 2) for x in tensors]
 
     def lse_to_bhs(self, lse: Tensor) -> Tensor:
         """lse as [B, H, S]: the tensor itself, or a view."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import below_autograd, forward_level, function_mode, profiles, times_written, untraced
-from cp_mesh.call.method import Plan
+from cp_mesh.call.method import Backward, Plan
 from cp_mesh.call.op import attention_backward_op, by_name, graded_if_asked, wanted_of, without_rows
 from cp_mesh.call.operators import PLAIN, is_seen
 from cp_mesh.call.passes import begin, run_backward, run_forward
@@ -238,7 +238,7 @@ class _Node(torch.autograd.Function):
                 refuse_copies(ready.plan)
             calls_of(group := ready.group())  # refuses a group in which a pass broke off
             with below_autograd():
-                dq, dk, dv, of_scores = run_backward(ready.plan, scores, call, group, *given, wanted)
+                dq, dk, dv, of_scores = run_backward(ready.plan, call, group, Backward(*given, scores, wanted))
         if not scored:
             return None, dq, dk, dv
         names = *ready.names, *map(name_of_captured, range(len(call.captured)))

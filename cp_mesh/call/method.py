@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,35 @@ from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.contract import KernelTile, Pairs, Steps
 from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.scores import POSITIONAL
+from cp_mesh.kernels.scores import POSITIONAL, Scores
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds that integers describe: nothing is copied to the device
 OfScores = dict[str, Tensor]
+
+
+class Backward(NamedTuple):
+    """What a backward is given on this rank.
+
+    Attributes:
+        dout: [B, H, S_local, Dv], the gradient of out.
+        q, k, v: the forward's inputs; without rows if it kept tensors: only other sizes and strides are read then.
+        out, lse: the forward's results, or those that it kept.
+        dlse: [B, H, S_local] or None, the gradient of lse.
+        kept: the rows that the forward kept, or None.
+        scores: of the forward.
+        wanted: names of the score tensors (sinks, and those of `Scores.wanted`) that need a gradient.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    kept: Tensor | None
+    scores: Scores
+    wanted: Collection[str] = ()
 
 
 class Method:
@@ -38,9 +63,8 @@ class Method:
             options that the method cannot serve.
         forward(q, k, v, scores, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; if the spec
             ``keeps``, also the tensors of `kept_shapes`.
-        backward(dout, q, k, v, out, lse, dlse, scores, plan, group, wanted) -> dq, dk, dv, and the partial gradients
-            of the score tensors named in wanted. If the forward kept tensors, they come as ``kept``, out and lse, and
-            q, k and v have no rows.
+        backward(`Backward`, plan, group) -> dq, dk, dv in the inputs' dtype, `dense_like` the inputs; and the wanted
+            gradients by name, to be summed over ranks, in the accumulation dtype.
 
     Attributes:
         name: as in ``cp_mesh.attention(method=)``.

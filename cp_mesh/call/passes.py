@@ -3,7 +3,7 @@
 `op.py` registers the ops. Their first call loads this file, and with it plans, methods and kernels.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.method import Plan
+from cp_mesh.call.method import Backward, Plan
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.spec import EXECUTION, FACTORS, GRADED, Call, Operand, nothing_kept
 from cp_mesh.comm.agreement import GRADED_INPUT, ORDER, PASS, compare, end_by, order_of, refusing
@@ -155,7 +155,7 @@ def run_forward(
         end_by(group, error)
         raise
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
-    return call.as_asked(out), lse, *kept
+    return *call.as_asked(out), lse, *kept
 
 
 def backward(
@@ -189,33 +189,39 @@ def backward(
 
     compare(group, None, told)
     names = wanted.split(",") if wanted else ()
-    dq, dk, dv, of_scores = run_backward(plan, scores, call, group, dout, q, k, v, out, lse, dlse, kept, names)
+    given = Backward(dout, q, k, v, out, lse, dlse, kept, scores, names)
+    dq, dk, dv, of_scores = run_backward(plan, call, group, given)
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
     flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
     return dq, dk, dv, *_graded(call, of_scores, q), flat
 
 
 def run_backward(
-    plan: Plan, scores: Scores, call: Call, group: dist.ProcessGroup, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, dlse: Tensor | None, kept: Tensor | None, names: Collection[str] = (),
-) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]:  # fmt: skip
-    """dq, dk, dv, and gradients of score tensors by name, of a call that was planned and compared; see `backward`."""
-    form = FORMATS[call.seq_dim]
-    dout, q, k, v = form.to_bhsd(dout, q, k, v)
+    plan: Plan, call: Call, group: dist.ProcessGroup, given: Backward
+) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]:
+    """dq, dk, dv, and gradients of score tensors by name, of a call that was planned and compared.
+
+    Tensors are in the caller's format, but out and lse that the forward kept.
+    """
+    form, (dout, q, k, v, out, lse, dlse, kept, *_) = FORMATS[call.seq_dim], given
     try:
         if kept is None:
-            (out,), lse = form.to_bhsd(out), form.lse_to_bhs(lse)
+            dout, q, k, v, out = form.to_bhsd(dout, q, k, v, out)
+            lse = form.lse_to_bhs(lse)
+        else:
+            dout, q, k, v = form.to_bhsd(dout, q, k, v)
         if dlse is not None:
             if not plan.kernel.capability.differentiable_lse:
                 raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
             dlse = form.lse_to_bhs(dlse)
         with _no_autocast(q):
-            given, keywords = (dout, q, k, v, out, lse, dlse, scores, plan), {} if kept is None else {"kept": kept}
-            dq, dk, dv, of_scores = plan.method.backward(*given, group, names, **keywords)
+            given = Backward(dout, q, k, v, out, lse, dlse, kept, given.scores, given.wanted)
+            *grads, of_scores = plan.method.backward(given, plan, group)
     except BaseException as error:
         end_by(group, error)
         raise
-    return call.as_asked(dq), call.as_asked(dk), call.as_asked(dv), of_scores
+    dq, dk, dv = call.as_asked(*grads)
+    return dq, dk, dv, of_scores
 
 
 def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:

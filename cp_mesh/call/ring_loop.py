@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.method import Method, Plan, as_one_tile
+from cp_mesh.call.method import Backward, Method, Plan, as_one_tile
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Freight
 from cp_mesh.comm.exchange import Transport, transport_maker
@@ -130,10 +130,9 @@ class BackwardRows(NamedTuple):
     of_scores: dict[str, Tensor]
 
 
-def begin_backward(
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scores: Scores, kernel: Kernel, wanted: Collection[str]
-) -> BackwardRows:
-    """Prepare the tiles of a backward, on some rows and heads; arguments as in `Stages.backward`."""
+def begin_backward(given: Backward, kernel: Kernel) -> BackwardRows:
+    """Prepare the tiles of a backward, on some rows and heads."""
+    dout, *_, out, lse, dlse, _, scores, wanted = given
     of_scores = {}
     scores = replace(scores, wanted=frozenset(wanted) - {"sinks"}) if wanted else scores
     if (sinks := scores.sinks) is not None:
@@ -276,46 +275,20 @@ class Stages(Method):
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        scores: Scores,
-        plan: Plan,
-        group: dist.ProcessGroup,
-        wanted: Collection[str] = (),
+        self, given: Backward, plan: Plan, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Gradients of this rank's q, k and v, and partial gradients of score tensors.
-
-        Args:
-            dout: [B, H, S_local, Dv], the gradient of out.
-            q, k, v: the forward's inputs.
-            out, lse: the forward's results.
-            dlse: [B, H, S_local] or None, the gradient of lse.
-            scores, plan: of the forward.
-            group: the cp group.
-            wanted: names of the score tensors (sinks, and those of `Scores.wanted`) that need a gradient.
-
-        Returns:
-            dq, dk, dv in the inputs' dtype, `dense_like` the inputs; and the wanted gradients by name, to be summed
-            over ranks, in the accumulation dtype.
-        """
-        given = begin_backward(dout, out, lse, dlse, scores, plan.kernel, wanted)
-        of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype)) if given.scores.wanted else None
+        """See `Method`."""
+        rows, qkv = begin_backward(given, plan.kernel), given[1:4]
+        of_tiles = ScoreGradients.zeros(rows.scores, accumulation_dtype(given.q.dtype)) if rows.scores.wanted else None
         # for a single chunk they are allocated at its end, when the kernels' own buffers are free
-        grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
-        tensors = given.dout, q, k, v, given.out_or_delta, given.lse, *grads
-        for heads, chunk in _by_head_chunks(tensors, plan):
-            of_heads = given.scores if plan.settings.head_chunks == 1 else given.scores.heads(*heads)
+        grads = tuple(map(dense_like, qkv)) if plan.settings.head_chunks > 1 else ()
+        for heads, chunk in _by_head_chunks((rows.dout, *qkv, rows.out_or_delta, rows.lse, *grads), plan):
+            of_heads = rows.scores if plan.settings.head_chunks == 1 else rows.scores.heads(*heads)
             written, of_chunk = backward_of_heads(*chunk, scores=of_heads, plan=plan, group=group)
             if of_tiles is not None:
                 of_tiles.part(heads=heads).add_(of_chunk)
         dq, dk, dv = grads or written
-        return dq, dk, dv, given.of_scores if of_tiles is None else given.of_scores | of_tiles
+        return dq, dk, dv, rows.of_scores if of_tiles is None else rows.of_scores | of_tiles
 
 
 RING, ALL_GATHER = Stages("ring"), Stages("all_gather", in_one_stage)

@@ -312,10 +312,10 @@ class Call(NamedTuple):
         """The cp group."""
         return resolve_group(self.group_name)
 
-    def as_asked(self, x: Tensor) -> Tensor:
-        """A [B, H, S, D] result in the caller's format; contiguous unless the spec has ``as_inputs``."""
-        x = x if self.seq_dim == 2 else self.format.from_bhsd(x)
-        return x if self.options.as_inputs else x.contiguous()
+    def as_asked(self, *results: Tensor) -> Sequence[Tensor]:
+        """[B, H, S, D] results in the caller's format; contiguous unless the spec has ``as_inputs``."""
+        found = results if self.seq_dim == 2 else self.format.from_bhsd(*results)
+        return found if self.options.as_inputs else [x.contiguous() for x in found]
 
 
 def nothing_kept(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.joined_layout import join, rows_of_group
-from cp_mesh.call.method import Plan, stream_of
+from cp_mesh.call.method import Backward, Plan, stream_of
 from cp_mesh.call.ring_loop import Stages, StageSettings, backward_of_heads, begin_backward, forward_of_heads
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.exchange import Transport, choose_transport, transport_maker
@@ -296,31 +296,17 @@ class Ulysses(Stages):
         return [(rows, B * (of_rank * D + of_kv * (D + v_dim))), (rows, B * of_rank * v_dim), (B, of_rank, rows)]
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        scores: Scores,
-        plan: Plan,
-        group: dist.ProcessGroup,
-        wanted: Collection[str] = (),
-        kept: Tensor | None = None,
+        self, given: Backward, plan: Plan, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Gradients; see `Stages.backward`.
-
-        ``kept`` holds the q, k and v that arrived in the forward. out and lse are then also those of this rank's heads,
-        as the forward returned them, and q, k and v have no rows: only their other sizes and strides are read.
-        """
+        """See `Method`. ``kept`` holds the q, k and v that arrived in the forward; out and lse are then those of this
+        rank's heads."""
         if plan.settings.degree == 1:
-            return super().backward(dout, q, k, v, out, lse, dlse, scores, plan, group, wanted)
+            return super().backward(given, plan, group)
+        dout, q, k, v, out, lse, dlse, kept, scores, wanted = given
         kernel, dtype, chunks = plan.kernel, plan.settings.home_dtype, plan.settings.head_chunks
         if kept is not None and dlse is None and plan.options.differentiable_lse:  # other ranks may send theirs
             dlse = dout.new_zeros(dout.shape[:3], dtype=accumulation_dtype(q.dtype))
-        own = None if kept is not None else begin_backward(dout, out, lse, dlse, scores, kernel, wanted)
+        own = None if kept is not None else begin_backward(given, kernel)
         of_sinks: list[Tensor] = []
 
         def compute(chunk: int, scores: Scores, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ScoreGradients]:
@@ -330,15 +316,16 @@ class Ulysses(Stages):
                 q_h, k_h, v_h, out_or_delta, lse_h = others
                 # kernels read one number per row with stride 1
                 out_or_delta = out_or_delta[..., 0].contiguous() if kernel.uses_delta else out_or_delta
-                given = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
+                inputs_h = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
             else:
                 q_h, k_h, v_h, out_h = call.views(kept, out, chunk, (q, k, v))
                 lse_h = _chunk_of(lse, chunks, chunk)
                 dlse_h = others[0][..., 0].contiguous() if others else None
-                rows = begin_backward(dout_h, out_h, lse_h, dlse_h, scores, kernel, wanted)
+                of_heads = Backward(dout_h, q_h, k_h, v_h, out_h, lse_h, dlse_h, None, scores, wanted)
+                rows = begin_backward(of_heads, kernel)
                 of_sinks.extend(rows.of_scores.values())
-                scores, given = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
-            return backward_of_heads(*given, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
+                scores, inputs_h = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
+            return backward_of_heads(*inputs_h, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
 
         asked = scores if own is None else own.scores
         if own is None and wanted:

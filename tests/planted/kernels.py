@@ -349,9 +349,11 @@ plant("no sink in the backward", "sinks:include_sinks", "scores")(lambda include
 
 @plant("the gradient of lse as if lse had the sink", "ring_loop:RING", "scores")
 def _(method: Any) -> Any:
-    def with_sink(lse: Any, dlse: Any, scores: Any) -> dict[str, Any]:
-        sinks = scores.sinks
-        return {} if dlse is None or sinks is None else {"lse": torch.logaddexp(lse, sinks[:, None])}
+    def with_sink(given: Any) -> dict[str, Any]:
+        sinks = given.scores.sinks
+        if given.dlse is None or sinks is None:
+            return {}
+        return {"given": given._replace(lse=torch.logaddexp(given.lse, sinks[:, None]))}
 
     return changed(method, backward=with_call(method.backward, with_sink))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.call.function import attention, with_degree
+from cp_mesh.call.method import Backward
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.ring_loop import begin_backward
 from cp_mesh.call.spec import FACTORS, SCORE_OPTIONS, Call, Tensors, make_scores, make_spec, read_keywords, seed_tensor
@@ -299,7 +300,7 @@ def _one_device(
     forward = MergingForward(kernel, q, v.shape[3], scores)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
-    rows = begin_backward(dout, out, lse, None, scores, kernel, wanted)
+    rows = begin_backward(Backward(dout, q, k, v, out, lse, None, None, scores, wanted), kernel)
     delta = rows.out_or_delta if kernel.uses_delta else None
     backward = SummingBackward(kernel, dout, q, out, rows.lse, delta, rows.scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
