@@ -101,7 +101,7 @@ def run(kernel: Kernel, q, k, v, dout, dlse, steps: list[tuple[slice, list[Kerne
             begin = (rows.start or 0) + first
             dk[:, :, begin:][:, :, : dk_piece.shape[2]] += dk_piece
             dv[:, :, begin:][:, :, : dv_piece.shape[2]] += dv_piece
-    return {"out": out, "lse": lse, "dq": backward.finish(torch.full_like(q, torch.nan)), "dk": dk, "dv": dv}
+    return {"out": out, "lse": lse, "dq": backward.dq.finish(torch.full_like(q, torch.nan)), "dk": dk, "dv": dv}
 
 
 def delta_for(kernel: Kernel, dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor | None:

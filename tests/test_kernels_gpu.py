@@ -82,7 +82,7 @@ def play_ring(
             backward.step(k[:, :, index], v[:, :, index], tiles, tuple(written))
             for total, part in zip((dk, dv), written, strict=True):
                 total.index_add_(2, index, part.to(dtype))
-        dq[:, :, rows[rank]] = backward.finish(torch.empty_like(local[0]))
+        dq[:, :, rows[rank]] = backward.dq.finish(torch.empty_like(local[0]))
         of_scores.add_(backward.of_scores)
     return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype), *of_scores.values()]
 
@@ -202,7 +202,7 @@ def test_large_tensors(name: str, rows_first: bool) -> None:
         backward = SummingBackward(kernel, dout, q, out, lse, delta, scores)
         written = [torch.empty_like(x) for x in (k, v)]
         backward.step(k, v, tiles, tuple(written))
-        return [out, lse, backward.finish(torch.empty_like(q)), *written]
+        return [out, lse, backward.dq.finish(torch.empty_like(q)), *written]
 
     given = [draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)]
     assert given[0].numel() > 2**31

@@ -192,7 +192,7 @@ def wrap(
     It is contiguous, or has the memory order of ``like``'s spec. The spec is equal on all ranks; a shard may have
     another memory order, and one with few rows may not show any.
     """
-    stride = dense_strides(shape, torch.empty(shape, device="meta") if like is None else like)
+    stride = dense_strides(shape, (torch.empty(shape, device="meta") if like is None else like).stride())
     order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
     local = local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

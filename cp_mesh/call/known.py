@@ -43,6 +43,7 @@ class Ready(NamedTuple):
         names: of these tensors, fields of `Tensors`; captured tensors follow them.
         read: tensors of the mask and the layout.
         group: a weak reference, as a group's plans go with it.
+        calls: those of the group.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class Ready(NamedTuple):
     names: tuple[str, ...]
     read: Sequence[Tensor]
     group: Callable[[], Any]
+    calls: Calls
 
     def complete(self, q: Tensor, scored: Sequence[Tensor]) -> tuple[Call, Scores]:
         """The call and its scores, with the tensors of the scores."""
@@ -65,14 +67,13 @@ class Known(NamedTuple):
     Attributes:
         ready: calls of one key share it.
         dtype: of q, k and v, cast by autocast.
-        calls: those of the group. Their ``kinds`` must be these, else first calls are compared again.
+        kinds: of the group's calls, else first calls are compared again.
         read: tensors of the mask, and how often they had been written when the plan read them.
         alive: weak references to mesh and mask.
     """
 
     ready: Ready
     dtype: torch.dtype
-    calls: Calls
     kinds: set[Any]
     read: list[tuple[Tensor, int]]
     alive: tuple[Any, ...]
@@ -119,7 +120,7 @@ def find(key: tuple[Any, ...]) -> Known | None:
         found = _calls.get(key)
     except TypeError:  # a keyword without a hash
         return None
-    if found is None or found.calls.broken or found.kinds is not found.calls.kinds:
+    if found is None or (calls := found.ready.calls).broken or found.kinds is not calls.kinds:
         return None
     for x, times in found.read:
         if times_written(x) != times:
@@ -153,11 +154,12 @@ def run_first(
     if scored:
         bare = call._replace(tensors=Tensors(*call.tensors[:NUM_READ]), captured=())
         scores = bare.scores(q)
-    ready = Ready(plan, scores, bare, tuple(given), read, weakref.ref(group))
+    calls = state_of(group, Calls)
+    ready = Ready(plan, scores, bare, tuple(given), read, weakref.ref(group), calls)
     results = _run(ready, q, k, v, scored)
     if options.score_mod or options.mask_mod or options.dropout_p or not all(isinstance(x, _PLAIN) for x in key):
         return results
-    if kind not in (calls := state_of(group, Calls)).kinds:
+    if kind not in calls.kinds:
         return results
     known = [*_calls.copy().items()]  # the garbage collector may drop calls at any time
     held = [*dict.fromkeys(x.ready.plan for _, x in known if _holds_memory(x.ready.plan) and x.ready.plan is not plan)]
@@ -171,7 +173,7 @@ def run_first(
         return weakref.ref(x, lambda _: _calls.pop(key, None))
 
     versions = [(x, times_written(x)) for x in read]
-    _calls[key] = Known(ready, q.dtype, calls, calls.kinds, versions, (watch(group), watch(mesh), watch(mask)))
+    _calls[key] = Known(ready, q.dtype, calls.kinds, versions, (watch(group), watch(mesh), watch(mask)))
     return results
 
 
@@ -236,7 +238,9 @@ class _Node(torch.autograd.Function):
         else:
             if ready.plan.reads_tensors:
                 refuse_copies(ready.plan)
-            calls_of(group := ready.group())  # refuses a group in which a pass broke off
+            group = ready.group()
+            if ready.calls.broken:
+                calls_of(group)  # refuses the group
             with below_autograd():
                 dq, dk, dv, of_scores = run_backward(ready.plan, call, group, Backward(*given, scores, wanted))
         if not scored:

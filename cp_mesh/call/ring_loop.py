@@ -21,7 +21,7 @@ Heads may be computed in chunks, one after the other, so that buffers hold one c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Grouping, Schedule, in_one_stage, in_rising_stages, make_schedule
 from cp_mesh.geometry.survey import Seen
-from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, make_delta
+from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, finish_sums, make_delta
 from cp_mesh.kernels.merge import Kernel, MergingForward, SummingBackward
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.kernels.scores.sinks import gradient_of_sinks, include_sinks, share_of_keys
@@ -163,11 +163,11 @@ def backward_of_heads(
     ``as_computed`` is for a caller that copies the results: they may then have the kernel's dtype and any strides, and
     dk and dv that are summed are rounded to the dtype ``as_computed``.
     """
-    dtype, transport = accumulation_dtype(q.dtype), _open_transport(plan, group, k, v)
+    transport = _open_transport(plan, group, k, v)
     try:
         out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
         backward = SummingBackward(plan.kernel, dout, q, out, lse, delta, scores)
-        dk_sum, dv_sum = RowSum(k.shape, dtype, k.device), RowSum(v.shape, dtype, v.device)
+        dk_sum, dv_sum = RowSum(k.shape, backward.dtype, k.device), RowSum(v.shape, backward.dtype, v.device)
         for stage in plan.schedule.route.stages:
             assert transport is not None
             fetched, written = transport.arrived(stage), transport.buffer(stage)
@@ -184,14 +184,15 @@ def backward_of_heads(
         for begin, dk, dv in chain(() if transport is None else transport.collect(), local_pieces):
             dk_sum.add(begin, dk)
             dv_sum.add(begin, dv)
+        dq_sum = backward.dq
         if as_computed is not None:
-            results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
+            results = dq_sum.result(q, q.dtype), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
             return results, backward.of_scores
         if not any(plan.schedule.serve):  # each piece is a kernel's own tensor
-            dq, dk, dv = into or (backward.dq.ready(q), dk_sum.ready(k), dv_sum.ready(v))
+            dq, dk, dv = into or (dq_sum.ready(q), dk_sum.ready(k), dv_sum.ready(v))
         else:
             dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
-        backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
+        finish_sums([(dq_sum, dq), (dk_sum, dk), (dv_sum, dv)])
         return (dq, dk, dv), backward.of_scores
     finally:
         if transport is not None:
@@ -217,19 +218,16 @@ def _open_transport(plan: Plan, group: dist.ProcessGroup, k: Tensor, v: Tensor) 
     return transport
 
 
-def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
+def _by_head_chunks(tensors: tuple[Tensor, ...], num: int) -> list[tuple[tuple[int, int], tuple[Tensor, ...]]]:
     """Views of [B, heads, ...] tensors, one chunk of the kv heads after the other, with the query heads that read them.
 
     The first tensor has query heads; the range of these comes with the views.
     """
-    if plan.settings.head_chunks == 1:  # a view of each tensor would cost the host time of a kernel launch
-        yield (0, tensors[0].shape[1]), tuple(tensors)
-        return
-    first = 0
-    for chunk in zip(*(x.chunk(plan.settings.head_chunks, dim=1) for x in tensors), strict=True):
-        heads = chunk[0].shape[1]
-        yield (first, first + heads), chunk
-        first += heads
+    heads = tensors[0].shape[1] // num
+    if num == 1:  # a view of each tensor would cost the host time of a kernel launch
+        return [((0, heads), tensors)]
+    chunks = zip(*(x.chunk(num, dim=1) for x in tensors), strict=True)
+    return [((i * heads, (i + 1) * heads), chunk) for i, chunk in enumerate(chunks)]
 
 
 class Stages(Method):
@@ -270,7 +268,7 @@ class Stages(Method):
             return forward_of_heads(q, k, v, scores, plan, group, None)
         out = dense_like(q, v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-        for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan):
+        for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan.settings.head_chunks):
             forward_of_heads(q_c, k_c, v_c, scores.heads(*heads), plan, group, (out_c, lse_c))
         return out, lse
 
@@ -278,12 +276,12 @@ class Stages(Method):
         self, given: Backward, plan: Plan, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """See `Method`."""
-        rows, qkv = begin_backward(given, plan.kernel), given[1:4]
+        rows, qkv, num = begin_backward(given, plan.kernel), given[1:4], plan.settings.head_chunks
         of_tiles = ScoreGradients.zeros(rows.scores, accumulation_dtype(given.q.dtype)) if rows.scores.wanted else None
         # for a single chunk they are allocated at its end, when the kernels' own buffers are free
-        grads = tuple(map(dense_like, qkv)) if plan.settings.head_chunks > 1 else ()
-        for heads, chunk in _by_head_chunks((rows.dout, *qkv, rows.out_or_delta, rows.lse, *grads), plan):
-            of_heads = rows.scores if plan.settings.head_chunks == 1 else rows.scores.heads(*heads)
+        grads = tuple(map(dense_like, qkv)) if num > 1 else ()
+        for heads, chunk in _by_head_chunks((rows.dout, *qkv, rows.out_or_delta, rows.lse, *grads), num):
+            of_heads = rows.scores if num == 1 else rows.scores.heads(*heads)
             written, of_chunk = backward_of_heads(*chunk, scores=of_heads, plan=plan, group=group)
             if of_tiles is not None:
                 of_tiles.part(heads=heads).add_(of_chunk)

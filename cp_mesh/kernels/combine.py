@@ -77,7 +77,7 @@ class OutputSum:
             return out, dense if dense is lse else lse.copy_(dense)
         if sinks is None and len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             _, out, lse = self._pieces[0]
-            strides = dense_strides(self._shape, like)
+            strides = _dense_strides(self._shape, like.stride())
             if out.dtype != dtype or (out.stride() != strides and _differ(out, strides)):
                 out = dense_like(like, self._shape[3], dtype=dtype).copy_(out)
             return out, lse.to(self._dtype).contiguous()
@@ -150,7 +150,7 @@ class RowSum:
 
     def ready(self, like: Tensor) -> Tensor:
         """A tensor for `finish`, as `dense_like`: a single piece that is the result already, or an empty one."""
-        strides = dense_strides(self._shape, like)
+        strides = _dense_strides(self._shape, like.stride())
         for _, x in self._pieces if len(self._pieces) == 1 else ():
             if x.shape == self._shape and x.dtype == like.dtype and (x.stride() == strides or not _differ(x, strides)):
                 return x
@@ -223,26 +223,25 @@ def dense_like(
     """An empty dense [B, H, S, D] tensor with x's memory order of dims, except that the head dim is last."""
     B, H, S, D = x.shape
     shape = B, H, S if num_rows is None else num_rows, D if head_dim is None else head_dim
-    return torch.empty_strided(shape, dense_strides(shape, x), dtype=dtype or x.dtype, device=x.device)
-
-
-def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
-    """Strides of dense memory in like's order of dims, with the last dim last, as kernels need."""
     try:
-        return _dense_strides((*shape,), like.stride())
+        strides = _dense_strides(shape, x.stride())
     except TypeError:  # symbols of a trace have no hash
-        return _dense_strides.__wrapped__((*shape,), like.stride())
+        strides = dense_strides(shape, x.stride())
+    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
 
-def _differ(x: Tensor, strides: Sequence[int]) -> bool:
-    """Whether x has other strides in a dim of more than one element."""
-    return any(size > 1 and a != b for size, a, b in zip(x.shape, x.stride(), strides, strict=True))
-
-
-@lru_cache(maxsize=1024)
-def _dense_strides(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides of dense memory in the order of dims of the strides ``like``, with the last dim last, as kernels need."""
     strides, step = [1] * len(shape), shape[-1]
     for dim in sorted(range(len(shape) - 2, -1, -1), key=like.__getitem__):
         strides[dim] = step
         step *= shape[dim]
     return tuple(strides)
+
+
+_dense_strides = lru_cache(maxsize=1024)(dense_strides)
+
+
+def _differ(x: Tensor, strides: Sequence[int]) -> bool:
+    """Whether x has other strides in a dim of more than one element."""
+    return any(size > 1 and a != b for size, a, b in zip(x.shape, x.stride(), strides, strict=True))

@@ -32,7 +32,7 @@ def forward_of_parts(
         parts = forward(*given, cover, scores.heads(of_q.start, of_q.stop))
         if not whole:
             shape = *q.shape[:3], v.shape[3]
-            whole = [parts[0].new_empty_strided(shape, dense_strides(shape, q)), parts[1].new_empty(shape[:3])]
+            whole = [parts[0].new_empty_strided(shape, dense_strides(shape, q.stride())), parts[1].new_empty(shape[:3])]
         for x, part in zip(whole, parts, strict=True):
             x[:, of_q] = part
     return whole[0], whole[1]

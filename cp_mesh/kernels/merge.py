@@ -189,6 +189,7 @@ class SummingBackward:
     """Backward pass: dq of one rank's queries, summed over steps; the arguments are as in `BackwardTile`.
 
     Attributes:
+        dtype: of sums.
         dq: its sum.
         of_scores: gradients of `Scores.wanted`, summed over all steps, for q's heads and rows.
     """
@@ -199,9 +200,9 @@ class SummingBackward:
     ) -> None:  # fmt: skip
         self._kernel, self._scores, self._lse, self._delta = kernel, scores, lse, delta
         self._dout, self._q, *dense = dense_rows(dout, q) if out is None else dense_rows(dout, q, out)
-        self._out, self._dtype = dense[0] if dense else None, accumulation_dtype(q.dtype)
-        self.dq = RowSum(q.shape, self._dtype, q.device)
-        self.of_scores = ScoreGradients.zeros(scores, self._dtype)
+        self._out, self.dtype = dense[0] if dense else None, accumulation_dtype(q.dtype)
+        self.dq = RowSum(q.shape, self.dtype, q.device)
+        self.of_scores = ScoreGradients.zeros(scores, self.dtype)
 
     def step(
         self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
@@ -213,27 +214,23 @@ class SummingBackward:
         """
         tiles, (k, v) = _squares(tiles) if self._kernel.squares else tiles, dense_rows(k, v)
         if into is None:
-            return [self._tile(k, v, tile, None, None) for tile in tiles]
-        dk, dv = into
+            return [self._tile(k, v, tile) for tile in tiles]
         if _partition(tiles, k.shape[2]):
             for tile in tiles:
-                rows = _rows(tile.k, dk, dv)
-                _, *written = self._tile(k, v, tile, *rows)
-                for x, part in zip(written, rows, strict=True):
-                    if x is not part:
-                        part.copy_(x)
+                self._tile(k, v, tile, *_rows(tile.k, *into))
             return []
-        dk_sum, dv_sum = RowSum(k.shape, self._dtype, k.device), RowSum(v.shape, self._dtype, v.device)
+        sums = [(RowSum(x.shape, self.dtype, x.device), x) for x in into]
         for tile in tiles:
-            begin, *piece = self._tile(k, v, tile, None, None)
-            dk_sum.add(begin, piece[0])
-            dv_sum.add(begin, piece[1])
-        finish_sums([(dk_sum, dk), (dv_sum, dv)])
+            begin, *piece = self._tile(k, v, tile)
+            for (total, _), x in zip(sums, piece, strict=True):
+                total.add(begin, x)
+        finish_sums(sums)
         return []
 
-    def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> KeyGradients:
-        if dk is not None and dk.dtype != k.dtype:  # a kernel cannot write to a buffer of fp32 sums
-            dk = dv = None
+    def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, *into: Tensor) -> KeyGradients:
+        """The gradients of a tile's keys, written to ``into``, if given: views of its rows for dk and dv."""
+        # a kernel cannot write to a buffer of fp32 sums
+        dk, dv = into if into and into[0].dtype == k.dtype else (None, None)
         dout, q, out, lse, delta, scores = self._dout, self._q, self._out, self._lse, self._delta, self._scores
         key = (
             q.shape, k.shape, v.shape, *map(Tensor.stride, (dout, q, k, v, lse)), out is None or out.stride(),
@@ -243,21 +240,13 @@ class SummingBackward:
         if (run := tile.bound.get(key)) is None:
             run = _remember(tile, key, self._kernel.bind_backward(tile, dout, q, k, v, out, lse, scores, dk, dv))
         dq, dk, dv, *of_scores = run(dout, q, k, v, out, lse, delta, scores, dk, dv)
-        for gradients in of_scores if self._scores.wanted else ():
+        for gradients in of_scores if scores.wanted else ():
             self.of_scores.part(rows=tile.q).add_(gradients)
         self.dq.add(tile.q[0], dq)
+        for part, x in zip(into, (dk, dv), strict=False):
+            if x is not part:
+                part.copy_(x)
         return tile.k[0], dk, dv
-
-    def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
-        """Write dq, rounded once, into a tensor [B, H, S, D] and return it; write the sums ``beside`` to theirs.
-
-        Without ``into``, return dq with any strides, possibly a kernel's own result in its dtype.
-        """
-        if into is None:
-            finish_sums(beside)
-            return self.dq.result(self._q, self._q.dtype)
-        finish_sums([(self.dq, into), *beside])
-        return into
 
 
 def _partition(tiles: Sequence[KernelTile], length: int) -> bool:

@@ -306,7 +306,7 @@ def _one_device(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
     of_scores = rows.of_scores | backward.of_scores
-    return Dense(out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_scores)
+    return Dense(out, lse, backward.dq.finish(torch.empty_like(q)), dk, dv, of_scores)
 
 
 def _rms(x: Tensor) -> Tensor:
