@@ -57,14 +57,35 @@ def test_work_is_a_share_of_the_mean() -> None:
 
 
 @pytest.mark.parametrize("layout", (Striped(), Permuted(torch.randperm(96)), balance(Mask(documents=DOCUMENTS), 96, 2)))
-@pytest.mark.parametrize("name", ("documents", "blocks"))
+@pytest.mark.parametrize("name", ("documents", "blocks", "an id that comes back"))
 def test_work_counts_pairs_of_documents(layout: Any, name: str) -> None:
     """Also where a kernel is given tiles as one, whose areas are more."""
-    mask = Mask(**{name: DOCUMENTS})
-    found = explain(96, 2, layout=layout, mask=mask, scores=["alibi_slopes"], device="cuda")
-    allowed = dense_mask(96, **{name: DOCUMENTS[None]})[0]
+    given = {"documents": DOCUMENTS % 3} if " " in name else {name: DOCUMENTS}
+    found = explain(96, 2, layout=layout, mask=Mask(**given), scores=["alibi_slopes"], device="cuda")
+    allowed = dense_mask(96, **{key: ids[None] for key, ids in given.items()})[0]
     counts = [allowed[layout.positions(96, 2, rank)].sum().item() for rank in range(2)]
     assert found.found.work.tolist() == pytest.approx([2 * count / sum(counts) for count in counts])
+
+
+@pytest.mark.parametrize(
+    ("ids", "held"),
+    (
+        ([[0] * 20 + [1] * 12 + [2] * 32], ["2 whole", "1 whole"]),
+        ([[0] * 30 + [1] * 4 + [2] * 30], ["1 whole, #1 cut", "1 whole, #1 cut"]),
+        ([[0] * 8 + [1] * 8 + [0] * 20 + [-1] * 28], ["1 whole, #0 cut", "#0 cut"]),  # document 0 comes back
+        ([[-1] * 32 + [0] * 32, [3] * 40 + [2] * 24], ["#1:0 cut", "2 whole, #1:0 cut"]),
+        ([[0] * 31 + [-1] * 2 + [0] * 31, [0] * 33 + [0] * 31, [0] * 64], ["3 cut", "3 cut"]),
+        ([[-1] * 32 + [0] * 32], ["-", "1 whole"]),
+    ),
+)
+def test_documents_of_a_rank(ids: list[list[int]], held: list[str]) -> None:
+    """Which lie on it whole, and which in part; and the time of a layer: tokens, and pairs of all batch rows."""
+    found = explain(64, 2, layout=Contiguous(), mask=Mask(documents=torch.tensor(ids)))
+    lines = [line for line in str(found).splitlines() if line[:2] in ("0 ", "1 ")]
+    assert [re.sub(r"  +", "|", line).split("|")[4] for line in lines] == held
+    allowed = dense_mask(64, documents=torch.tensor(ids)).sum((0, 2))
+    times = [15_000 * 32 * len(ids) + int(pairs.sum()) for pairs in allowed.split(32)]
+    assert found.found.layer.tolist() == pytest.approx([2 * time / sum(times) for time in times])
 
 
 def test_extra_memory() -> None:
@@ -207,6 +228,10 @@ def test_advice() -> None:
     assert f"contiguous ring would move 0.67 of the bytes, {but}." in found and "would be faster" not in found
     window = said(131072, 8, mask=Mask(window=(63, 0)))
     assert "contiguous ring would move 0.50 of the bytes, and its slowest rank has the same work." in window
+    lens = torch.tensor([2048] * 4 + [512] * 16)  # of which attention is a small part of a layer
+    packed = Mask(documents=torch.repeat_interleave(torch.arange(20), lens))
+    assert explain(16384, 2, layout=Contiguous(), mask=packed).found.work.max() > 1.5
+    assert "None of these would be faster." in said(16384, 2, layout=Contiguous(), mask=packed)
     assert "is not installed here: kernel=" not in found
     with mock.patch(f"{path_of('variants')}.shortfalls", lambda capability, request: ["package of it (pip)"]):
         assert "fa4 is not installed here: kernel='fa4'" in said(131072, 8, **ON_GPU | {"kernel": "auto"})
@@ -311,7 +336,8 @@ def test_no_ranks_and_no_tokens_are_refused() -> None:
 @pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid"))
 @pytest.mark.quick("hybrid-36", "ring-200")
 def test_text_fits(cp_size: int, method: str) -> None:
-    for options in (ON_GPU, ON_GPU | {"mask": Mask(window=(1023, 0)), "kernel": "auto"}, {"num_heads": 8}):
+    packed = ON_GPU | {"mask": Mask(documents=torch.arange(cp_size * 1024) // 700), "gpus_per_host": 4}
+    for options in (ON_GPU, ON_GPU | {"mask": Mask(window=(1023, 0)), "kernel": "auto"}, {"num_heads": 8}, packed):
         text = str(explain(cp_size * 1024, cp_size, layout=Contiguous(), **options | {"method": method}))
         assert max(map(len, text.splitlines())) <= 100, text
         assert len(text.splitlines()) <= 36, text

@@ -264,18 +264,13 @@ def pairs_between(points: Array, mask: Mask, seq_len: int) -> Array:
             labels = (x.labels[np.searchsorted(x.edges, edges[:-1], side="right") - 1] for x in (block, documents))
             both = Documents(edges, np.minimum(*labels))
             seen += [(both, reach._replace(begin=min(mask.prefix, reach.end), farthest=-1)) for reach in ahead]
-    if every := len(points) > seq_len:  # a query between two points
-        cuts = points
-    else:
-        cuts = np.unique(np.concatenate([points, *(documents.edges for documents, _ in seen)]))
+    cuts = np.unique(np.concatenate([points, *(documents.edges for documents, _ in seen)]))
     begin, num_q, total = cuts[:-1], np.diff(cuts), np.zeros(max(0, len(cuts) - 1), dtype=np.int64)
     for documents, reach in seen:
         which = np.searchsorted(documents.edges, begin, side="right") - 1
         key = np.maximum(documents.edges[which], reach.begin)
         num_k = np.maximum(np.minimum(documents.edges[which + 1], reach.end) - key, 0)
-        near, far = (
-            np.clip(1 - least, 0, num_k) if every else pairs_from(np.clip(least, -num_k, num_q), num_q, num_k)
-            for least in (reach.nearest + key - begin, reach.farthest + 1 + key - begin)
-        )
+        bounds = (least + key - begin for least in (reach.nearest, reach.farthest + 1))
+        near, far = (pairs_from(np.clip(least, -num_k, num_q), num_q, num_k) for least in bounds)
         total += np.where(documents.labels[which] < 0, 0, near - far)
-    return total if every else np.add.reduceat(total, np.searchsorted(cuts, points[:-1]))
+    return np.add.reduceat(total, np.searchsorted(cuts, points[:-1]))

@@ -122,9 +122,10 @@ def explain(
 
     Returns:
         An object to print, or to ``.plot("file.png")``. Its text has: the kernel, and those that "auto" rejected; the
-        owner of sampled tokens; a table of ranks: rows, work (1.00 is the mean), kernel calls of a forward, key rows
-        received in each stage, bytes of keys received in a forward, and the peak memory of both passes beyond inputs
-        and results; other layouts and methods; advice.
+        owner of sampled tokens; a table of ranks: rows, work (1.00 is the mean), with documents also the time of a
+        layer of Llama-3-8B's shape over the mean and which documents lie whole or in part on the rank, kernel calls of
+        a forward, key rows received in each stage, bytes of keys received in a forward, and the peak memory of both
+        passes beyond inputs and results; other layouts and methods; advice.
 
     Raises:
         ArgumentError: for sizes that do not fit together, and unknown names.

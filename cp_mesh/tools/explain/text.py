@@ -54,7 +54,8 @@ def _owners(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[st
 def _ranks(setting: Setting, found: Variant) -> list[str]:
     """The table of ranks, with as many stages as fit; one column sums the other stages."""
     ranks, size = found.ranks, setting.cp_size
-    slowest = max(ranks, key=lambda x: (x.work, x.near + x.far))
+    time = found.work if found.layer is None else found.layer
+    slowest = max(ranks, key=lambda x: (time[x.rank], x.near + x.far))
     shown = sorted({x.rank: x for x in (*ranks[: MOST_LINES - 2], slowest, ranks[-1])}.items())
     for most, sources in ((4, True), (3, True), (4, False), (3, False), (2, False), (1, False)):
         table = aligned(*_rank_table(setting, found, [x for _, x in shown], most, sources))
@@ -79,7 +80,8 @@ def _rank_table(
 ) -> tuple[list[str], list[list[str]]]:
     num = len(ranks[0].received)
     alone = num if num <= most else most - 1
-    head = ["rank", "rows", "work", "calls", *(f"stage {i + 1}" for i in range(alone))]
+    head = ["rank", "rows", "work"] + ["layer", "documents"] * (found.layer is not None)
+    head += ["calls", *(f"stage {i + 1}" for i in range(alone))]
     head += [f"stages {alone + 1}-{num}"] * (alone < num)
     with_bytes = setting.knows_heads and num > 0
     far, memory = any(x.far for x in ranks), any(x.memory for x in ranks)
@@ -87,7 +89,10 @@ def _rank_table(
     head += ["network"] * (with_bytes and far) + ["memory"] * memory
     row_bytes, lines = found.row_bytes, []
     for x in ranks:
-        line = [str(x.rank), str(x.rows), f"{x.work:.2f}", str(x.calls)]
+        line = [str(x.rank), str(x.rows), f"{x.work:.2f}"]
+        if found.layer is not None:
+            line += [f"{found.layer[x.rank]:.2f}", _documents(*setting.held(found.layout, x.rank))]
+        line.append(str(x.calls))
         for rows, of in zip(x.received[:alone], x.sources, strict=False):
             words = f" from {','.join(map(str, of))}" if sources and rows and len(of) <= 2 else ""
             line.append(f"{rows}{words}" if rows else "-")
@@ -97,13 +102,20 @@ def _rank_table(
     return head, lines
 
 
+def _documents(whole: int, cut: list[str]) -> str:
+    """How many documents a rank holds whole, and the numbers of those of which it holds a part."""
+    part = " ".join(f"#{number}" for number in cut) if len(cut) <= 2 else str(len(cut))
+    return ", ".join([f"{whole} whole"] * (whole > 0) + [f"{part} cut"] * bool(cut)) or "-"
+
+
 def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:
     with_bytes = any(x.memory for x in (found, *others))
-    head = ["layout and method", "max work", "moved per GPU" if with_bytes else "key rows moved"]
+    head = ["layout and method", f"max {'work' if found.layer is None else 'layer'}"]
+    head += ["moved per GPU" if with_bytes else "key rows moved"]
     head += ["memory"] * with_bytes
     lines = []
     for x in (found, *others):
-        line = [_name(x) + " (this)" * (x is found), f"{x.work.max():.2f}"]
+        line = [_name(x) + " (this)" * (x is found), f"{x.slowest:.2f}"]
         line.append(as_bytes(x.moved) if with_bytes else f"{x.moved:.0f}")
         lines.append(line + [as_bytes(x.memory) if x.memory is not None else "-"] * with_bytes)
     return aligned(head, lines)
@@ -130,14 +142,15 @@ def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list
 
 
 def _slower(x: Variant, found: Variant) -> float:
-    """The work of the slowest rank of ``x`` over that of ``found``."""
-    return float(x.work.max() / found.work.max()) if found.work.any() else 1.0  # a mask that allows no pair
+    """The time of the slowest rank of ``x`` over that of ``found``."""
+    return x.slowest / found.slowest if found.slowest else 1.0  # a mask that allows no pair
 
 
 def _compared(x: Variant, found: Variant) -> str:
-    if x.work.max() <= 1.01 * found.work.max() and found.work.max() <= 1.01 * x.work.max():
-        return "its slowest rank has the same work"
-    return f"its slowest rank has {x.work.max():.2f} times the mean work"
+    of = "work" if x.layer is None else "time of a layer"
+    if x.slowest <= 1.01 * found.slowest and found.slowest <= 1.01 * x.slowest:
+        return f"its slowest rank has the same {of}"
+    return f"its slowest rank has {x.slowest:.2f} times the mean {of}"
 
 
 def _name(x: Variant) -> str:

@@ -12,13 +12,14 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cp_mesh.call.method import as_one_tile
 from cp_mesh.call.plan import METHODS, choose_schedule, request_of
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.balance import pairs_between
+from cp_mesh.geometry.balance import PAIRS_PER_TOKEN, pairs_between
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
@@ -66,6 +67,7 @@ class Variant:
         layout, method, kernel: the configuration, and its kernel.
         degree: ranks that exchange heads for rows; 1 for other methods.
         work: query-key pairs of each rank over their mean, for all ranks.
+        layer: of packed documents, each rank's time of a layer of Llama-3-8B over the mean, as `balance` counts it.
         ranks: figures of the computed ranks.
         row_bytes: bytes of a fetched row of keys and values.
         moved: bytes that a GPU receives in both passes, on average; without ``num_heads`` key rows in a forward.
@@ -79,6 +81,7 @@ class Variant:
     kernel: Kernel
     degree: int
     work: NDArray[np.float64]
+    layer: NDArray[np.float64] | None
     ranks: list[RankFigures]
     row_bytes: int
     moved: float
@@ -90,6 +93,11 @@ class Variant:
     def inner(self) -> int:
         """Number of ranks that exchange heads for rows (an inner group)."""
         return METHODS[self.method].inner_size(self.degree)
+
+    @property
+    def slowest(self) -> float:
+        """The most time of a rank over the mean: of a layer if there are documents, else of attention."""
+        return float((self.work if self.layer is None else self.layer).max())
 
     @property
     def memory(self) -> int | None:
@@ -130,13 +138,24 @@ class Setting:
     @cached_property
     def _seen(self) -> Array:
         """Number of keys that each position sees, summed over batch rows: int64 [seq_len]."""
-        return pairs_between(np.arange(self.seq_len + 1), self.mask, self.seq_len)
+        first, last, ids = self.mask.key_intervals(torch.arange(self.seq_len, device="cpu"))
+        ids, seen = torch.zeros_like(first) if ids is None else ids, np.zeros(self.seq_len, dtype=np.int64)
+        for row in range(max(len(first), len(ids))):
+            document = np.unique(ids[row % len(ids)].numpy(), return_inverse=True)[1] * self.seq_len
+            order = document.argsort(kind="stable")  # a document's positions lie together
+            at = (document + np.arange(self.seq_len))[order]
+            begin = at.searchsorted(document + first[row % len(first)].numpy().clip(max=self.seq_len))
+            end = at.searchsorted(document + last[row % len(last)].numpy().clip(-1, self.seq_len), side="right")
+            counts = (np.bincount(x, minlength=self.seq_len + 1) for x in (begin, np.maximum(begin, end)))
+            seen[order] += np.subtract(*counts).cumsum()[:-1]
+        return seen
 
-    def work(self, layout: Layout) -> NDArray[np.float64]:
-        """Query-key pairs of each rank over their mean; padding keys count."""
+    def pairs(self, layout: Layout) -> NDArray[np.float64]:
+        """Query-key pairs of each rank; padding keys count."""
+        come_back = self.mask.documents is not None and any(row.come_back for row in self.mask.runs())
         held = [(rank, x) for rank in range(self.cp_size) for x in layout.runs(self.seq_len, self.cp_size, rank)]
         ranks = [rank for rank, _ in held]
-        if all(isinstance(piece, Run) and piece.stride == 1 for _, piece in held):  # few positions tell
+        if not come_back and all(isinstance(x, Run) and x.stride == 1 for _, x in held):  # few positions tell
             ends = np.array([(x.start, x.last + 1) for _, x in held if isinstance(x, Run)]).reshape(-1, 2)
             points = np.unique(ends)
             before = np.append(0, pairs_between(points, self.mask, self.seq_len).cumsum())
@@ -144,8 +163,25 @@ class Setting:
         else:
             at = (slice(x.start, x.last + 1, x.stride) if isinstance(x, Run) else x.values.numpy() for _, x in held)
             of_pieces = np.array([self._seen[rows].sum() for rows in at])
-        pairs = np.bincount(ranks, of_pieces, self.cp_size)
-        return pairs / max(1.0, pairs.mean())
+        return np.bincount(ranks, of_pieces, self.cp_size).astype(np.float64)
+
+    def held(self, layout: Layout, rank: int) -> tuple[int, list[str]]:
+        """Return how many documents a rank holds whole, and the numbers of those of which it holds a part.
+
+        A document that comes back is one. Numbers count from 0 in each batch row, whose number goes before them.
+        """
+        at, whole, cut = layout.positions(self.seq_len, self.cp_size, rank).numpy(), 0, list[str]()
+        for row, documents in enumerate(self.mask.runs()):
+            labels, of_run = np.unique(documents.labels, return_inverse=True)
+            lens = np.bincount(of_run, np.diff(documents.edges))
+            held = np.bincount(of_run[documents.edges[1:].searchsorted(at, side="right")], minlength=len(labels))
+            held, lens = held[labels >= 0], lens[labels >= 0]
+            whole += int((held == lens).sum())
+            cut += [
+                f"{row}:{i}" if len(self.mask.runs()) > 1 else f"{i}"
+                for i in np.flatnonzero((held > 0) & (held < lens))
+            ]
+        return whole, cut
 
     def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
         """Compute the figures of a layout and method; ``degree`` 0: as requested, or as `cp_mesh.attention` chooses."""
@@ -171,7 +207,12 @@ class Setting:
         setup = Setup(
             chosen, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host
         )
-        work = np.repeat(self.work(layout).reshape(-1, inner).mean(1), inner)
+        pairs = np.repeat(self.pairs(layout).reshape(-1, inner).mean(1), inner)
+        work, layer = pairs / max(1.0, pairs.mean()), None
+        if self.mask.documents is not None:
+            rows_of_ranks = np.array([layout.shard_len(*whole, rank) for rank in range(self.cp_size)])
+            layer = pairs + PAIRS_PER_TOKEN * len(self.mask.runs()) * rows_of_ranks
+            layer = layer / layer.mean()
         figures = []
         for rank in (inner * number for number in self._sample(work[::inner], first.route.needed, inner)):
             schedule, rows = make_of(rank, "segments" in first.covers), layout.shard_len(*whole, rank)
@@ -182,7 +223,7 @@ class Setting:
         if self.knows_heads:
             moved = self._bytes_moved(sizes, moved, inner, kernel)
         steps = tuple(stage.steps for stage in first.route.stages)
-        of_layout = layout, method, kernel, degree, work, figures
+        of_layout = layout, method, kernel, degree, work, layer, figures
         return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps)
 
     def _call(self, layout: Layout) -> tuple[AttentionSpec, Callable[[Schedule], Request]]:
