@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from durations import PARTS, CpuSeconds, Durations
+from gpu import part_of
 from hopper import Hopper
 from hypothesis import settings
 from interpreted import INTERPRETED, Interpreted, speed_up_interpreter
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name in ("--integrations", "--integrations-4", "--integrations-titan-0.3"):
         parser.addoption(name, action="store_true", help="in an environment with other packages; see run.py")
     parser.addoption("--torch", metavar="VERSION", help="in an environment with this release of PyTorch; see run.py")
+    parser.addoption("--part", metavar="1/3", help="one third of the tests")
     parser.addoption("--durations-csv", type=Path, metavar="FILE", help="append what each test file took to FILE")
     parser.addoption("--write-pins", action="store_true", help="write the records of test_pins.py anew")
 
@@ -73,8 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = ("keyword", "markexpr", "lf", "deselect")
     if not (any(getattr(config.option, name, None) for name in asked) or any("::" in arg for arg in config.args)):
         check_texts(items)
-    config.hook.pytest_deselected(items=[item for item, runs in found if not runs])
-    items[:] = [item for item, runs in found if runs]
+    chosen = part_of([item for item, runs in found if runs], config.getoption("--part"))
+    left = {id(item) for item in chosen}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
+    items[:] = chosen
 
 
 def is_of_the_form(item: pytest.Item) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, multiprocessing
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+from gpu import part_of  # noqa: E402
 from inside import inner  # noqa: E402
 
 H, HV, SCALE, FACTOR = 2, 4, 0.3, 1.5
@@ -113,14 +114,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--part", help="1/3: one third of the rules")
     args = parser.parse_args()
-    part = args.rows // 3
-    packings = [args.rows], [part, 0, 1, args.rows - part - 1]
+    third = args.rows // 3
+    packings = [args.rows], [third, 0, 1, args.rows - third - 1]
     print("errors: of the rule, of the other rule, of the specification in the same dtype", flush=True)
     # a process each: in its first calls the package tunes its kernels, for minutes
     of_all = packings, args.dim, args.dtype, "cuda"
     spawn = multiprocessing.get_context("spawn").Process
-    started = [spawn(target=check, args=(name, *of_all)) for name in CASES]
+    started = [spawn(target=check, args=(name, *of_all)) for name in part_of([*CASES], args.part)]
     for process in started:
         process.start()
     for process in started:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from dense import dense_attention
 from flex_uses import MASKS, SCORES, as_kernels, dense
+from gpu import part_of
 from ranks import device, join_on_gpus, mesh
 from torch import Tensor
 
@@ -493,13 +494,14 @@ def main() -> None:
     parser.add_argument("--scores", action="store_true", help="masks and scores instead")
     parser.add_argument("--flex", action="store_true", help="functions of users instead")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
+    parser.add_argument("--part", help="1/2: one half of the cases")
     args = parser.parse_args()
     if args.device == "cuda":
         join_on_gpus(args.one_gpu)
     else:
         dist.init_process_group("gloo")
     pairs = [pair for pair in KERNELS[args.device] if args.kernel in (None, pair[0])]
-    chosen = [case for pair in pairs for case in cases(*pair, args.seq_len)]
+    chosen = part_of([case for pair in pairs for case in cases(*pair, args.seq_len)], args.part)
     rank = dist.get_rank()
     if rank == 0:
         hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
@@ -513,15 +515,17 @@ def main() -> None:
     if args.flex:
         on_cpu = args.device == "cpu"
         listed_functions = functions(args.device, args.kernel or ("reference" if on_cpu else "flex"))
-        results = run_functions(rank, listed_functions, max(args.seq_len), 16 if on_cpu else 128, echo=True)
+        results = run_functions(
+            rank, part_of(listed_functions, args.part), max(args.seq_len), 16 if on_cpu else 128, echo=True
+        )
         num_wrong = sum(not worst <= 1 for worst, _ in results)
     elif args.scores:
         wanted = ("cudnn", "triton", *FLASH) if args.device == "cuda" else ("cpu_flash", "reference")
-        listed = list(scored_cases(tuple(x for x in wanted if args.kernel in (None, x))))
+        listed = part_of(list(scored_cases(tuple(x for x in wanted if args.kernel in (None, x)))), args.part)
         listed = [replace(case, seq_len=max(args.seq_len)) for case in listed]
         results = run_scored(rank, listed, echo=True)
         num_wrong = sum(not worst <= 1 for worst, _ in results)
-        for kernel, mask, features, head_dim, kv_heads in REPEATED:
+        for kernel, mask, features, head_dim, kv_heads in part_of(REPEATED, args.part):
             kernel = kernel if args.device == "cuda" else "reference"
             results.append(repeats(rank, kernel, mask, features, 20, head_dim, kv_heads))
             num_wrong += not results[-1]

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from cases import LAYOUTS, make_mask
 from checks import forget_kept, report
 from dense import make_qkv
+from gpu import part_of
 from poison import poisoned
 from ranks import device, join_on_gpus, mesh
 from torch import Tensor
@@ -837,10 +838,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--how", nargs="+", choices=HOW, default=list(HOW))
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
+    parser.add_argument("--part", help="1/2: one half of the checks")
     args = parser.parse_args()
     join_on_gpus(args.one_gpu)
     failed = False
-    for name, how in itertools.product(args.only, args.how):
+    for name, how in part_of([*itertools.product(args.only, args.how)], args.part):
         begin = time.perf_counter()
         problems = on_gpus(dist.get_rank(), name, how)
         everyone: list[Any] = [None] * dist.get_world_size()
