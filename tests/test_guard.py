@@ -451,6 +451,21 @@ def test_labels_that_are_right(pool: Any) -> None:
         assert "labels equal the tokens of their rows, which suits masked tokens; for next tokens, shift" in said
 
 
+def labels_of_joined_batches(rank: int) -> list[str]:
+    """Each rank holds a document, which ends with a label of its own: that of the text that was cut off there."""
+    sequence, whole = ShardedSequence(mesh((3,), ("cp",)), Contiguous()), tokens_of(312)
+    mask = Mask(documents=torch.arange(312) // 104)
+    labels = next_tokens(whole)
+    labels[:, 103::104] = (labels[:, 103::104] + 1) % V
+    plan = {"": ShardedModel(sequence, positions=None), "core": ContextParallel(sequence, mask=mask)}
+    model, own = cp_mesh.parallelize(Model(), sequence.mesh, plan), sequence.shard({"labels": labels})["labels"]
+    return warned(lambda: cp_mesh.cross_entropy(model(whole), own, sequence.mesh))
+
+
+def test_labels_of_joined_batches(pool: Any) -> None:
+    assert pool(3).run(labels_of_joined_batches) == [[]] * 3
+
+
 def labels_of_later_tokens(rank: int, shift: int) -> list[str]:
     """What is warned of in the striped layout, where the token three places on is the next row of the same rank."""
     sequence, whole = ShardedSequence(mesh((3,), ("cp",)), Striped()), tokens_of(312)

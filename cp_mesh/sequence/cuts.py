@@ -23,7 +23,7 @@ from cp_mesh.comm.group_state import groups_with, state_of, states_of_all
 from cp_mesh.errors import describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.geometry.mask import TENSORS, Mask
+from cp_mesh.geometry.mask import EXCLUDED, TENSORS, Mask
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 """Names of leaves with tokens, whose labels are usually the next tokens."""
@@ -32,13 +32,17 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class Tokens(NamedTuple):
-    """The whole tokens [B, S] of a batch, and how they were sharded: padded to ``seq_len``, this rank of ``ranks``."""
+    """The whole tokens [B, S] of a batch, and how they were sharded: padded to ``seq_len``, this rank of ``ranks``.
+
+    ``documents``, [B or 1, S], are those of the mask that a style had since then.
+    """
 
     whole: Tensor
     layout: Layout
     seq_len: int
     ranks: tuple[int, ...]
     rank: int
+    documents: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -46,10 +50,21 @@ class Tokens(NamedTuple):
         return self.layout.shard_len(self.seq_len, len(self.ranks), self.rank)
 
     def rows(self, shift: int, layout: Layout | None = None, rank: int | None = None, fill: int = 0) -> Tensor:
-        """Return the tokens ``shift`` places after each row of a rank, by default this one: [B, rows]."""
+        """Return the tokens ``shift`` places after each row of a rank, by default this one: [B, rows].
+
+        ``fill`` stands for those of another document, which a label there need not be: joined batches have labels of
+        their own at their ends.
+        """
         rank = self.rank if rank is None else rank
-        positions = (layout or self.layout).positions(self.seq_len, len(self.ranks), rank).to(self.whole.device)
-        return F.pad(self.whole, (0, self.seq_len + shift - self.whole.shape[1]), value=fill)[:, positions + shift]
+        positions = (layout or self.layout).positions(self.seq_len, len(self.ranks), rank)
+
+        def moved(x: Tensor, by: int, value: int) -> Tensor:
+            return F.pad(x, (0, self.seq_len + shift - x.shape[1]), value=value)[:, (positions + by).to(x.device)]
+
+        found, ids = moved(self.whole, shift, fill), self.documents
+        if ids is None:
+            return found
+        return found.where((moved(ids, 0, EXCLUDED) == moved(ids, shift, EXCLUDED)).to(found.device), fill)
 
 
 class _Batches(threading.local):
@@ -132,7 +147,12 @@ def _note_batch(x: Tensor, sums: dict[torch.device, Tensor]) -> None:
 
 def note_mask(mask: Mask, group: dist.ProcessGroup) -> None:
     """Add the tensors of a style's mask to the digest, if the last mask had others."""
-    own = state_of(group, Cuts).batches
+    cuts, ids = state_of(group, Cuts), mask.documents
+    own, tokens = cuts.batches, cuts.tokens
+    if tokens is not None and ids is not None and ids.device.type == "cpu":
+        length, seq_len = tokens.whole.shape[1], tokens.seq_len
+        if ids.shape[-1] in (length, seq_len) and ids.shape[:-1] in ((), (1,), (len(tokens.whole),)):
+            cuts.tokens = tokens._replace(documents=torch.atleast_2d(ids))
     given = [x for name in TENSORS if (x := getattr(mask, name)) is not None and x.device.type == "cpu"]
     if given and (masks := tuple(Content.of(x) for x in given)) != own.masks and checking(group) is not False:
         own.masks = masks
