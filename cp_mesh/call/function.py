@@ -178,9 +178,8 @@ def attend(
         known_by = None
     else:
         known_by = known.key_of((query, key, value), mesh, mask, seq_dim, return_lse, others)
-        if known_by is not None and (found := known.find(known_by)) is not None:
-            out, lse = known.run_again(found, query, key, value, others)
-            return (out, lse) if return_lse else out
+        if known_by is not None and (results := known.run_again(known_by, query, key, value, others)) is not None:
+            return results if return_lse else results[0]
     with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         query, key, value = autocast(query, key, value)

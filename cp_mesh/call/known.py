@@ -114,31 +114,26 @@ def key_of(
     )  # fmt: skip
 
 
-def find(key: tuple[Any, ...]) -> Known | None:
-    """The call of this key, if nothing that its checks read has changed."""
+def run_again(
+    key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, others: Mapping[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """out and lse of the call of this key; None if it is not known, or what its checks read has changed."""
     try:
         found = _calls.get(key)
     except TypeError:  # a keyword without a hash
         return None
-    if found is None or (calls := found.ready.calls).broken or found.kinds is not calls.kinds:
+    if found is None or (ready := found.ready).calls.broken or found.kinds is not ready.calls.kinds:
         return None
     for x, times in found.read:
         if times_written(x) != times:
             return None
-    call = found.ready.call
-    if call.options.of_root and (root := ROOT.get()) is not None and root.seq_len != call.seq_len:
+    if ready.call.options.of_root and (root := ROOT.get()) is not None and root.seq_len != ready.call.seq_len:
         return None
-    return found
-
-
-def run_again(known: Known, q: Tensor, k: Tensor, v: Tensor, others: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """out and lse of a known call."""
-    if not q.dtype == k.dtype == v.dtype == known.dtype:  # by autocast
+    if not q.dtype == k.dtype == v.dtype == found.dtype:  # by autocast
         q, k, v = autocast(q, k, v)
-    ready = known.ready
     if ready.plan.reads_tensors:
         refuse_copies(ready.plan)
-    return _run(ready, q, k, v, [others[name] for name in ready.names] if ready.names else ())
+    return _Node.apply(ready, q, k, v, *(others[name] for name in ready.names))
 
 
 @untraced
@@ -156,7 +151,7 @@ def run_first(
         scores = bare.scores(q)
     calls = state_of(group, Calls)
     ready = Ready(plan, scores, bare, tuple(given), read, weakref.ref(group), calls)
-    results = _run(ready, q, k, v, scored)
+    results: tuple[Tensor, Tensor] = _Node.apply(ready, q, k, v, *scored)
     if options.score_mod or options.mask_mod or options.dropout_p or not all(isinstance(x, _PLAIN) for x in key):
         return results
     if kind not in calls.kinds:
@@ -180,19 +175,6 @@ def run_first(
 def _holds_memory(plan: Plan) -> bool:
     """Whether a plan holds device memory: tables of tiles, or the order of a batch's layout."""
     return plan.reads_tensors or plan.layout.tensor is not None
-
-
-def _run(ready: Ready, q: Tensor, k: Tensor, v: Tensor, scored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    graded = q.requires_grad or k.requires_grad or v.requires_grad
-    for x in scored:
-        graded = graded or x.requires_grad
-    if graded and torch.is_grad_enabled():
-        found: tuple[Tensor, Tensor] = _Node.apply(ready, q, k, v, *scored)
-        return found
-    call, scores = ready.complete(q, scored) if scored else (ready.call, ready.scores)
-    with below_autograd():
-        out, lse, *_ = run_forward(ready.plan, scores, call, ready.group(), q, k, v)
-    return out, lse
 
 
 class _Node(torch.autograd.Function):

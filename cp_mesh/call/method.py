@@ -124,16 +124,13 @@ class Plan:
     def tiles(self, stage: Stage | None) -> list[KernelTile]:
         """Tiles of this rank's queries against the keys fetched in a stage; None: against its own keys."""
         stream = stream_of(self.device) if self.reads_tensors else 0
-        key = "tiles", id(stage), stream
-        if stream is None or key not in self.prepared:
-            tiles = self.schedule.local_tiles if stage is None else stage.tiles
-            given = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.features) else tiles
-            found = [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
-            if stream is None:
-                return found
-            self.prepared[key] = stage, found  # keeps the stage alive, as the key has its id
-        of_stage: list[KernelTile] = self.prepared[key][1]
-        return of_stage
+        found: list[KernelTile] | None = self.prepared.get(("tiles", stage, stream))
+        return found or self.prepare(("tiles", stage), stream, lambda: self._make_tiles(stage, stream))
+
+    def _make_tiles(self, stage: Stage | None, stream: int | None) -> list[KernelTile]:
+        tiles = self.schedule.local_tiles if stage is None else stage.tiles
+        tiles = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.features) else tiles
+        return [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in tiles]
 
     @cached_property
     def reads_tensors(self) -> bool:

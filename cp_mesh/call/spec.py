@@ -288,9 +288,8 @@ class Call(NamedTuple):
     captured: Sequence[Tensor] = ()
 
     def arguments(self) -> tuple[Any, ...]:
-        return (
-            *self.tensors, [*self.captured], self.seq_len, self.seq_dim, self.group_name, self.options.text()
-        )  # fmt: skip
+        text = self.options.text()
+        return *self.tensors, [*self.captured], self.seq_len, self.seq_dim, self.group_name, text
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> Call:
@@ -343,26 +342,21 @@ def is_autocast(device_type: str) -> bool:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the autocast dtype; fp64 is not cast, as in `F.scaled_dot_product_attention`."""
-    device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # `is_autocast` inlined, to save a call
+    if not is_autocast(tensors[0].device.type):
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def make_scores(
-    options: AttentionSpec,
-    tensors: Tensors,
-    dtype: torch.dtype,
-    captured: Sequence[Tensor] = (),
+    options: AttentionSpec, tensors: Tensors, dtype: torch.dtype, captured: Sequence[Tensor] = (),
     seq_len: int = Scores.seq_len,
-) -> Scores:
+) -> Scores:  # fmt: skip
     """The `Scores` of a call, for its passes; ``dtype`` is the accumulation dtype."""
-    seed = tensors.dropout_seed
-    cast: dict[str, Any] = {
-        name: x if x is None or TERMS[name].broadcasts else x.to(dtype).contiguous()
-        for name, x in ((name, getattr(tensors, name)) for name in TERMS)
-    }
+    seed, cast = tensors.dropout_seed, dict[str, Any]()
+    for name, term in TERMS.items():
+        x = getattr(tensors, name)
+        cast[name] = x if x is None or term.broadcasts else x.to(dtype).contiguous()
     return Scores(
         options.scale,
         options.softcap or None,

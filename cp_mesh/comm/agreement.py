@@ -15,7 +15,7 @@ import functools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -439,36 +439,18 @@ def _send(group: dist.ProcessGroup, error: Exception) -> None:
 def end_by(group: dist.ProcessGroup, error: BaseException) -> None:
     """Note that a pass of attention ended by an error.
 
-    If it is no refusal, this rank refuses calls over the group from now on; other ranks find the error in the store.
+    If it is no refusal, this rank refuses calls over the group from now on; other ranks find the error in the store. An
+    error of a collective gets a note with their refusals, which may be why they did not come: of calls that are not the
+    first of their kind on this rank, so they were not compared.
     """
     if isinstance(error, REFUSALS):
         vars(error)[_TOLD] = None  # raised on every rank, before the first collective of the pass
     elif group.size() > 1:
-        state_of(group, Calls).broken = f"{type(error).__name__}: {error}"  # the error would keep tensors
-        if isinstance(error, Exception):
-            note_refusals(group, error)
-            _send(group, error)
-
-
-def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
-    """Add to the error of a collective a note with the refusals of other ranks, which may be why they did not come.
-
-    They refused a call that is not the first of its kind on this rank, so it was not compared.
-    """
-    if isinstance(error, RuntimeError) and group.size() > 1:
         own = state_of(group, Calls)
-        for rank, said in left_for(group, f"{own.plans} {own.times + 1}").items():
+        own.broken = f"{type(error).__name__}: {error}"  # the error would keep tensors
+        left = left_for(group, f"{own.plans} {own.times + 1}") if isinstance(error, RuntimeError) else {}
+        for rank, said in left.items():
             if "error" in said:
                 error.add_note(f"cp_mesh: rank {rank} of the group has raised: {said['error']}")
-
-
-def leave_word(text: str, ranks: Sequence[int]) -> None:
-    """Write an error for those of these ranks that learn of a refusal by a collective and then call `read_word`."""
-    if (store := store_of(dist.group.WORLD)) is not None:
-        store.set(f"cp_mesh/word/{hash(tuple(ranks))}", text)
-
-
-def read_word(ranks: Sequence[int]) -> str:
-    """Return the text that some of these ranks wrote by `leave_word`."""
-    store = store_of(dist.group.WORLD)
-    return "" if store is None else store.get(f"cp_mesh/word/{hash(tuple(ranks))}").decode()
+        if isinstance(error, Exception):
+            _send(group, error)

@@ -109,3 +109,15 @@ def left_for(group: dist.ProcessGroup, topic: str) -> Answers:
         present = [rank for rank in range(size) if mine.check([f"{room}/{rank}"])]
         return {rank: json.loads(mine.get(f"{room}/{rank}")) for rank in present}
     return {}
+
+
+def leave_word(text: str, ranks: Sequence[int]) -> None:
+    """Write an error for those of these ranks that learn of a refusal by a collective and then call `read_word`."""
+    if (store := store_of(dist.group.WORLD)) is not None:
+        store.set(f"cp_mesh/word/{hash(tuple(ranks))}", text)
+
+
+def read_word(ranks: Sequence[int]) -> str:
+    """Return the text that some of these ranks wrote by `leave_word`."""
+    store = store_of(dist.group.WORLD)
+    return "" if store is None else store.get(f"cp_mesh/word/{hash(tuple(ranks))}").decode()

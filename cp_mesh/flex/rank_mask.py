@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_mesh._torch import funcol, times_written, untraced
-from cp_mesh.comm.agreement import compare, leave_word, read_word, refusing
+from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.store_messages import leave_word, read_word
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import RankMismatchError, UnsupportedError, refuse, written
 from cp_mesh.flex.trace import trace

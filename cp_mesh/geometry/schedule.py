@@ -41,7 +41,7 @@ class Tile:
     cover: Cover | Segments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """Consecutive steps whose rows travel together and lie in one buffer, source after source in rank order.
 

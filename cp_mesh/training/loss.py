@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import FakeTensor, funcol
-from cp_mesh.comm.agreement import capturing, is_first_here, leave_word, read_word, refusing
+from cp_mesh.comm.agreement import capturing, is_first_here, refusing
 from cp_mesh.comm.group_state import state_of
+from cp_mesh.comm.store_messages import leave_word, read_word
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, typed
 from cp_mesh.sequence.cuts import apart, is_whole, waits_for_labels

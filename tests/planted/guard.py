@@ -17,7 +17,7 @@ def nothing(result: Any = None) -> Any:
     return lambda original: lambda *args, **kwargs: result
 
 
-plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
+plant("an error of a wait has no note of refusals", "store_messages:left_for", "later refusals")(nothing({}))
 plant("first calls are not compared", "agreement:compare", "first calls")(nothing(False))
 
 
@@ -29,15 +29,15 @@ plant("autocast makes no other call", "known:key_of", "known calls")(
 )
 
 
-@plant("known calls are never compared again", "known:find", "known calls")
-def _(find: Any) -> Any:
+@plant("known calls are never compared again", "known:run_again", "known calls")
+def _(run_again: Any) -> Any:
     calls = room("call.known")._calls
 
-    def mutant(key: Any) -> Any:
+    def mutant(key: Any, *given: Any) -> Any:
         known = calls.get(key)
         if known is not None:
-            known.calls.kinds = known.kinds
-        return find(key)
+            known.ready.calls.kinds = known.kinds
+        return run_again(key, *given)
 
     return mutant
 
