@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from inside import inner, room
 from model import Core, DenseCore, Model, batch
-from ranks import alone, group_of_one, mesh
+from ranks import alone, group_of_one, on_ranks
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.fsdp import fully_shard
@@ -40,7 +40,6 @@ from cp_mesh import (
     cross_entropy,
     parallelize,
     sum_gradients,
-    verify_model,
 )
 
 copies: Any = room("host_copies")
@@ -676,14 +675,24 @@ def slowly(stream: Any) -> Any:
 # --- on ranks
 
 
-def over_ranks(rank: int, options: dict[str, bool] | None, fsdp: bool, ranks: int) -> list[Tensor]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fsdp", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.quick("True-2")
+@on_ranks("ranks")
+def test_models_on_ranks(axis: Any, options: dict[str, bool], fsdp: bool) -> None:
     """Loss and gradients of all ranks after two micro-batches."""
-    axis = mesh((ranks,), ("cp",))
+    plain = Model(DenseCore)
+    want = []
+    for seed in (0, 1):
+        given = batch(2, 22, seed)
+        logits = plain(given["tokens"], torch.arange(22))
+        want.append(F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()))
+        want[-1].backward()
     sequence = ShardedSequence(axis, length=22)
     model = Model(Core)
     plan: dict[str, Any] = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence)}
-    if options is not None:
-        plan |= {"layers.*": Checkpointed(**options), "layers.*.ff": TiledMLP(tiles=3)}
+    plan |= {"layers.*": Checkpointed(**options), "layers.*.ff": TiledMLP(tiles=3)}
     parallelize(model, axis, plan)
     if fsdp:
         for part in (*model.layers, model):
@@ -699,75 +708,29 @@ def over_ranks(rank: int, options: dict[str, bool] | None, fsdp: bool, ranks: in
     grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     for x in (*losses, *(() if fsdp else grads)):
         dist.all_reduce(x, group=axis.get_group())
-    return [*losses, *grads]
+    assert_same([*losses, *grads], [*(loss.detach() for loss in want), *gradients(plain)])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("fsdp", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.quick("True-2")
-def test_models_on_ranks(pool: Any, options: dict[str, bool], fsdp: bool, ranks: int) -> None:
-    model = Model(DenseCore)
-    want = []
-    for seed in (0, 1):
-        given = batch(2, 22, seed)
-        logits = model(given["tokens"], torch.arange(22))
-        want.append(F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()))
-        want[-1].backward()
-    for found in pool(ranks).run(over_ranks, options, fsdp, ranks):
-        assert_same(found, [*(loss.detach() for loss in want), *gradients(model)])
-
-
-def sharded_inputs(rank: int) -> list[tuple[Any, ...]]:
+@on_ranks(2)
+def test_dtensors_and_collectives(rank: int, axis: Any) -> None:
     """Gradients for blocks that take a DTensor, and a collective's result that nobody waited for."""
-    axis = mesh((2,), ("cp",))
-    found = list[tuple[Any, ...]]()
-    for style in (None, Checkpointed(offload=True)):
+    found = list[list[Tensor | None]]()
+    for style in ({}, {"": Checkpointed(offload=True)}):
         torch.manual_seed(0)
-        block = nn.Linear(C, C).double()
-        grads = []
-        for kind in ("DTensor", "under way"):
-            model = copy.deepcopy(block)
-            if style is not None:
-                parallelize(model, axis, {"": style})
-            leaf = distribute_tensor(rows(), axis, [Shard(1)]).requires_grad_()
-            if kind == "DTensor":
-                model.weight, model.bias = (
-                    nn.Parameter(distribute_tensor(x.detach(), axis)) for x in (model.weight, model.bias)
-                )
-                y = model(leaf * 2).sin()
-                assert isinstance(y, DTensor) and y.placements == (Shard(1),)
-                y.sum().backward()
-                grads.append((leaf.grad.full_tensor(), model.weight.grad.full_tensor()))
-            else:
-                x = funcol.all_reduce(rows(rank), "sum", axis.get_group())
-                assert type(x) is funcol.AsyncCollectiveTensor
-                model(x).sin().sum().backward()
-                grads.append((model.weight.grad, model.bias.grad))
-        found.append((*grads[0], *grads[1]))
-    return found
-
-
-def test_dtensors_and_collectives(pool: Any) -> None:
-    for plain, ours in pool(2).run(sharded_inputs):
-        assert_same([*ours], [*plain])
-
-
-def verified(rank: int) -> str:
-    axis = mesh((2,), ("cp",))
-    sequence = ShardedSequence(axis)
-    plan = {
-        "": ShardedModel(sequence),
-        "layers.*.core": ContextParallel(sequence),
-        "layers.*": Checkpointed(offload=True),
-    }
-    given = {name: x for name, x in batch(2, 24).items() if name in ("tokens", "labels", "positions")}
-    given["positions"] = torch.arange(24).expand(2, 24)
-    return verify_model(lambda: Model(Core), plan, given, axis, make_reference=lambda: Model(DenseCore)).verdict
-
-
-def test_verified(pool: Any) -> None:
-    assert all(verdict.startswith("RIGHT") for verdict in pool(2).run(verified))
+        first, second = (parallelize(nn.Linear(C, C).double(), axis, style) for _ in range(2))
+        leaf = distribute_tensor(rows(), axis, [Shard(1)]).requires_grad_()
+        first.weight, first.bias = (
+            nn.Parameter(distribute_tensor(x.detach(), axis)) for x in (first.weight, first.bias)
+        )
+        y = first(leaf * 2).sin()
+        assert isinstance(y, DTensor) and y.placements == (Shard(1),)
+        y.sum().backward()
+        x = funcol.all_reduce(rows(rank), "sum", axis.get_group())
+        assert type(x) is funcol.AsyncCollectiveTensor
+        second(x).sin().sum().backward()
+        grads = (leaf.grad.full_tensor(), first.weight.grad.full_tensor(), second.weight.grad, second.bias.grad)
+        found.append([*grads])
+    assert_same(*found)
 
 
 # --- refusals

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from inside import inner, room
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -67,42 +67,35 @@ def spread_model() -> nn.Module:
     return model
 
 
-def clip_spread(rank: int, norm_type: float, without: tuple[str, ...], foreach: bool | None) -> Any:
+@pytest.mark.parametrize(
+    ("norm_type", "without", "foreach"),
+    [*((norm, (), None) for norm in NORMS), (2.0, ("up.weight", "scale"), True)],
+    ids=str,
+)
+@on_ranks(8)
+def test_fsdp_cp_and_tp_as_on_one_rank(norm_type: float, without: tuple[str, ...], foreach: bool | None) -> None:
     model = spread_model()
     meshes = {x.device_mesh.mesh_dim_names if isinstance(x, DTensor) else None for x in model.parameters()}
+    assert len(meshes) == 3, "dp x cp, dp x cp x tp, and none"
     for name, grad in gradients_of_one().items():
         parameter = model.get_parameter(name)
-        if name in without:
-            continue
         if isinstance(parameter, DTensor):
             grad = distribute_tensor(grad, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
             grad = grad.redistribute(placements=parameter.placements)
-        parameter.grad = grad
+        parameter.grad = None if name in without else grad
     norm = clip_grad_norm(model.parameters(), LARGEST, norm_type, foreach=foreach)
-    return norm, {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}, len(meshes)
-
-
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_fsdp_cp_and_tp_as_on_one_rank(pool: Any, norm_type: float) -> None:
-    assert_as_on_one_rank(pool, norm_type, (), None)
-
-
-def test_with_foreach_and_parameters_without_gradient(pool: Any) -> None:
-    assert_as_on_one_rank(pool, 2.0, ("up.weight", "scale"), True)
-
-
-def assert_as_on_one_rank(pool: Any, norm_type: float, without: tuple[str, ...], foreach: bool | None) -> None:
     want, grads = clipped_by_torch(norm_type, without)
-    assert want > 2 * LARGEST
-    found = pool(8).run(clip_spread, norm_type, without, foreach)
-    for norm, got, num_meshes in found:
-        assert num_meshes == 3, "dp x cp, dp x cp x tp, and none"
-        assert norm.dtype == torch.float64 and norm.shape == () and torch.equal(norm, found[0][0])
-        torch.testing.assert_close(norm, want, rtol=1e-12, atol=0.0)
-        torch.testing.assert_close(got, grads, rtol=1e-12, atol=1e-15)
+    assert want > 2 * LARGEST and norm.dtype == torch.float64 and norm.shape == ()
+    every = [torch.empty_like(norm) for _ in range(8)]
+    dist.all_gather(every, norm)
+    assert all(torch.equal(norm, x) for x in every)
+    torch.testing.assert_close(norm, want, rtol=1e-12, atol=0.0)
+    got = {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
+    torch.testing.assert_close(got, grads, rtol=1e-12, atol=1e-15)
 
 
-def clip_by_placements(rank: int) -> list[float]:
+@on_ranks(2)
+def test_every_entry_counts_once(rank: int) -> None:
     """Norms of gradients of ones in each placement and of partial sums, empty, on one rank alone, and with a nan."""
     axes, norms = mesh((2,), ("tp",)), []
     for placement, given in ((Replicate(), Replicate()), (Shard(0), Shard(0)), (Replicate(), Partial())):
@@ -120,27 +113,18 @@ def clip_by_placements(rank: int) -> list[float]:
     broken = nn.Parameter(distribute_tensor(torch.zeros(4, 4), axes, [Shard(0)]))
     broken.grad = DTensor.from_local(torch.full((2, 4), math.nan if rank == 0 else 1.0), axes, [Shard(0)])
     norms += [float(clip_grad_norm([broken], 1e9, norm_type)) for norm_type in (2.0, math.inf)]
-    return norms
+    assert norms[:5] == pytest.approx([4.0, 4.0, 8.0, 3.0, math.sqrt(8)])
+    assert all(math.isnan(norm) for norm in norms[5:]), "nan of one rank is nan on all"
 
 
-def test_every_entry_counts_once(pool: Any) -> None:
-    for norms in pool(2).run(clip_by_placements):
-        assert norms[:5] == pytest.approx([4.0, 4.0, 8.0, 3.0, math.sqrt(8)])
-        assert all(math.isnan(norm) for norm in norms[5:]), "nan of one rank is nan on all"
-
-
-def raise_on_nonfinite(rank: int) -> tuple[str, Tensor]:
-    axes = mesh((2,), ("dp",))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), axes, [Shard(0)]))
-    parameter.grad = DTensor.from_local(torch.full((2,), math.inf if rank == 0 else 1.0), axes, [Shard(0)])
-    with pytest.raises(RuntimeError, match="finite norm, got inf") as raised:
+@on_ranks(2)
+def test_error_if_nonfinite_raises_on_every_rank_and_scales_nothing(rank: int) -> None:
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh((2,), ("dp",)), [Shard(0)]))
+    local = torch.full((2,), 1.0 if rank else math.inf)
+    parameter.grad = DTensor.from_local(local.clone(), parameter.device_mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="finite norm, got inf"):
         clip_grad_norm([parameter], 0.1, error_if_nonfinite=True)
-    return str(raised.value), parameter.grad.to_local()
-
-
-def test_error_if_nonfinite_raises_on_every_rank_and_scales_nothing(pool: Any) -> None:
-    (first, _), (second, grad) = pool(2).run(raise_on_nonfinite)
-    assert first == second and torch.equal(grad, torch.ones(2))
+    assert torch.equal(parameter.grad.to_local(), local)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

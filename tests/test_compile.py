@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
 from inside import NUM_TENSORS, AttentionSpec, attention_op, room
 from model import Core, Model, batch, tensor_parallel_plan
-from ranks import Pool, mesh, num_collectives, on_ranks
+from ranks import Pool, mesh, num_collectives, on_ranks, refused
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh.geometry import Permuted
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding
 
@@ -91,7 +91,12 @@ def test_local_tensors(axis: DeviceMesh, backend: str) -> None:
         torch.testing.assert_close(torch.compile(every_format, backend=backend)(q, k, v), every_format(q, k, v))
 
 
-def dtensors(rank: int, backend: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "tp", "backend"),
+    [(4, 2, "aot_eager"), pytest.param(2, 1, "inductor", marks=pytest.mark.nightly("compiled"))],
+)
+@on_ranks("size", timeout=180.0)
+def test_dtensors(backend: str, tp: int) -> None:
     axes = mesh((2, tp), ("cp", "tp"))
     placements = [Shard(2), Shard(1)]
     sequence = ShardedSequence(axes["cp"], ZigZag())
@@ -114,13 +119,6 @@ def dtensors(rank: int, backend: str, tp: int) -> None:
         return out, lse, scored, beside
 
     assert_compiles(both, backend, q, k, v, sinks, slopes)
-
-
-@pytest.mark.parametrize(
-    ("backend", "tp"), [("aot_eager", 2), pytest.param("inductor", 1, marks=pytest.mark.nightly("compiled"))]
-)
-def test_dtensors(pool: Any, backend: str, tp: int) -> None:
-    pool(2 * tp).run(dtensors, backend, tp, timeout=180.0)
 
 
 # Styled models over cp and tp.
@@ -146,8 +144,14 @@ def gradients(model: nn.Module, arguments: dict[str, Tensor]) -> dict[str, Tenso
     return grads | {"logits": logits.detach()}
 
 
-def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
-    axes = mesh((cp, tp), ("cp", "tp"))
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "cp", "backend"),
+    [(4, 2, "aot_eager"), pytest.param(2, 1, "inductor", marks=pytest.mark.nightly("compiled"))],
+)
+@on_ranks("size", timeout=180.0)
+def test_compiled_blocks(cp: int, backend: str) -> None:
+    axes = mesh((cp, 2), ("cp", "tp"))
     arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}
     eager = gradients(make_model(axes), arguments)
     model = make_model(axes)
@@ -162,18 +166,11 @@ def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("cp", "tp", "backend"),
-    [(2, 2, "aot_eager"), pytest.param(1, 2, "inductor", marks=pytest.mark.nightly("compiled"))],
-)
-def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
-    pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)
-
-
-def packed_blocks(rank: int, per_document: bool) -> int:
+@pytest.mark.parametrize("per_document", (False, True), ids=("balanced", "zigzag per document"))
+@on_ranks(2)
+def test_layouts_that_change_compile_twice(axis: DeviceMesh, per_document: bool) -> None:
     """How often the core was compiled for batches whose masks and layouts travel as objects, with unlike numbers of
     runs, or documents."""
-    axis = mesh((2,), ("cp",))
     sequence, core = ShardedSequence(axis), Core()
     style = ContextParallel(sequence, mask=test_gradients.mask, layout=test_gradients.layout_of_core)
     cp_mesh.parallelize(core, axis, {"": style})
@@ -197,18 +194,14 @@ def packed_blocks(rank: int, per_document: bool) -> int:
         for x, leaf in zip((q, k, v), leaves, strict=True):
             torch.testing.assert_close(packed.unshard(x.grad, dim=2), leaf.grad, rtol=1e-10, atol=1e-10)
     assert len(runs) > 1
-    return counter.frame_count
+    assert counter.frame_count <= 2
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("per_document", (False, True), ids=("balanced", "zigzag per document"))
-def test_layouts_that_change_compile_twice(pool: Any, per_document: bool) -> None:
-    assert max(pool(2).run(packed_blocks, per_document)) <= 2
-
-
-def three_layers(rank: int, backend: str) -> list[int]:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2, timeout=180.0)
+def test_documents_of_compiled_code_are_digested_once(axis: DeviceMesh, backend: str) -> None:
     """How often documents are digested in each of three steps of a function that makes the mask itself."""
-    axis, read = mesh((2,), ("cp",)), room("host_tensors")._digest
+    read = room("host_tensors")._digest
     sequence = ShardedSequence(axis)
 
     def layers(x: Tensor, ids: Tensor) -> Tensor:
@@ -226,23 +219,17 @@ def three_layers(rank: int, backend: str) -> list[int]:
             counts.append(digest.call_count)
         for got, want in zip(found, step(partial(layers, ids=ids), x), strict=True):
             torch.testing.assert_close(got, want, **TOLERANCE)
-    return counts
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_documents_of_compiled_code_are_digested_once(pool: Any, backend: str) -> None:
-    assert pool(2).run(three_layers, backend, timeout=180.0) == [[1, 1, 1]] * 2
+    assert counts == [1, 1, 1]
 
 
 @pytest.mark.full
 @on_ranks(2)
 def test_whole_model() -> None:
-    backend = "aot_eager"
     axes = mesh((2, 1), ("cp", "tp"))
     arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}
     model = make_model(axes, gather_output=True)
     eager = gradients(model, arguments)
-    model.compile(backend=backend, fullgraph=True)
+    model.compile(backend="aot_eager", fullgraph=True)
     compiled = gradients(model, arguments)
     for name, want in eager.items():
         torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
@@ -301,7 +288,10 @@ def test_what_was_compiled_before_the_plan(what: str) -> None:
 # Lengths that change.
 
 
-def lengths(rank: int, kind: str) -> int:
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["local", "DTensors", "style", "documents"])
+@on_ranks(2)
+def test_five_lengths_compile_twice(kind: str) -> None:
     """How often five lengths were compiled."""
     axes = mesh((2, 1), ("cp", "tp"))
     counter = CompileCounterWithBackend("aot_eager")
@@ -331,17 +321,27 @@ def lengths(rank: int, kind: str) -> int:
         masked = {"documents": documents, "blocks": documents} if kind == "documents" else {}
         want, _ = dense_attention(q, k, v, dense_mask(S, **masked))
         torch.testing.assert_close(sequence.unshard(out, dim=2), want, rtol=1e-10, atol=1e-10)
-    return counter.frame_count
+    assert counter.frame_count <= 2
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["local", "DTensors", "style", "documents"])
-def test_five_lengths_compile_twice(pool: Any, kind: str) -> None:
-    assert max(pool(2).run(lengths, kind)) <= 2
+UNLESS_2_11 = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="AOTAutograd of PyTorch 2.11 gives the op whole lengths of DTensors, which it refuses",
+)
 
 
-def symbolic(rank: int, kind: str, backend: str) -> int:
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(kind, "aot_eager") for kind in ("formats", "options", "block")]
+    + [("formats", "eager"), pytest.param("DTensors", "aot_eager", marks=UNLESS_2_11)]
+    + [pytest.param(kind, "eager", marks=pytest.mark.nightly("compiled")) for kind in ("options", "DTensors", "block")]
+    + [pytest.param(kind, "inductor", marks=pytest.mark.nightly("compiled")) for kind in ("formats", "block")],
+)
+@pytest.mark.quick("formats-eager")
+@on_ranks(2, timeout=180.0)
+def test_sizes_that_are_symbols(kind: str, backend: str) -> None:
     """How often other sizes were compiled where all are symbols from the first call on, the head dim too."""
+    again = 1 if kind == "options" else 0  # for each number that a scale was computed to
     axes = mesh((2, 1), ("cp", "tp"))
     sequence, counter = ShardedSequence(axes["cp"]), CompileCounterWithBackend(backend)
     core = cp_mesh.parallelize(Core(), axes["cp"], {"": ContextParallel(sequence)})
@@ -370,22 +370,7 @@ def symbolic(rank: int, kind: str, backend: str) -> int:
         for found, expected in zip(step(compiled, q, k, v), step(fn, q, k, v), strict=True):
             torch.testing.assert_close(found, expected, **TOLERANCE)
         counts.append(counter.frame_count)  # of the first call Dynamo may run the backend twice
-    return counts[-1] - counts[0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [(kind, "aot_eager") for kind in ("formats", "options", "DTensors", "block")]
-    + [("formats", "eager")]
-    + [pytest.param(kind, "eager", marks=pytest.mark.nightly("compiled")) for kind in ("options", "DTensors", "block")]
-    + [pytest.param(kind, "inductor", marks=pytest.mark.nightly("compiled")) for kind in ("formats", "block")],
-)
-@pytest.mark.quick("formats-eager")
-def test_sizes_that_are_symbols(pool: Any, kind: str, backend: str) -> None:
-    if kind == "DTensors" and backend != "eager" and torch.__version__.startswith("2.11."):
-        pytest.skip("AOTAutograd of PyTorch 2.11 gives the op whole lengths of DTensors, which it refuses")
-    again = 1 if kind == "options" else 0  # for each number that a scale was computed to
-    assert pool(2).run(symbolic, kind, backend, timeout=180.0) == [again] * 2
+    assert counts[-1] - counts[0] == again
 
 
 # Autocast.
@@ -431,8 +416,18 @@ def test_autocast(compiled: bool) -> None:
 # Activation checkpointing.
 
 
-def recomputed(rank: int, how: str, backend: str | None) -> tuple[int, int]:
-    """Collectives of the forward and of the backward of one block with a ring of two other ranks."""
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [(how, None) for how in ("none", "full", "selective")]
+    + [pytest.param(how, "aot_eager", marks=pytest.mark.full) for how in ("none", "full", "selective")]
+    + [pytest.param("selective", "inductor", marks=pytest.mark.nightly("compiled"))],
+    ids=str,
+)
+@on_ranks(3, timeout=180.0)
+def test_checkpointing(how: str, backend: str | None) -> None:
+    """Full checkpointing replays the ring, the selective one does not."""
+    ring = 2 * 2  # steps, layers
+    replayed = ring * (how == "full")
     axes = mesh((3, 1), ("cp", "tp"))
     arguments = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
     want = gradients(make_model(axes), arguments)
@@ -456,29 +451,17 @@ def recomputed(rank: int, how: str, backend: str | None) -> tuple[int, int]:
         after = num_collectives()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, want[name], **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
-    return between - before, after - between
-
-
-@pytest.mark.parametrize(
-    ("how", "backend"),
-    [(how, None) for how in ("none", "full", "selective")]
-    + [pytest.param(how, "aot_eager", marks=pytest.mark.full) for how in ("none", "full", "selective")]
-    + [pytest.param("selective", "inductor", marks=pytest.mark.nightly("compiled"))],
-    ids=str,
-)
-def test_checkpointing(pool: Any, how: str, backend: str | None) -> None:
-    """Full checkpointing replays the ring, the selective one does not."""
-    ring = 2 * 2  # steps, layers
-    replayed = ring * (how == "full")
-    assert pool(3).run(recomputed, how, backend, timeout=180.0) == [(ring, 2 * ring + replayed)] * 3
+    assert (between - before, after - between) == (ring, 2 * ring + replayed)
 
 
 # The loss.
 
 
-def losses_of_rows(rank: int, backend: str) -> int:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2, timeout=180.0)
+def test_the_loss(rank: int, axis: DeviceMesh, backend: str) -> None:
     """How many graphs are made for three lengths, each of several chunks, of which there are more or fewer."""
-    axis, dtype = mesh((2,), ("cp",)), torch.float64
+    dtype = torch.float64
     logits = torch.randn(B, S, 7, generator=torch.Generator().manual_seed(rank), dtype=dtype)
     labels = torch.arange(B * S).view(B, S) % 7
     labels[:, ::5] = -100
@@ -495,12 +478,7 @@ def losses_of_rows(rank: int, backend: str) -> int:
             x, y = (z[:, :length].clone() for z in (logits, labels))
             for found, expected in zip(*(step(partial(fn, labels=y), x) for fn in (compiled, share)), strict=True):
                 torch.testing.assert_close(found, expected, **TOLERANCE)
-    return counter.frame_count
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_loss(pool: Any, backend: str) -> None:
-    assert pool(2).run(losses_of_rows, backend, timeout=180.0) == [1, 1]
+    assert counter.frame_count == 1
 
 
 # Nothing leaves the library with a collective in flight.
@@ -517,8 +495,8 @@ def is_plain(x: Tensor) -> bool:
     return type(x) is Tensor or (type(x) is DTensor and type(x._local_tensor) is Tensor)
 
 
-def results_of_all(rank: int) -> list[str]:
-    """Names of the public results that are not plain."""
+@on_ranks(2)
+def test_nothing_is_left_in_flight(rank: int) -> None:
     axes = mesh((2, 1), ("cp", "tp"))
     sequence = ShardedSequence(axes["cp"], ZigZag(), length=S - 2)
     q, k, v, _ = make_qkv(1, H, K, S, D)
@@ -558,42 +536,26 @@ def results_of_all(rank: int) -> list[str]:
         logits.sum().backward()
         results[f"ShardedModel, gather_output={gather_output}"] = logits
         results[f"gradients of ShardedModel, gather_output={gather_output}"] = [p.grad for p in model.parameters()]
-    bad = []
     for name, result in results.items():
-        tensors = result if isinstance(result, (tuple, list)) else [result]
-        bad += [name] * (not all(is_plain(x) for x in tensors))
-    return bad
-
-
-def test_nothing_is_left_in_flight(pool: Any) -> None:
-    assert pool(2).run(results_of_all) == [[], []]
+        assert all(map(is_plain, result if isinstance(result, (tuple, list)) else [result])), name
 
 
 # Refusals.
 
 
-def refused_in_a_graph(rank: int) -> None:
-    axis = mesh((2,), ("cp",))
-    q = torch.randn(B, H, S // 2, D)
-    torch.compile(lambda q: attention(q, q, q, mesh=axis, layout=Contiguous(), kernel="flash"), backend="aot_eager")(q)
-
-
-def refused_in_a_trace(rank: int) -> None:
-    axis = mesh((2,), ("cp",))
+@on_ranks(2)
+def test_refusals_in_compiled_code(axis: DeviceMesh) -> None:
     q, kv = torch.randn(B, H, S // 2, D), torch.randn(B, 3, S // 2, D)
-    torch.compile(lambda q, kv: attention(q, kv, kv, mesh=axis), backend="aot_eager", fullgraph=True)(q, kv)
+    unknown = torch.compile(lambda q: attention(q, q, q, mesh=axis, kernel="flash"), backend="aot_eager")
+    with refused("kernel: expected one of auto", Exception):
+        unknown(q)
+    uneven = torch.compile(lambda q, kv: attention(q, kv, kv, mesh=axis), backend="aot_eager", fullgraph=True)
+    with refused("4 and 3", Exception):
+        uneven(q, kv)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"), [(refused_in_a_graph, "kernel: expected one of auto"), (refused_in_a_trace, "4 and 3")]
-)
-def test_refusals_in_compiled_code(pool: Any, call: Callable[..., None], says: str) -> None:
-    for error in pool(2).run_expecting_error(call):
-        assert error is not None and says in error.message, error
-        assert error.num_collectives == 0
-
-
-def breaks_around_a_skipped_call(rank: int) -> list[str]:
+@on_ranks(1)
+def test_the_op_is_not_traced_into() -> None:
     """Graph breaks where Dynamo leaves out the frame that calls the op, but not what that calls."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -605,11 +567,7 @@ def breaks_around_a_skipped_call(rank: int) -> list[str]:
         return attention_op(q, k, v, *[None] * NUM_TENSORS, [], *arguments)[0]
 
     torch.compile(lambda *qkv: 2 * skipped(*qkv), backend="eager")(q, k, v).sum().backward()
-    return list(torch._dynamo.utils.counters["graph_break"])
-
-
-def test_the_op_is_not_traced_into(pool: Any) -> None:
-    ((only,),) = pool(1).run(breaks_around_a_skipped_call)
+    (only,) = list(torch._dynamo.utils.counters["graph_break"])
     assert "torch.compiler.disable" in only
 
 

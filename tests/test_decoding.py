@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -15,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS, MASKS, SCORES, gap, make_mask, make_scores, pairs
-from checks import GQA, MHA, MQA, dense_scores, report
+from checks import GQA, MHA, MQA, dense_scores
 from dense import dense_attention, make_qkv
 from inside import UNUSED
-from ranks import mesh, num_collectives
+from ranks import mesh, num_collectives, on_ranks, refused
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,27 +74,23 @@ class Case(NamedTuple):
         return q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows]
 
 
-def compared(case: Case, got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: str = "") -> list[str]:
-    names = zip(("out", "lse"), got, want, strict=True)
-    return [f"{case}{what}: {name} is off by {gap(x, y):.1e}" for name, x, y in names if not gap(x, y) <= TOLERANCE]
+def compare(got: tuple[Tensor, Tensor], want: Any, what: Any) -> None:
+    for name, x, y in zip(("out", "lse"), got, want, strict=True):
+        assert gap(x, y) <= TOLERANCE, (name, what)
 
 
-def at_positions(rank: int, cases: Sequence[Case]) -> list[str]:
-    """`decode` of each case, by positions."""
-    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
-    for case in cases:
-        q, k, v, *want = case.whole()
-        rows = LAYOUTS[case.layout](case.S).positions(case.S, axis.size(), rank)
-        given = [q, k[:, :, rows], v[:, :, rows], torch.arange(case.S - case.num_rows, case.S), rows]
-        before = [x.clone() for x in given]
-        calls = num_collectives()
-        got = decode(
-            *given[:3], mesh=axis, q_positions=given[3], k_positions=given[4], return_lse=True, **case.options()
-        )
-        problems += [f"{case}: not one collective"] * (num_collectives() - calls != (axis.size() > 1))
-        problems += compared(case, got, tuple(want))
-        problems += [f"{case}: wrote its input"] * (not all(map(torch.equal, given, before)))
-    return problems
+def at_positions(case: Case) -> None:
+    """`decode` by positions."""
+    axis = mesh((dist.get_world_size(),), ("cp",))
+    q, k, v, *want = case.whole()
+    rows = LAYOUTS[case.layout](case.S).positions(case.S, axis.size(), axis.get_local_rank())
+    given = [q, k[:, :, rows], v[:, :, rows], torch.arange(case.S - case.num_rows, case.S), rows]
+    before, calls = [x.clone() for x in given], num_collectives()
+    where = {"q_positions": given[3], "k_positions": given[4]}
+    got = decode(*given[:3], mesh=axis, return_lse=True, **where, **case.options())
+    assert num_collectives() - calls == (axis.size() > 1), case
+    compare(got, want, case)
+    assert all(map(torch.equal, given, before)), f"{case}: wrote its input"
 
 
 def decode_cases(full: bool) -> list[Case]:
@@ -108,19 +105,27 @@ def decode_cases(full: bool) -> list[Case]:
     return [*cases, Case("zigzag", "window", 13, 2, "softcap", kernel="reference", scale=0.3)]
 
 
+FORM = pytest.mark.nightly("parity")
+
+
 @pytest.mark.more("parity")
-def test_decode_equals_one_device(pool, full):
-    for size in (1, 2, 3, 4) if full else (3,):
-        report(pool(size).run(at_positions, decode_cases(full), timeout=300.0))
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=FORM) for n in (1, 2, 4))])
+@on_ranks("size", timeout=300.0)
+def test_decode_equals_one_device(full: bool) -> None:
+    for case in [*decode_cases(full), *(Case("zigzag", "causal", 13, 2, scores, MHA) for scores in SERVED)]:
+        at_positions(case)
 
 
-def test_every_score_is_served(pool):
-    report(pool(3).run(at_positions, [Case("zigzag", "causal", 13, 2, scores, MHA) for scores in SERVED]))
+@on_ranks(3)
+def test_a_few() -> None:
+    """Those that planted bugs meet."""
+    for case in (Case("zigzag", "window", 13, 2, "sinks"), Case("striped", "full", 13)):
+        at_positions(case)
 
 
-def seen_alike(rank: int) -> list[str]:
+@on_ranks(3)
+def test_keys_that_all_queries_see(rank: int, axis: Any) -> None:
     """Without positions all keys count, and with ``num_keys`` the first ones."""
-    axis, problems = mesh((3,), ("cp",)), []
     for case in (
         Case("zigzag", "causal", 13),
         Case("zigzag", "causal", 13, 1, "softcap and sinks", MHA, (6, 6)),
@@ -130,7 +135,7 @@ def seen_alike(rank: int) -> list[str]:
         q, k, v, *want = case.whole()
         rows = LAYOUTS[case.layout](case.S).positions(case.S, 3, rank)
         got = decode(q, k[:, :, rows], v[:, :, rows], mesh=axis.get_group(), return_lse=True, **case.options())
-        problems += compared(case, got, tuple(want))
+        compare(got, want, case)
     for case in (Case("striped", "window", 13, 3, "sinks"), Case("zigzag", "full", 13, 2), Case("striped", "full", 5)):
         q, k, v, *want = case.whole()
         rows = LAYOUTS[case.layout](case.S).positions(case.S, 3, rank)
@@ -139,33 +144,8 @@ def seen_alike(rank: int) -> list[str]:
         where = {"q_positions": torch.arange(case.S - case.num_rows, case.S), "k_positions": rows}
         for positions in (where, {} if case.mask == "full" else where):
             call = partial(decode, q, k[:, :, rows], v[:, :, rows], mesh=axis, **positions, **case.options())
-            got = call(num_keys=num_keys, return_lse=True)
-            problems += compared(case, got, tuple(want), " with num_keys")
-            problems += [f"{case}: num_keys is not read"] * (gap(call(), want[0]) < 1e-3)
-    return problems
-
-
-def test_keys_that_all_queries_see(pool):
-    report(pool(3).run(seen_alike))
-
-
-def sharded(rank: int, cases: Sequence[tuple[Case, tuple[int, ...]]]) -> list[str]:
-    """Each rank has queries of its own, the last of which some ranks have none of."""
-    axis, problems = mesh((3,), ("cp",)), []
-    for case, q_lens in cases:
-        q, k, v, *want = case.whole()
-        rows = LAYOUTS[case.layout](case.S).positions(case.S, 3, rank)
-        begin = sum(q_lens[:rank])
-        mine = slice(begin, begin + q_lens[rank])
-        where = {"q_positions": torch.arange(case.S - case.num_rows, case.S)[mine], "k_positions": rows}
-        for positions in (where, {}) if case.mask == "full" and case.scores == "plain" else (where,):
-            calls = num_collectives()
-            given = q[:, :, mine], k[:, :, rows], v[:, :, rows]
-            got = decode(*given, mesh=axis, q_lens=q_lens, return_lse=True, **positions, **case.options())
-            problems += [f"{case}: not two collectives"] * (num_collectives() - calls != 2)
-            problems += [f"{case}: {x.shape}" for x in got if x.shape[:3] != (B, case.heads[0], q_lens[rank])]
-            problems += compared(case, got, tuple(x[:, :, mine] for x in want), f" of {q_lens}")
-    return problems
+            compare(call(num_keys=num_keys, return_lse=True), want, case)
+            assert gap(call(), want[0]) >= 1e-3, f"{case}: num_keys is not read"
 
 
 SHARDED = [
@@ -174,20 +154,32 @@ SHARDED = [
 ]
 
 
-def test_sharded_queries(pool, full):
-    """Of any numbers of rows a rank, with all masks and scores that are served."""
+@on_ranks(3)
+def test_sharded_queries(rank: int, axis: Any, full: bool) -> None:
+    """Each rank has queries of its own, of any numbers of rows, with all masks and scores that are served."""
     lens = [(1, 0, 3), (0, 0, 2), (1, 1, 1), (3, 2, 1), (4, 0, 0)]
     served = [(mask, SERVED[i % len(SERVED)]) for i, mask in enumerate(SAID)] + [("causal", x) for x in SERVED]
     cases = list(SHARDED)
     for i, (mask, scores) in enumerate(served):
         q_lens, layout = lens[i % len(lens)], list(LAYOUTS)[i % len(LAYOUTS)]
         cases.append((Case(layout, mask, 13, sum(q_lens), scores, HEADS[i % 3], (6, (4, 6)[i % 2])), q_lens))
-    report(pool(3).run(sharded, cases if full else cases[::2]))
+    for case, q_lens in cases if full else cases[::2]:
+        q, k, v, *want = case.whole()
+        rows = LAYOUTS[case.layout](case.S).positions(case.S, 3, rank)
+        mine = slice(sum(q_lens[:rank]), sum(q_lens[: rank + 1]))
+        where = {"q_positions": torch.arange(case.S - case.num_rows, case.S)[mine], "k_positions": rows}
+        for positions in (where, {}) if case.mask == "full" and case.scores == "plain" else (where,):
+            calls, given = num_collectives(), (q[:, :, mine], k[:, :, rows], v[:, :, rows])
+            got = decode(*given, mesh=axis, q_lens=q_lens, return_lse=True, **positions, **case.options())
+            assert num_collectives() - calls == 2, case
+            assert all(x.shape[:3] == (B, case.heads[0], q_lens[rank]) for x in got), case
+            compare(got, [x[:, :, mine] for x in want], (case, q_lens))
 
 
-def odd_rows(rank: int, dtype: torch.dtype) -> list[str]:
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+@on_ranks(3)
+def test_sharded_queries_of_odd_rows(rank: int, axis: Any, dtype) -> None:
     """Rows of any number of bytes, few of them, with odd strides: bit by bit as queries that all ranks have."""
-    axis, problems = mesh((3,), ("cp",)), []
     sizes = ((1, 1, 1, 1), (1, 1, 1, 3), (1, 3, 3, 5), (2, 3, 1, 5), (3, 2, 1, 33), (0, 2, 2, 5))  # B, H, K, D
     for (*of_batch, D), q_lens in product(sizes, ((0, 1, 0), (1, 0, 0), (0, 2, 1))):
         q, k, v, _ = (x[..., ::2] for x in make_qkv(*of_batch, 13, 2 * D, dtype=dtype))
@@ -199,14 +191,7 @@ def odd_rows(rank: int, dtype: torch.dtype) -> list[str]:
             want = decode(in_rows, *given, mesh=axis, return_lse=True, **where)
             where = where | {"q_positions": positions[mine]} if where else {}
             got = decode(q[:, :, mine], *given, mesh=axis, return_lse=True, q_lens=q_lens, **where)
-            if not all(torch.equal(x, y[:, :, mine]) for x, y in zip(got, want, strict=True)):
-                problems.append(f"rank {rank}: {of_batch}, {D}, {q_lens}, {[*where]}")
-    return problems
-
-
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
-def test_sharded_queries_of_odd_rows(pool, dtype):
-    report(pool(3).run(odd_rows, dtype))
+            assert all(torch.equal(x, y[:, :, mine]) for x, y in zip(got, want, strict=True)), (of_batch, D, q_lens)
 
 
 # ---- the reduction
@@ -241,64 +226,50 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def traffic(rank: int, S: int, dtype: torch.dtype) -> list[tuple[str, int]]:
-    """Collectives of one call, and what this rank gives to each, in bytes."""
-    axis = mesh((3,), ("cp",))
-    q, k, v, _ = make_qkv(B, *GQA, S, 6, 4, dtype=dtype)
-    rows = ZigZag().positions(S, 3, rank)
-    where = {"q_positions": torch.tensor([S - 1]), "k_positions": rows}
-    calls = num_collectives()
-    with Tape() as tape:
-        decode(q[:, :, -1:], k[:, :, rows], v[:, :, rows], mesh=axis, **where)
-    assert num_collectives() - calls == 1
-    return tape.collectives()
-
-
+@pytest.mark.parametrize("S", [12, 96])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)])
-def test_one_small_all_gather(pool, dtype, width):
+@on_ranks(3)
+def test_one_small_all_gather(rank: int, axis: Any, dtype: torch.dtype, width: int, S: int) -> None:
     """Of out and lse, whatever the length."""
-    for S in (12, 96):
-        nbytes = B * GQA[0] * (4 + 1) * width
-        assert pool(3).run(traffic, S, dtype) == [[("_allgather_base_", nbytes)]] * 3
+    q, k, v, _ = make_qkv(B, *GQA, S, 6, 4, dtype=dtype)
+    rows, calls = ZigZag().positions(S, 3, rank), num_collectives()
+    with Tape() as tape:
+        given = {"q_positions": torch.tensor([S - 1]), "k_positions": rows}
+        decode(q[:, :, -1:], k[:, :, rows], v[:, :, rows], mesh=axis, **given)
+    assert num_collectives() - calls == 1
+    assert tape.collectives() == [("_allgather_base_", B * GQA[0] * (4 + 1) * width)]
 
 
-def traffic_of_shards(rank: int, with_positions: bool) -> list[tuple[str, int]]:
-    axis = mesh((3,), ("cp",))
+@pytest.mark.parametrize("with_positions", [False, True])
+@on_ranks(3)
+def test_traffic_of_sharded_queries(rank: int, axis: Any, with_positions) -> None:
+    """The most queries that a rank has, with their positions, and all queries' results."""
+    gathered, sent = 2 * (B * GQA[0] * 6 * 2 + 8 * with_positions), 3 * B * GQA[0] * (4 + 1) * 4
+    want = [("all_gather_into_tensor", gathered), ("all_to_all_single", sent)]
     q, k, v, _ = make_qkv(B, *GQA, 12, 6, 4, dtype=torch.bfloat16)
     rows, mine = ZigZag().positions(12, 3, rank), slice(*((9, 10), (10, 10), (10, 12))[rank])
     where = {"q_positions": torch.arange(12)[mine], "k_positions": rows} if with_positions else {}
     with Tape() as tape:
         decode(q[:, :, mine], k[:, :, rows], v[:, :, rows], mesh=axis, q_lens=[1, 0, 2], **where)
-    return tape.collectives()
+    assert tape.collectives() == want
 
 
-@pytest.mark.parametrize("with_positions", [False, True])
-def test_traffic_of_sharded_queries(pool, with_positions):
-    """The most queries that a rank has, with their positions, and all queries' results."""
-    gathered, sent = 2 * (B * GQA[0] * 6 * 2 + 8 * with_positions), 3 * B * GQA[0] * (4 + 1) * 4
-    want = [("all_gather_into_tensor", gathered), ("all_to_all_single", sent)]
-    assert pool(3).run(traffic_of_shards, with_positions) == [want] * 3
-
-
-def low_precision(rank: int, dtype: torch.dtype, dims: tuple[int, int], casting: bool) -> list[str]:
-    axis = mesh((3,), ("cp",))
+@pytest.mark.parametrize("dims", [(16, 16), (16, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "casting"), [*((x, False) for x in (torch.bfloat16, torch.float16, torch.float32)), (torch.float32, True)]
+)
+@on_ranks(3)
+def test_partial_results_are_merged_in_fp32(
+    rank: int, axis: Any, dtype: torch.dtype, casting: bool, dims: tuple[int, int]
+) -> None:
     q, k, v, _ = make_qkv(B, *GQA, 96, *dims, dtype=dtype)
     rows = ZigZag().positions(96, 3, rank)
-    want, _ = dense_attention(q, k, v, pairs("causal", B, 96))
-    want = want[:, :, -1:]
+    want = dense_attention(q, k, v, pairs("causal", B, 96))[0][:, :, -1:]
     with torch.autocast("cpu", torch.bfloat16, enabled=casting):
         got, lse = decode(q[:, :, -1:], k[:, :, rows], v[:, :, rows], mesh=axis, return_lse=True)
     assert (got.dtype, lse.dtype) == (dtype, torch.float32)
     # of a result that was rounded once: half a unit in the last place, and what fp32 sums cost
-    bound = want.abs() * torch.finfo(dtype).eps / 2 * 1.001 + 1e-5
-    off = (got.double() - want).abs()
-    return [f"{dtype}, {dims}: off by {(off / bound).max():.2f} times its bound"] * bool((off > bound).any())
-
-
-def test_partial_results_are_merged_in_fp32(pool):
-    for dtype, dims in product((torch.bfloat16, torch.float16, torch.float32), ((16, 16), (16, 8))):
-        report(pool(3).run(low_precision, dtype, dims, False))
-    report(pool(3).run(low_precision, torch.float32, (16, 8), True))
+    assert ((got.double() - want).abs() <= want.abs() * torch.finfo(dtype).eps / 2 * 1.001 + 1e-5).all()
 
 
 # ---- the cache
@@ -324,9 +295,6 @@ class Steps(NamedTuple):
     capacity: int | None = None
 
 
-FEW = [Steps(Case("zigzag", "window", 21), 13), Steps(Case("zigzag", "causal", 19), 11, capacity=20)]
-
-
 def filled(axis: Any, run: Steps) -> ShardedCache:
     """A cache with the prompt."""
     sequence = ShardedSequence(axis, LAYOUTS[run.case.layout](run.prompt), length=run.prompt or None, pad=run.pad)
@@ -345,31 +313,24 @@ def positions_held(cache: ShardedCache) -> list[list[int]]:
     return held
 
 
-def cached(rank: int, runs: Sequence[Steps]) -> list[str]:
-    """What is wrong with caches that are filled step by step, and attended to at each step."""
-    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
-    for run in runs:
-        case, end = run.case, run.prompt
-        _, k, v, *_ = case.whole()
-        cache, options = filled(axis, run), case.options()
-        most = max(map(len, positions_held(cache)))
-        for i, num_new in enumerate(run.steps):
-            begin, end = end, end + num_new
-            twin = (copy.copy, copy.deepcopy)[i % 2](cache)
-            before = num_collectives()
-            cache.append(k[:, :, begin:end], v[:, :, begin:end])
-            twin.append(0 * k[:, :, begin:end], 0 * v[:, :, begin:end])  # into memory of its own
-            problems += [f"{run}: append communicates"] * (num_collectives() != before)
-            num_rows = num_new if i % 3 < 2 else 1  # all that came, or the last token alone
-            q, _, _, *want = case._replace(num_rows=num_rows).whole(end)
-            got = cache.attend(q, return_lse=True, **options)
-            problems += compared(case, got, tuple(want), f" at {end} of {run}")
-            held, most = positions_held(cache), max(most, -(-end // axis.size()))
-            if cache.length != end or sorted(chain(*held)) != list(range(end)):
-                problems.append(f"{run}: {cache.length} tokens at {end}, ranks hold {held}")
-            if max(map(len, held)) > most:
-                problems.append(f"{run}: unbalanced, {[len(x) for x in held]}")
-    return problems
+def check(run: Steps) -> None:
+    """A cache that is filled step by step, and attended to at each step."""
+    axis, case, end = mesh((dist.get_world_size(),), ("cp",)), run.case, run.prompt
+    _, k, v, *_ = case.whole()
+    cache, options = filled(axis, run), case.options()
+    most = max(map(len, positions_held(cache)))
+    for i, num_new in enumerate(run.steps):
+        begin, end = end, end + num_new
+        twin, before = (copy.copy, copy.deepcopy)[i % 2](cache), num_collectives()
+        cache.append(k[:, :, begin:end], v[:, :, begin:end])
+        twin.append(0 * k[:, :, begin:end], 0 * v[:, :, begin:end])  # into memory of its own
+        assert num_collectives() == before, f"{run}: append communicates"
+        num_rows = num_new if i % 3 < 2 else 1  # all that came, or the last token alone
+        q, _, _, *want = case._replace(num_rows=num_rows).whole(end)
+        compare(cache.attend(q, return_lse=True, **options), want, (run, end))
+        held, most = positions_held(cache), max(most, -(-end // axis.size()))
+        assert cache.length == end and sorted(chain(*held)) == list(range(end)), (run, held)
+        assert max(map(len, held)) <= most, f"{run}: unbalanced, {held}"
 
 
 OF_ONE_LENGTH = ("shuffled", "balanced", "reversed", "zigzag documents", "joint")
@@ -392,16 +353,23 @@ def cache_runs(full: bool) -> list[Steps]:
 
 
 @pytest.mark.more("parity")
-def test_cache_equals_one_device(pool, full):
-    for size in (1, 2, 3, 4) if full else (3,):
-        runs = cache_runs(full)
-        if size != 3:  # that of tests/cases.py is of three ranks
-            runs = [run for run in runs if run.case.layout != "balanced"]
-        report(pool(size).run(cached, runs, timeout=300.0))
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=FORM) for n in (1, 2, 4))])
+@on_ranks("size", timeout=300.0)
+def test_cache_equals_one_device(size: int, full: bool) -> None:
+    for run in cache_runs(full):
+        if size == 3 or run.case.layout != "balanced":  # that of tests/cases.py is of three ranks
+            check(run)
 
 
-def grows(rank: int) -> list[str]:
-    axis = mesh((2,), ("cp",))
+@on_ranks(3)
+def test_a_few_caches() -> None:
+    """Those that planted bugs meet."""
+    check(Steps(Case("zigzag", "window", 21), 13))
+    check(Steps(Case("zigzag", "causal", 19), 11, capacity=20))
+
+
+@on_ranks(2)
+def test_memory_of_a_capacity_stays(rank: int, axis: Any) -> None:
     cache, growing = ShardedCache(ShardedSequence(axis), 10), ShardedCache(ShardedSequence(axis))
     x, pointers, sizes = torch.ones(1, 1, 1, 2), [], []
     for _ in range(10):
@@ -411,15 +379,13 @@ def grows(rank: int) -> list[str]:
         sizes.append(growing.key.shape[2])
     assert sizes == [(i + 2 - rank) // 2 for i in range(10)], sizes
     assert len(set(pointers)) == 1 and cache.key.shape[2] == 6, "the memory of a capacity moves"
-    return []
 
 
-def test_memory_of_a_capacity_stays(pool):
-    report(pool(2).run(grows))
-
-
-def prefilled_in_inference(rank: int, capacity: int | None) -> list[str]:
-    case, axis = Case("contiguous", "causal", 12, 1), mesh((2,), ("cp",))
+@pytest.mark.parametrize("capacity", (None, 12))
+@on_ranks(2)
+def test_a_cache_leaves_inference_mode(axis: Any, capacity: int | None) -> None:
+    """A prompt in `torch.inference_mode`, further tokens without it."""
+    case = Case("contiguous", "causal", 12, 1)
     _, k, v, *_ = case.whole()
     with torch.inference_mode():
         cache = filled(axis, Steps(case, 8, capacity=capacity))
@@ -428,18 +394,13 @@ def prefilled_in_inference(rank: int, capacity: int | None) -> list[str]:
         for token in range(9, 12):
             cache.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
         q, _, _, *want = case.whole(12)
-        return compared(case, cache.attend(q, return_lse=True, **case.options()), tuple(want), "")
+        compare(cache.attend(q, return_lse=True, **case.options()), want, case)
 
 
-@pytest.mark.parametrize("capacity", (None, 12))
-def test_a_cache_leaves_inference_mode(pool, capacity):
-    """A prompt in `torch.inference_mode`, further tokens without it."""
-    report(pool(2).run(prefilled_in_inference, capacity))
-
-
-def no_memory_at_first(rank: int) -> list[str]:
+@on_ranks(2)
+def test_an_append_without_memory_changes_nothing(rank: int, axis: Any) -> None:
     """An append that finds no memory on one rank, and is tried again."""
-    case, axis = Case("contiguous", "causal", 12, 1), mesh((2,), ("cp",))
+    case = Case("contiguous", "causal", 12, 1)
     _, k, v, *_ = case.whole()
     cache = filled(axis, Steps(case, 8))
     if rank == 1:
@@ -448,17 +409,15 @@ def no_memory_at_first(rank: int) -> list[str]:
                 with pytest.raises(MemoryError):
                     cache.append(k[:, :, 8:], v[:, :, 8:])
     cache.append(k[:, :, 8:], v[:, :, 8:])
-    held = sorted(chain(*positions_held(cache)))
-    return [] if held == list(range(12)) else [f"ranks hold {held}"]
+    assert sorted(chain(*positions_held(cache))) == list(range(12))
 
 
-def test_an_append_without_memory_changes_nothing(pool):
-    report(pool(2).run(no_memory_at_first))
-
-
-def replayed(rank: int, scores: str, mask: str) -> list[str]:
-    """One recorded step, replayed on the tokens that follow."""
-    axis, problems = mesh((3,), ("cp",)), []
+@pytest.mark.parametrize(
+    ("scores", "mask"), [("plain", "causal"), ("softcap and sinks", "window"), ("alibi", "causal")]
+)
+@on_ranks(3)
+def test_a_step_of_a_capacity_can_be_replayed(axis: Any, scores, mask) -> None:
+    """What a CUDA graph needs: no number that the host reads, no shape and no address changes from step to step."""
     case = Case("zigzag", mask, 26, 26, scores, GQA, (6, 6))
     q, k, v, *want = case.whole()
     cache = filled(axis, Steps(case, 13, capacity=26))
@@ -476,32 +435,19 @@ def replayed(rank: int, scores: str, mask: str) -> list[str]:
     give(13)
     with Tape() as tape:
         got = step()
-    names = {func._opname for func, *_ in tape.calls}
-    problems += [f"waits for the device: {names}"] * bool(names & {"_local_scalar_dense", "nonzero", "_unique2"})
+    assert not {func._opname for func, *_ in tape.calls} & {"_local_scalar_dense", "nonzero", "_unique2"}, "it waits"
     for token in range(13, 26):
         if token > 13:
             give(token)
             tape.replay()
-        problems += compared(case, got, tuple(x[:, :, token : token + 1] for x in want), f" at {token}")
-    try:
+        compare(got, [x[:, :, token : token + 1] for x in want], (case, token))
+    with pytest.raises(IndexError, match="out of range"):  # beyond the capacity
         tape.replay()
-        problems.append("a replay beyond the capacity is not refused")
-    except IndexError as error:
-        assert "out of range" in str(error)
-    return problems
 
 
-@pytest.mark.parametrize(
-    ("scores", "mask"), [("plain", "causal"), ("softcap and sinks", "window"), ("alibi", "causal")]
-)
-def test_a_step_of_a_capacity_can_be_replayed(pool, scores, mask):
-    """What a CUDA graph needs: no number that the host reads, no shape and no address changes from step to step."""
-    report(pool(3).run(replayed, scores, mask))
-
-
-def on_gpus(rank: int, capacity: int | None, mask: str) -> list[str]:
-    """Steps in bfloat16, replays of a CUDA graph from the second one on if there is a capacity."""
-    axis, problems = mesh((2,), ("cp",)), []
+def on_gpus(rank: int, capacity: int | None, mask: str) -> float:
+    """The error of steps in bfloat16, replays of a CUDA graph from the second one on if there is a capacity."""
+    axis, far = mesh((2,), ("cp",)), list[float]()
     sequence = ShardedSequence(axis, length=300)
     q, k, v, _ = (x.cuda() for x in make_qkv(B, *GQA, 320, 64, dtype=torch.bfloat16))
     want, _ = dense_attention(q, k, v, pairs(mask, B, 320).cuda())
@@ -525,21 +471,21 @@ def on_gpus(rank: int, capacity: int | None, mask: str) -> list[str]:
                 with torch.cuda.graph(graph):
                     out = step()
             graph.replay()
-        if not (off := gap(out, want[:, :, token : token + 1])) <= 2e-2:
-            problems.append(f"{mask}, capacity {capacity}: off by {off:.1e} at {token}")
-    return problems
+        far.append(gap(out, want[:, :, token : token + 1]))
+    return max(far)
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("capacity", [None, 320])
 def test_on_gpus(pool, capacity, mask):
-    report(pool(2, "nccl").run(on_gpus, capacity, mask, timeout=300.0))
+    assert max(pool(2, "nccl").run(on_gpus, capacity, mask, timeout=300.0)) <= 2e-2
 
 
-def compiled(rank: int, capacity: int | None) -> list[str]:
+@pytest.mark.parametrize("capacity", [None, 16])
+@on_ranks(2)
+def test_a_compiled_step(axis: Any, capacity) -> None:
     """Steps inside of a function that torch.compile compiles, but for attention."""
-    axis, problems = mesh((2,), ("cp",)), []
     case = Case("zigzag", "causal", 16, 16, dims=(6, 6))
     q, k, v, out, _ = case.whole()
     cache = filled(axis, Steps(case, 8, capacity=capacity))
@@ -552,13 +498,7 @@ def compiled(rank: int, capacity: int | None) -> list[str]:
     for token in range(8, 16):
         rows = slice(token, token + 1)
         got = step(*(x[:, :, rows] / 2 for x in (q, k, v)))
-        problems += [f"wrong at {token}"] * (not gap(got, 2 * out[:, :, rows]) <= TOLERANCE)
-    return problems
-
-
-@pytest.mark.parametrize("capacity", [None, 16])
-def test_a_compiled_step(pool, capacity):
-    report(pool(2).run(compiled, capacity))
+        assert gap(got, 2 * out[:, :, rows]) <= TOLERANCE, token
 
 
 # ---- what is refused
@@ -652,24 +592,15 @@ def refused_by_caches(rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
     }  # fmt: skip
 
 
-def refusals(rank: int) -> list[str]:
-    problems = []
-    for name, (call, words) in (refused_calls(rank) | refused_by_caches(rank)).items():
-        before = num_collectives()
-        try:
+@on_ranks(2)
+def test_what_cannot_be_is_refused_before_the_first_collective(rank: int) -> None:
+    for call, words in (refused_calls(rank) | refused_by_caches(rank)).values():
+        with refused(re.escape(words), (ValueError, NotImplementedError, TypeError)):
             call()
-            problems.append(f"{name} is not refused")
-        except (ValueError, NotImplementedError, TypeError) as error:
-            problems += [f"{name}: {error}"] * (words not in str(error))
-        problems += [f"{name} is refused after a collective"] * (num_collectives() != before)
-    return problems
 
 
-def test_what_cannot_be_is_refused_before_the_first_collective(pool):
-    report(pool(2).run(refusals))
-
-
-def disagreements(rank: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_that_disagree_are_told_in_check_mode(rank: int) -> None:
     q, k, where = small(rank)
     cache = ShardedCache(ShardedSequence(where["mesh"]))
     x = torch.ones(1, 1, 1, 4)
@@ -684,32 +615,26 @@ def disagreements(rank: int) -> list[str]:
         "raised to append": lambda: cache.append(x, x[..., : 4 - rank, :][:, : 1 - rank]),
         "raised: no tensor": lambda: decode(q if rank == 0 else None, k, k, **where),
     }
-    problems = []
     with check_mode():
         for words, call in calls.items():
-            try:
+            own = rank == 1 and words.startswith("raised")
+            with pytest.raises((RuntimeError, ValueError), match=None if own else words.split(" to ")[0].split(":")[0]):
                 call()
-                problems.append(f"{words}: not found")
-            except (RuntimeError, ValueError) as error:
-                own = rank == 1 and words.startswith("raised")
-                told = words.split(" to ")[0].split(":")[0] in str(error)
-                problems += [f"{words}: {error}"] * (not told and not own)
         decode(q, k, k, **where)
         cache.append(x, x)
         cache.attend(q)
-    return problems
-
-
-def test_ranks_that_disagree_are_told_in_check_mode(pool):
-    report(pool(2).run(disagreements))
 
 
 # ---- a model
 
 
-def generated(rank: int, layout: str, S: int, capacity: bool) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize(
+    ("size", "layout", "S", "capacity"),
+    [(2, "zigzag", 25, False), (3, "zigzag", 20, True), (3, "shuffled", 22, False), (2, "zigzag", 1, False)],
+)
+@on_ranks("size")
+def test_generated_tokens_are_those_of_one_device(axis: Any, layout, S, capacity) -> None:
     """Tokens that a model of random weights generates on all ranks, and on one device."""
-    axis = mesh((dist.get_world_size(),), ("cp",))
     config = llama.LlamaConfig(64, 32, 2, 4, 2)
     models = [
         llama.Llama(config, core=core).double() for core in (generate.CachedAttention, llama.DenseDocumentAttention)
@@ -723,17 +648,6 @@ def generated(rank: int, layout: str, S: int, capacity: bool) -> tuple[Tensor, T
     made = LAYOUTS[layout](S - 1)
     options = {} if layout == "zigzag" else {"layout": made}
     sharded = generate.generate(models[0], prompt, 12, axis, **options, fixed=capacity)
-    return sharded, generate.generate_alone(models[1], prompt, 12)
-
-
-@pytest.mark.parametrize(
-    ("size", "layout", "S", "capacity"),
-    [(2, "zigzag", 25, False), (3, "zigzag", 20, True), (3, "shuffled", 22, False), (2, "zigzag", 1, False)],
-)
-def test_generated_tokens_are_those_of_one_device(pool, size, layout, S, capacity):
-    for sharded, alone in pool(size).run(generated, layout, S, capacity):
-        assert sharded.shape == (B, 12) and len(set(alone.flatten().tolist())) > 8, "a text that tells nothing"
-        assert torch.equal(sharded, alone)
-
-
-# Ranks weigh alike, if asked: what the gate of the benchmark must find.
+    alone = generate.generate_alone(models[1], prompt, 12)
+    assert sharded.shape == (B, 12) and len(set(alone.flatten().tolist())) > 8, "a text that tells nothing"
+    assert torch.equal(sharded, alone)

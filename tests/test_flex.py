@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import linecache
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -16,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS, gap
-from checks import TOLERANCE, report, to_format
+from checks import TOLERANCE, to_format
 from covering import Row, covering_array
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, Use, dense, integers, numbers
 from inside import NUM_TENSORS, AttentionSpec, inner, room, trace
-from ranks import mesh, num_collectives, on_ranks
+from ranks import mesh, on_ranks, refused
 from recording import recording
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -84,52 +83,48 @@ def leaves_of(use: Use, *sizes: int) -> dict[str, Tensor]:
     return {name: x.clone().requires_grad_() if x.is_floating_point() else x for name, x in use.tensors(*sizes).items()}
 
 
-def captured_gradients(rank: int, cases: Sequence[Case]) -> list[str]:
-    """What is wrong with this rank's part of each call, against dense attention in fp64."""
-    cp_size, problems = dist.get_world_size(), []
+def check(case: Case) -> None:
+    """This rank's part of a call is that of dense attention in fp64."""
+    cp_size, rank = dist.get_world_size(), dist.get_rank()
     axis = mesh((cp_size,), ("cp",))
-    for case in cases:
-        heads = HEADS[cp_size]
-        *qkv, dout = make_qkv(B, *heads, case.S, D, E)
-        dlse = numbers(B, heads[0], case.S)
-        score, mask = SCORES[case.score], MASKS[case.mask]
-        layout = LAYOUTS[case.layout](case.S)
-        rows = layout.positions(case.S, cp_size, rank)
+    heads = HEADS[cp_size]
+    *qkv, dout = make_qkv(B, *heads, case.S, D, E)
+    dlse = numbers(B, heads[0], case.S)
+    score, mask = SCORES[case.score], MASKS[case.mask]
+    layout = LAYOUTS[case.layout](case.S)
+    rows = layout.positions(case.S, cp_size, rank)
 
-        whole = [x.clone().requires_grad_() for x in qkv]
-        t, of_mask = leaves_of(score, B, heads[0], case.S), mask.tensors(B, heads[0], case.S)
-        graded = {name: x for name, x in t.items() if x.requires_grad}
-        out, lse = dense(*whole, case.score, case.mask, t, of_mask, case.options.get("scale"))
-        found = torch.autograd.grad((out, lse), [*whole, *graded.values()], (dout, dlse), materialize_grads=True)
-        want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
-        of_captured = dict(zip(graded, found[3:], strict=True))
+    whole = [x.clone().requires_grad_() for x in qkv]
+    t, of_mask = leaves_of(score, B, heads[0], case.S), mask.tensors(B, heads[0], case.S)
+    graded = {name: x for name, x in t.items() if x.requires_grad}
+    out, lse = dense(*whole, case.score, case.mask, t, of_mask, case.options.get("scale"))
+    found = torch.autograd.grad((out, lse), [*whole, *graded.values()], (dout, dlse), materialize_grads=True)
+    want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
+    of_captured = dict(zip(graded, found[3:], strict=True))
 
-        local = [to_format(x[:, :, rows], case.seq_dim).clone().requires_grad_() for x in qkv]
-        t = leaves_of(score, B, heads[0], case.S)
-        block_mask, mask_mod = None, mask.make(of_mask)
-        if mask_mod is not None:
-            make = of_torch.create_block_mask if case.of_block_mask else create_block_mask
-            device = {"device": "cpu", "BLOCK_SIZE": 8} if case.of_block_mask else {}
-            block_mask = make(mask_mod, B, heads[0], case.S, case.S, **device)
-        options = {"mesh": axis, "layout": layout, "seq_len": case.S, "seq_dim": case.seq_dim, "enable_gqa": True}
-        options |= options_of(case.method, heads[1]) | case.options
-        out, lse = flex_attention(*local, score.make(t), block_mask, return_lse=True, **options)
-        graded = {name: x for name, x in t.items() if x.requires_grad}
-        found = torch.autograd.grad(
-            (out, lse), [*local, *graded.values()], (to_format(dout[:, :, rows], case.seq_dim), dlse[:, :, rows])
-        )
-        got = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
-        for name, x in got.items():
-            expected = want[name][:, :, rows]
-            expected = expected if name == "lse" else to_format(expected, case.seq_dim)
-            if not (off := gap(x, expected)) <= TOLERANCE:
-                problems.append(f"rank {rank}: {case}: {name} is off by {off:.1e}")
-        for name, share in zip(graded, found[3:], strict=True):
-            total = share.detach().clone()
-            dist.all_reduce(total)
-            if not (off := gap(total, of_captured[name])) <= TOLERANCE:
-                problems.append(f"rank {rank}: {case}: the gradient of {name} is off by {off:.1e}")
-    return problems
+    local = [to_format(x[:, :, rows], case.seq_dim).clone().requires_grad_() for x in qkv]
+    t = leaves_of(score, B, heads[0], case.S)
+    block_mask, mask_mod = None, mask.make(of_mask)
+    if mask_mod is not None:
+        make = of_torch.create_block_mask if case.of_block_mask else create_block_mask
+        device = {"device": "cpu", "BLOCK_SIZE": 8} if case.of_block_mask else {}
+        block_mask = make(mask_mod, B, heads[0], case.S, case.S, **device)
+    options = {"mesh": axis, "layout": layout, "seq_len": case.S, "seq_dim": case.seq_dim, "enable_gqa": True}
+    options |= options_of(case.method, heads[1]) | case.options
+    out, lse = flex_attention(*local, score.make(t), block_mask, return_lse=True, **options)
+    graded = {name: x for name, x in t.items() if x.requires_grad}
+    found = torch.autograd.grad(
+        (out, lse), [*local, *graded.values()], (to_format(dout[:, :, rows], case.seq_dim), dlse[:, :, rows])
+    )
+    got = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
+    for name, x in got.items():
+        expected = want[name][:, :, rows]
+        expected = expected if name == "lse" else to_format(expected, case.seq_dim)
+        assert gap(x, expected) <= TOLERANCE, (case, name)
+    for name, share in zip(graded, found[3:], strict=True):
+        total = share.detach().clone()
+        dist.all_reduce(total)
+        assert gap(total, of_captured[name]) <= TOLERANCE, (case, name)
 
 
 def rotating() -> dict[int, list[Case]]:
@@ -147,22 +142,6 @@ def rotating() -> dict[int, list[Case]]:
     return cases
 
 
-@pytest.mark.parametrize(
-    "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
-)
-def test_every_function(pool: Any, cp_size: int) -> None:
-    report(pool(cp_size).run(captured_gradients, rotating()[cp_size], timeout=300))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("cp_size", [3, *(pytest.param(size, marks=pytest.mark.nightly("parity")) for size in (2, 4))])
-def test_functions_layouts_and_methods_together(pool: Any, cp_size: int) -> None:
-    """Each two of all factors."""
-    rows = [row for row in covering_array(FACTORS, 2, goes_together) if row["cp_size"] == cp_size]
-    cases = [Case(**{name: x for name, x in row.items() if name != "cp_size"}) for row in rows]
-    report(pool(cp_size).run(captured_gradients, cases, timeout=600))
-
-
 FEW = [
     Case("zigzag", "ring", "pair bias", "causal"),
     Case("striped", "ring", "relative table", "documents"),
@@ -171,40 +150,50 @@ FEW = [
     Case("striped", "ring", "no number where a causal mask hides", "causal"),
     Case("shuffled", "all_gather", "two through each other", "prefix", seq_dim=1, options={"scale": 0.7}),
 ]
+"""Those that planted bugs meet."""
 
 
-def test_a_few(pool: Any) -> None:
-    """Those that planted bugs meet."""
-    report(pool(2).run(captured_gradients, FEW))
-
-
-def test_masks_of_torch(pool: Any) -> None:
-    """`BlockMask`s of the whole sequence, with blocks that are full, partial and empty."""
-    cases = [Case("zigzag", "ring", "none", mask, of_block_mask=True) for mask in MASKS if mask != "none"]
-    report(pool(2).run(captured_gradients, cases))
-
-
-def test_few_tokens_and_one_rank(pool: Any) -> None:
-    """Ranks without a token too."""
-    cases = [Case("contiguous", "ring", "relative table", "causal", S=S) for S in (1, 2, 3)]
-    report(pool(3).run(captured_gradients, cases))
-
-
-@pytest.mark.full
-def test_few_tokens_by_every_method(pool: Any) -> None:
+def few_tokens() -> list[Case]:
     """Ranks and inner groups without a token, and no token at all: functions read tensors that have no elements."""
     scores = [name for name in SCORES if name not in ("relative table", "read from the end", "through an integer map")]
     scores, masks = [name for name in scores if "causal" not in name], list(MASKS)
-    cases = [
-        Case(
-            ("contiguous", "shuffled")[i % 2], method, scores[i % len(scores)], masks[i % len(masks)], S, (2, 1)[i % 2]
-        )
-        for i, (method, S) in enumerate(product(METHODS, (0, 1, 2, 0, 3, 0)))
-    ]
+    cases = []
+    for i, (method, S) in enumerate(product(METHODS, (0, 1, 2, 0, 3, 0))):
+        layout, score, mask = ("contiguous", "shuffled")[i % 2], scores[i % len(scores)], masks[i % len(masks)]
+        cases.append(Case(layout, method, score, mask, S, (2, 1)[i % 2]))
     cases += [Case("zigzag", "ring", score, "none", 0) for score in scores]
     cases += [Case("zigzag", "ring", "none", mask, 0) for mask in masks]
-    cases += [Case("zigzag", "ring", "none", "documents", 0, of_block_mask=True)]
-    report(pool(4).run(captured_gradients, cases))
+    return [*cases, Case("zigzag", "ring", "none", "documents", 0, of_block_mask=True)]
+
+
+def pairs_of_factors(cp_size: int) -> list[Case]:
+    rows = [row for row in covering_array(FACTORS, 2, goes_together) if row["cp_size"] == cp_size]
+    return [Case(**{name: x for name, x in row.items() if name != "cp_size"}) for row in rows]
+
+
+GROUPS: dict[str, tuple[int, Callable[[], list[Case]], tuple[Any, ...]]] = {
+    "a few": (2, lambda: FEW, ()),
+    **{f"every function on {n}": (n, lambda n=n: rotating()[n], (pytest.mark.full,) * (n != 3)) for n in (2, 3, 4)},
+    "masks of torch": (
+        2, lambda: [Case("zigzag", "ring", "none", mask, of_block_mask=True) for mask in MASKS if mask != "none"], ()
+    ),
+    "few tokens": (3, lambda: [Case("contiguous", "ring", "relative table", "causal", S=S) for S in (1, 2, 3)], ()),
+    "few tokens by every method": (4, few_tokens, (pytest.mark.full,)),
+    **{
+        f"each two of all factors on {n}": (n, lambda n=n: pairs_of_factors(n), (mark,))
+        for n, mark in ((3, pytest.mark.full), (2, pytest.mark.nightly("parity")), (4, pytest.mark.nightly("parity")))
+    },
+}  # fmt: skip
+"""By name: ranks, cases, and the forms that run them."""
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "group"), [pytest.param(n, name, marks=marks) for name, (n, _, marks) in GROUPS.items()]
+)
+@on_ranks("cp_size", timeout=600)
+def test_functions(group: str) -> None:
+    for case in GROUPS[group][1]():
+        check(case)
 
 
 WAYS_TO_READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -221,9 +210,10 @@ WAYS_TO_READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def without_elements(rank: int) -> list[str]:
+@pytest.mark.full
+@on_ranks(2)
+def test_tensors_without_elements(axis: Any) -> None:
     """Ways to read a tensor of no tokens, whose gradient has no elements, and one of some tokens."""
-    axis, problems = mesh((2,), ("cp",)), []
     sequence = cp_mesh.ShardedSequence(axis)
     for (name, way), S in product(WAYS_TO_READ.items(), (0, 2)):
         q, x = torch.zeros(1, 1, S // 2, 4, requires_grad=True), numbers(S, 3).requires_grad_()
@@ -234,19 +224,13 @@ def without_elements(rank: int) -> list[str]:
             score_mod = functools.partial(lambda read, s, b, h, i, j: s + read(i) * read(j), read)
             out = flex_attention(q, q, q, score_mod, mask, mesh=axis, seq_len=S)
             grads = torch.autograd.grad(out.sum(), (q, x))
-            if out.shape != q.shape or [y.shape for y in grads] != [q.shape, x.shape]:
-                problems.append(f"{name}: {S} tokens: {out.shape}, {[y.shape for y in grads]}")
-    return problems
+            assert [y.shape for y in (out, *grads)] == [q.shape, q.shape, x.shape], (name, S)
 
 
 @pytest.mark.full
-def test_tensors_without_elements(pool: Any) -> None:
-    report(pool(2).run(without_elements))
-
-
-def strided(rank: int) -> list[str]:
+@on_ranks(4)
+def test_captured_tensors_of_any_stride(rank: int, axis: Any) -> None:
     """Captured tensors of one element, with a stride that is not 1, are those that follow each other."""
-    axis, problems = mesh((4,), ("cp",)), []
     *qkv, dout = (x[:, :, 3 * rank : 3 * rank + 3] for x in make_qkv(B, 8, 8, 12, D))
     for method in METHODS:
         found = []
@@ -259,22 +243,14 @@ def strided(rank: int) -> list[str]:
                     *leaves[:3], lambda s, b, h, i, j, x=x: s * x[h * 0] - i * x[0], block_mask, **options
                 )
             found.append([out, *torch.autograd.grad(out, leaves, dout)])
-        problems += [f"{method}: {gap(a, b)}" for a, b in zip(*found, strict=True) if gap(a, b) > 0]
-    return problems
+        assert all(gap(a, b) == 0 for a, b in zip(*found, strict=True)), method
 
 
-@pytest.mark.full
-def test_captured_tensors_of_any_stride(pool: Any) -> None:
-    report(pool(4).run(strided))
-
-
-def test_a_mask_beside_the_functions(pool: Any) -> None:
-    report(pool(3).run(beside, "zigzag") + pool(2).run(beside, "contiguous"))
-
-
-def beside(rank: int, layout: str) -> list[str]:
+@pytest.mark.parametrize(("size", "layout"), [(3, "zigzag"), (2, "contiguous")])
+@on_ranks("size")
+def test_a_mask_beside_the_functions(rank: int, axis: Any, layout: str) -> None:
     """`mask` hides pairs as mask_mod does, and what it hides does not travel."""
-    axis, S = mesh((dist.get_world_size(),), ("cp",)), 24
+    S = 24
     rows = LAYOUTS[layout](S).positions(S, axis.size(), rank)
     q, k, v, _ = (x[:, :, rows] for x in make_qkv(B, 6, 6, S, D))
     options = {"mesh": axis, "layout": LAYOUTS[layout](S), "return_lse": True}
@@ -304,7 +280,7 @@ def beside(rank: int, layout: str) -> list[str]:
     off = max(gap(x, y) for name in ("one function", "no function") for x, y in zip(got, results[name], strict=True))
     assert moved["a mask beside"] == moved["causal"] and (layout != "contiguous" or moved["causal"] > 0)
     assert moved["one function"] > moved["causal"] or layout != "contiguous"
-    return [] if off <= TOLERANCE else [f"off by {off:.1e}"]
+    assert off <= TOLERANCE
 
 
 # --- the same numbers as options of `attention`
@@ -332,10 +308,12 @@ def built_in(S: int, H: int, rows: Tensor) -> dict[str, tuple[Any, Any, dict[str
     }  # fmt: skip
 
 
-def as_options(rank: int, method: str) -> list[str]:
-    axis, S, H = mesh((dist.get_world_size(),), ("cp",)), 26, 4
+@pytest.mark.parametrize("method", ("ring", "ulysses"))
+@on_ranks(2)
+def test_functions_that_say_what_options_do(rank: int, axis: Any, method: str) -> None:
+    S, H = 26, 4
     layout = ZigZag()
-    rows, problems = layout.positions(S, axis.size(), rank), []
+    rows = layout.positions(S, axis.size(), rank)
     *qkv, dout = make_qkv(B, H, 2, S, D)
     for name, (score_mod, mask_mod, options, tensors) in built_in(S, H, rows).items():
         common = {"mesh": axis, "layout": layout, "seq_len": S, "method": method}
@@ -353,20 +331,14 @@ def as_options(rank: int, method: str) -> list[str]:
             for share in grads[3:]:  # of a bias Ulysses divides it otherwise
                 dist.all_reduce(share)
             results.append([out, *grads])
-        off = [gap(x, y) for x, y in zip(*results, strict=True)]
-        if not max(off) <= TOLERANCE:
-            problems.append(f"rank {rank}: {name}: off by {off}")
-    return problems
+        assert all(gap(x, y) <= TOLERANCE for x, y in zip(*results, strict=True)), name
 
 
-@pytest.mark.parametrize("method", ("ring", "ulysses"))
-def test_functions_that_say_what_options_do(pool: Any, method: str) -> None:
-    report(pool(2).run(as_options, method))
-
-
-def as_torch(rank: int) -> list[str]:
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@on_ranks(1, timeout=300)
+def test_as_torchs_function(axis: Any) -> None:
     """One rank against torch's own function, forward: it has no backward on CPUs."""
-    axis, S, problems = mesh((1,), ("cp",)), 24, []
+    S = 24
     q, k, v, _ = make_qkv(B, 4, 2, S, 8)
     scores = FACTORS["score"]
     for score, mask in zip([*scores[: len(MASKS)], *scores[-len(MASKS) :]], [*MASKS] * 2, strict=True):
@@ -377,22 +349,21 @@ def as_torch(rank: int) -> list[str]:
         with mock.patch.object(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):
             want = of_torch.flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
         got = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, mesh=axis)
-        if not (off := gap(got, want)) <= TOLERANCE:
-            problems.append(f"{score}, {mask}: off by {off:.1e}")
-    return problems
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_as_torchs_function(pool: Any) -> None:
-    report(pool(1).run(as_torch, timeout=300))
+        assert gap(got, want) <= TOLERANCE, (score, mask)
 
 
 # --- what is captured
-def trains(rank: int) -> dict[str, Tensor]:
-    """Gradients of leaves by the usual way: a module that owns a table, a loss, backward(); parameters behind views."""
-    axis, S = mesh((dist.get_world_size(),), ("cp",)), 24
+@on_ranks(3)
+def test_parameters_views_and_constants(rank: int, axis: Any) -> None:
+    """Of a detached view, a constant and what has no use there is no gradient."""
+    S = 24
+    q, k, v, dout = make_qkv(B, 4, 4, S, D)
+    weight, gain = numbers(2 * S, 4).requires_grad_(), numbers().requires_grad_()
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    x = q @ k.mT * D**-0.5 + weight.T[:, i - j + S] * gain + numbers(S) + weight[:S, 0].detach()[:, None] + 0.5
+    want = torch.autograd.grad(x.softmax(-1) @ v, (weight, gain), dout)
     rows = ZigZag().positions(S, axis.size(), rank)
-    q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, 4, 4, S, D))
+    q, k, v, dout = (x[:, :, rows] for x in (q, k, v, dout))
     table = torch.nn.Embedding(2 * S, 4, dtype=torch.float64)
     gain, unused, fixed = torch.nn.Parameter(numbers()), torch.nn.Parameter(numbers(2)), numbers(S)
     with torch.no_grad():
@@ -406,27 +377,16 @@ def trains(rank: int) -> dict[str, Tensor]:
     out = flex_attention(q, k, v, score_mod, mesh=axis)
     (out * dout).sum().backward()
     assert unused.grad is None and fixed.grad is None
-    grads = {"table": table.weight.grad, "gain": gain.grad}
-    for x in grads.values():
+    for x, y in zip((table.weight.grad, gain.grad), want, strict=True):
         dist.all_reduce(x)
-    return grads
+        assert gap(x, y) <= TOLERANCE
 
 
-def test_parameters_views_and_constants(pool: Any) -> None:
-    """Of a detached view, a constant and what has no use there is no gradient."""
-    S = 24
-    q, k, v, dout = make_qkv(B, 4, 4, S, D)
-    weight, gain = numbers(2 * S, 4).requires_grad_(), numbers().requires_grad_()
-    i, j = torch.arange(S)[:, None], torch.arange(S)
-    x = q @ k.mT * D**-0.5 + weight.T[:, i - j + S] * gain + numbers(S) + weight[:S, 0].detach()[:, None] + 0.5
-    want = torch.autograd.grad(x.softmax(-1) @ v, (weight, gain), dout)
-    for found in pool(3).run(trains):
-        assert max(gap(x, y) for x, y in zip(found.values(), want, strict=True)) <= TOLERANCE
-
-
-def half(rank: int, method: str) -> list[str]:
+@pytest.mark.parametrize("method", ("ring", "ulysses"))
+@on_ranks(2)
+def test_captured_gradients_are_summed_in_fp32(rank: int, axis: Any, method: str) -> None:
     """bfloat16 against the same call whose captured tensors came as float32, of which all sums are float32."""
-    axis, S, problems = mesh((dist.get_world_size(),), ("cp",)), 48, []
+    S = 48
     rows = ZigZag().positions(S, axis.size(), rank)
     q, k, v, dout = (x[:, :, rows].bfloat16() for x in make_qkv(B, 4, 2, S, D))
     grads = []
@@ -437,17 +397,12 @@ def half(rank: int, method: str) -> list[str]:
         out = flex_attention(q, k, v, lambda s, b, h, i, j, t=t: s * (1 + t["slope"]) + t["bias"][(i + j) % 4], **call)
         grads.append(torch.autograd.grad(out, leaves, dout))
     for got, want in zip(*grads, strict=True):
-        if got.dtype != torch.bfloat16 or not torch.equal(got, want.bfloat16()):
-            problems.append(f"rank {rank}: {got} is not {want}, rounded once")
-    return problems
+        assert got.dtype == torch.bfloat16 and torch.equal(got, want.bfloat16()), "not rounded once"
 
 
-@pytest.mark.parametrize("method", ("ring", "ulysses"))
-def test_captured_gradients_are_summed_in_fp32(pool: Any, method: str) -> None:
-    report(pool(2).run(half, method))
-
-
-def dtensors(rank: int, names: tuple[str, str], dim: int) -> list[str]:
+@pytest.mark.parametrize(("names", "dim"), [(("cp", "tp"), 1), (("dp", "cp"), 0)])
+@on_ranks(4)
+def test_dtensors(rank: int, names: tuple[str, str], dim: int) -> None:
     """q, k and v over a mesh of cp and another axis, by which indices of heads or batch rows are global."""
     grid, S = mesh((2, 2), names), 16
     layout = cp_mesh.Contiguous()
@@ -476,13 +431,7 @@ def dtensors(rank: int, names: tuple[str, str], dim: int) -> list[str]:
     *grads, share = torch.autograd.grad(out, [*local, bias], distribute_tensor(dout, grid, placements))
     share = DTensor.from_local(share, grid, [Partial()] * 2)
     got = [x.full_tensor() for x in (out, lse, *grads, share)]
-    off = [gap(x, y) for x, y in zip(got, want, strict=True)]
-    return [] if max(off) <= TOLERANCE else [f"rank {rank}: {names}: off by {off}"]
-
-
-@pytest.mark.parametrize(("names", "dim"), [(("cp", "tp"), 1), (("dp", "cp"), 0)])
-def test_dtensors(pool: Any, names: tuple[str, str], dim: int) -> None:
-    report(pool(4).run(dtensors, names, dim))
+    assert all(gap(x, y) <= TOLERANCE for x, y in zip(got, want, strict=True))
 
 
 # --- how it is called
@@ -505,9 +454,10 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.attention_backward_op, (dout, q, k, v, out, lse, None, None, *tail, "captured.0"))
 
 
-def ways(rank: int) -> dict[str, list[Tensor]]:
+@on_ranks(2)
+def test_ways_to_call(rank: int, axis: Any) -> None:
     """The same step in a checkpoint, beside other options of checkpoints, in check mode, and compiled around."""
-    axis, S = mesh((dist.get_world_size(),), ("cp",)), 24
+    S = 24
     rows = ZigZag().positions(S, axis.size(), rank)
     q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, 4, 4, S, D))
     bias = numbers(4, S).requires_grad_()
@@ -540,18 +490,14 @@ def ways(rank: int) -> dict[str, list[Tensor]]:
     (grad,) = torch.autograd.grad(out, bias, dout, create_graph=True)
     with pytest.raises(UnsupportedError, match="differentiated once"):
         grad.sum().backward()
-    return found
+    for name, results in found.items():
+        assert all(torch.equal(x, y) for x, y in zip(results, found["eager"], strict=True)), name
 
 
-def test_ways_to_call(pool: Any) -> None:
-    for found in pool(2).run(ways):
-        for name, results in found.items():
-            assert all(torch.equal(x, y) for x, y in zip(results, found["eager"], strict=True)), name
-
-
-def stale(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_function_that_changes(rank: int, axis: Any) -> None:
     """The same function object in two steps, with another number and another tensor: what it says now counts."""
-    axis, S = mesh((dist.get_world_size(),), ("cp",)), 12
+    S = 12
     rows = ZigZag().positions(S, axis.size(), rank)
     q, k, v, _ = make_qkv(B, 2, 2, S, D)
     state: dict[str, Any] = {}
@@ -559,7 +505,7 @@ def stale(rank: int) -> list[str]:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return state["factor"] * score + state["bias"][kv_idx]
 
-    problems, pending = [], []
+    pending = []
     for step in range(3):
         state |= {"factor": step + 0.5, "bias": numbers(S) * (step + 1)}
         x = q[:, :, rows].clone().requires_grad_()
@@ -569,14 +515,7 @@ def stale(rank: int) -> list[str]:
         pending.append((out, x, scores.softmax(-1) @ v, whole))
     for step, (out, x, want, whole) in enumerate(pending):  # all backwards after all forwards
         (dq,), (expected,) = (torch.autograd.grad(y.square().sum(), z) for y, z in ((out, x), (want, whole)))
-        for off in (gap(out, want[:, :, rows]), gap(dq, expected[:, :, rows])):
-            if not off <= TOLERANCE:
-                problems.append(f"rank {rank}: step {step} is off by {off:.1e}")
-    return problems
-
-
-def test_a_function_that_changes(pool: Any) -> None:
-    report(pool(2).run(stale))
+        assert max(gap(out, want[:, :, rows]), gap(dq, expected[:, :, rows])) <= TOLERANCE, step
 
 
 WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
@@ -683,13 +622,10 @@ def test_what_a_function_reads_changes(name: str) -> None:
     assert not torch.equal(*values)
 
 
-def test_functions_live_until_their_backward(pool: Any) -> None:
+@on_ranks(1)
+def test_functions_live_until_their_backward(axis: Any) -> None:
     """However many others are traced between."""
-    report(pool(1).run(many_functions))
-
-
-def many_functions(rank: int) -> list[str]:
-    axis, S = mesh((1,), ("cp",)), 4
+    S = 4
     q, k, v, _ = make_qkv(1, 1, 1, S, D)
     q.requires_grad_()
     texts = len(linecache.cache)
@@ -700,14 +636,14 @@ def many_functions(rank: int) -> list[str]:
     want = torch.autograd.grad((torch.softmax(q @ k.mT * D**-0.5, -1) @ v).sum(), q)[0]
     del outs
     known, plans = len(functions._known), 16
-    good = gap(first, want) <= TOLERANCE and known <= functions.KEPT + plans
-    good = good and len(linecache.cache) - texts < functions.KEPT  # each traced function had a text of its own
-    return [] if good else [f"{known} functions are kept"]
+    assert gap(first, want) <= TOLERANCE and known <= functions.KEPT + plans
+    assert len(linecache.cache) - texts < functions.KEPT  # each traced function had a text of its own
 
 
-def in_order(rank: int) -> bool:
-    """Whether captured gradients are taken where sums have an order, if that was asked for."""
-    axis, seen, differentiate = mesh((1,), ("cp",)), [], torch.autograd.grad
+@on_ranks(1)
+def test_deterministic(axis: Any) -> None:
+    """Captured gradients are taken where sums have an order, if that was asked for."""
+    seen, differentiate = [], torch.autograd.grad
     q, k, v, _ = make_qkv(1, 2, 2, 8, D)
     bias = torch.zeros(8, requires_grad=True)
 
@@ -719,11 +655,7 @@ def in_order(rank: int) -> bool:
         out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i], mesh=axis, deterministic=deterministic)
         with mock.patch.object(torch.autograd, "grad", grad):
             out.sum().backward()
-    return seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
-
-
-def test_deterministic(pool: Any) -> None:
-    assert all(pool(1).run(in_order))
+    assert seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
 
 
 # --- refusals
@@ -822,9 +754,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
     "no function": (ArgumentError, "a function of scalars", lambda: {"score_mod": numbers(S)}),
     "a function for a mask": (ArgumentError, "create_block_mask", lambda: {"block_mask": causal}),
     "a mask without a function": (
-        ArgumentError,
-        "a mask with a mask_mod",
-        lambda: {"block_mask": create_block_mask(None, 1, 1, S, S)},
+        ArgumentError, "a mask with a mask_mod", lambda: {"block_mask": create_block_mask(None, 1, 1, S, S)}
     ),
     "a mask of a part": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(Q_LEN=6, KV_LEN=6)()}),
     "a mask of other heads": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(H=3)()}),
@@ -849,8 +779,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
         lambda: {"score_mod": lambda s, b, h, i, j: 2 * s, "kernel": "cpu_flash"},
     ),
     "a kernel without masks": (
-        UnsupportedError, "scores with mask_mod",
-        lambda: {"block_mask": masked()(), "kernel": "cpu_flash"},
+        UnsupportedError, "scores with mask_mod", lambda: {"block_mask": masked()(), "kernel": "cpu_flash"}
     ),
     "a tensor that ends before the keys": (
         ArgumentError, "read at kv_idx: expected 12 elements, got 11",
@@ -872,10 +801,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
         ArgumentError, "read at h: expected 4 elements, got 3",
         lambda: {"block_mask": create_block_mask(lambda b, h, i, j: i >= j + THREE[h], B, 4, S, S)},
     ),
-    "another device": (
-        ArgumentError, "a tensor on cpu",
-        lambda: {"score_mod": lambda s, b, h, i, j, x=META: s + x},
-    ),
+    "another device": (ArgumentError, "a tensor on cpu", lambda: {"score_mod": lambda s, b, h, i, j, x=META: s + x}),
 }  # fmt: skip
 REFUSED |= {
     f"{name} of a {tensor}": (UnsupportedError, "depends on values", numbers_of(name, tensor))
@@ -885,22 +811,13 @@ REFUSED |= {
 }
 
 
-def refuse_all(rank: int) -> list[str]:
-    axis, problems = mesh((2,), ("cp",)), []
+@on_ranks(2)
+def test_refusals(axis: Any) -> None:
     q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 2, S, D))
-    for name, (kind, words, make) in REFUSED.items():
-        before = num_collectives()
-        with pytest.raises(kind, match=words):
+    for kind, words, make in REFUSED.values():
+        with refused(words, kind):
             flex_attention(q, k, v, **{"enable_gqa": True, "mesh": axis} | make())
-        if num_collectives() > before:
-            problems.append(f"{name}: refused after a collective")
-    if COUNTER.any():
-        problems.append("a captured tensor was written")
-    return problems
-
-
-def test_refusals(pool: Any) -> None:
-    report(pool(2).run(refuse_all))
+    assert not COUNTER.any(), "a captured tensor was written"
 
 
 def test_blocks_that_list_too_little_or_too_much() -> None:
@@ -908,38 +825,16 @@ def test_blocks_that_list_too_little_or_too_much() -> None:
     q = numbers(1, 1, S, D)
     right = of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4)
     read_mask(right, q, (1, 1, S))
-    every = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
-    three = torch.full((1, 1, 3), 3, dtype=torch.int32)
-    more = of_torch.BlockMask.from_kv_blocks(three, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
-    read_mask(more, q, (1, 1, S))
-    missing = of_torch.BlockMask.from_kv_blocks(three - 1, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
-    none = three * 0
-    full = of_torch.BlockMask.from_kv_blocks(
-        none, every, three, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S)
-    )
-    for wrong in (missing, full):
+    every, none = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3), torch.zeros(1, 1, 3, dtype=torch.int32)
+
+    def read(*lists: Tensor) -> None:
+        given = {"BLOCK_SIZE": 4, "mask_mod": causal, "seq_lengths": (S, S)}
+        read_mask(of_torch.BlockMask.from_kv_blocks(*lists, **given), q, (1, 1, S))
+
+    read(none + 3, every)
+    for wrong in ((none + 2, every), (none, every, none + 3, every)):
         with pytest.raises(UnsupportedError, match="follow from its mask_mod"):
-            read_mask(wrong, q, (1, 1, S))
-
-
-def differ(rank: int, what: str) -> None:
-    axis = mesh((2,), ("cp",))
-    q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
-    factor, table = 2.0, numbers(S)
-    factor += rank * (what == "a number")
-    table = numbers(S + rank * (what == "a shape")) + rank * (what == "a value")
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if what == "code" and rank:
-            return factor * score - table[kv_idx]
-        return factor * score + table[kv_idx]
-
-    block_mask = create_block_mask(lambda b, h, i, j: i - j >= rank * (what == "a mask"), 1, 1, S, S)
-    if what == "a refusal" and rank:
-        score_mod = branches
-    of_score = None if what == f"no score_mod on rank {rank}" else score_mod
-    of_mask = None if what == f"no mask_mod on rank {rank}" else block_mask
-    flex_attention(q, k, v, of_score, of_mask, mesh=axis)
+            read(*wrong)
 
 
 @pytest.mark.parametrize(
@@ -955,20 +850,32 @@ def differ(rank: int, what: str) -> None:
         *((f"no mask_mod on rank {rank}", f"the same mask_mod.* cp rank {rank}: missing") for rank in (0, 1)),
     ],
 )
-def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
-    raised = pool(2).run_expecting_error(differ, what)
-    if what == "a refusal":
-        assert raised[1].type == UnsupportedError.__name__
-        raised = raised[:1]
-    for error in raised:
-        assert error is not None and error.type == RankMismatchError.__name__ and not error.num_collectives, error
-        assert re.search(words, error.message), error.message
+@on_ranks(2)
+def test_ranks_that_differ(rank: int, axis: Any, what: str, words: str) -> None:
+    q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
+    factor, table = 2.0, numbers(S)
+    factor += rank * (what == "a number")
+    table = numbers(S + rank * (what == "a shape")) + rank * (what == "a value")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if what == "code" and rank:
+            return factor * score - table[kv_idx]
+        return factor * score + table[kv_idx]
+
+    block_mask = create_block_mask(lambda b, h, i, j: i - j >= rank * (what == "a mask"), 1, 1, S, S)
+    if what == "a refusal" and rank:
+        score_mod = branches
+    of_score = None if what == f"no score_mod on rank {rank}" else score_mod
+    of_mask = None if what == f"no mask_mod on rank {rank}" else block_mask
+    told = ("depends on values", UnsupportedError) if what == "a refusal" and rank else (words, RankMismatchError)
+    with refused(*told):
+        flex_attention(q, k, v, of_score, of_mask, mesh=axis)
 
 
 @on_ranks(1)
-def test_other_derivatives_of_what_is_read_are_refused() -> None:
+def test_other_derivatives_of_what_is_read_are_refused(axis: Any) -> None:
     """Over what a function reads, which PyTorch would take for a tensor without a derivative."""
-    axis, (q, k, v, _) = mesh((1,), ("cp",)), make_qkv(B, 4, 4, S, D)
+    q, k, v, _ = make_qkv(B, 4, 4, S, D)
 
     def loss(table: Tensor) -> Tensor:
         return flex_attention(q, k, v, lambda score, b, h, i, j: score + table[i - j + S], mesh=axis).sum()
@@ -983,9 +890,9 @@ def test_other_derivatives_of_what_is_read_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_names_of_equal_functions_are_not_compared(rank: int) -> None:
+def test_names_of_equal_functions_are_not_compared(rank: int, axis: Any) -> None:
     """Rank 0 knows the functions already, by other names."""
-    axis, (q, k, v, _) = mesh((2,), ("cp",)), (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
+    q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
     others = [
         ("score_mod", lambda score, b, h, q_idx, kv_idx: 1.25 * score, q),
         ("mask_mod", lambda *pair: causal(*pair), q),

@@ -42,10 +42,9 @@ BIASES: dict[str, tuple[list[tuple[int, ...]], Callable[..., Callable[..., Tenso
     "a gate of heads": ([(H,)], lambda t: lambda s, b, h, i, j: s * torch.sigmoid(t[h])),
     "two": ([(S,), (S,)], lambda t, u: lambda s, b, h, i, j: s + t[i] + u[j]),
     "several": (
-        [(S,), (S,), (H, 2 * S), ()],
-        lambda t, u, w, x: lambda s, b, h, i, j: s * t[i] + u[j] * x + w[h, i - j] * t[j],
+        [(S,), (S,), (H, 2 * S), ()], lambda t, u, w, x: lambda s, b, h, i, j: s * t[i] + u[j] * x + w[h, i - j] * t[j]
     ),
-}
+}  # fmt: skip
 
 
 def drawn(name: str) -> tuple[list[Tensor], list[Tensor], Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import gap
-from checks import TOLERANCE, report
+from checks import TOLERANCE
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, dense, numbers
-from ranks import mesh, num_collectives, on_ranks
+from ranks import mesh, on_ranks, refused
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import flex_attention as of_torch
@@ -120,36 +121,27 @@ USES: dict[str, tuple[Callable[[], Core], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def as_one(rank: int, names: list[str]) -> list[str]:
-    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
-    for name in names:
-        make, options, call = USES[name]
-        core = make()
-        want, of_captured = expected(core, **call)
-        applied = style(axis, **options)
-        core = parallelize(core, axis, {"": applied})
-        *qkv, dout = (applied.sequence.shard(x, dim=2) for x in make_qkv(B, H, K, core.S, D))
-        leaves = [x.clone().requires_grad_() for x in qkv]
-        torch._dynamo.reset()
-        out, lse = core(*leaves, return_lse=True, **call)
-        grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        out.backward(dout)
-        for key, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
-            with torch.no_grad():
-                whole = applied.sequence.unshard(x, dim=2)
-            if not (off := gap(whole, want[key])) <= TOLERANCE:
-                problems.append(f"rank {rank}: {name}: {key} is off by {off:.1e}")
-        for key, wanted in of_captured.items():
-            share = core.get_parameter(key).grad
-            dist.all_reduce(share)
-            if not (off := gap(share, wanted)) <= TOLERANCE:
-                problems.append(f"rank {rank}: {name}: the gradient of {key} is off by {off:.1e}")
-    return problems
-
-
 @pytest.mark.parametrize("cp_size", (2, pytest.param(3, marks=pytest.mark.full)))
-def test_cores(pool: Any, cp_size: int) -> None:
-    report(pool(cp_size).run(as_one, [*USES], timeout=300))
+@pytest.mark.parametrize("name", USES)
+@on_ranks("cp_size", timeout=300.0)
+def test_cores(axis: Any, name: str) -> None:
+    make, options, call = USES[name]
+    core = make()
+    want, of_captured = expected(core, **call)
+    applied = style(axis, **options)
+    core = parallelize(core, axis, {"": applied})
+    *qkv, dout = (applied.sequence.shard(x, dim=2) for x in make_qkv(B, H, K, core.S, D))
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out, lse = core(*leaves, return_lse=True, **call)
+    grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    out.backward(dout)
+    for key, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
+        with torch.no_grad():
+            assert gap(applied.sequence.unshard(x, dim=2), want[key]) <= TOLERANCE, key
+    for key, wanted in of_captured.items():
+        share = core.get_parameter(key).grad
+        dist.all_reduce(share)
+        assert gap(share, wanted) <= TOLERANCE, key
 
 
 @on_ranks(2)
@@ -169,39 +161,27 @@ def test_a_core_without_pairs(axis: Any) -> None:
         assert [x.shape for x in grads] == [x.shape for x in (*leaves, core.gate)] and not grads[-1].any()
 
 
-def of_torch_inside(rank: int) -> list[str]:
-    """What cores say that call PyTorch's function, and that mask beside ours; before any collective."""
-    axis, said = mesh((2,), ("cp",)), []
-    torch._dynamo.reset()
-    causal, options = Core(), Core()
-    options.attend = lambda *args, **others: flex_attention(*args, **others, kernel="reference")
-    cases = [(OfTorch(), ALL), (OfTorch(compiled=True), ALL), (causal, Mask()), (options, ALL)]
-    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
-    for core, mask in cases:
-        before = num_collectives()
-        try:
-            parallelize(core, axis, {"": style(axis, mask)})(*qkv)
-            said.append("nothing")
-        except Exception as error:
-            said.append(str(error))
-        assert num_collectives() == before
-    return said
-
-
 REFUSED = (
     *("PyTorch's flex_attention is not available in a core", "Import cp_mesh.flex_attention under its name"),
     *("a mask that hides nothing, with flex_attention", "got kernel; leave it out"),
 )
 
 
-def test_what_is_refused_beside_it(pool: Any) -> None:
-    for said in pool(2).run(of_torch_inside):
-        assert all(words in each for words, each in zip(REFUSED, said, strict=True)), said
+@on_ranks(2)
+def test_what_is_refused_beside_it(axis: Any) -> None:
+    """What cores say that call PyTorch's function, and that mask beside ours; before any collective."""
+    causal, options = Core(), Core()
+    options.attend = lambda *args, **others: flex_attention(*args, **others, kernel="reference")
+    cases = [(OfTorch(), ALL), (OfTorch(compiled=True), ALL), (causal, Mask()), (options, ALL)]
+    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
+    for (core, mask), words in zip(cases, REFUSED, strict=True):
+        with refused(words, Exception):
+            parallelize(core, axis, {"": style(axis, mask)})(*qkv)
 
 
-def written(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_mask_that_was_written_is_looked_at_again(axis: Any) -> None:
     """A core whose BlockMask reads ids that are written after the first call: its blocks are those of before."""
-    axis, problems = mesh((2,), ("cp",)), []
     image = torch.zeros(24, dtype=torch.int64)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -213,24 +193,15 @@ def written(rank: int) -> list[str]:
     parallelize(core, axis, {"": style(axis)})
     core(*qkv)
     image[3:9] = 1
-    before = num_collectives()
-    try:
+    with refused("follow from its mask_mod", UnsupportedError):
         core(*qkv)
-        problems.append(f"rank {rank}: another mask is taken for that of before")
-    except UnsupportedError as error:
-        if "follow from its mask_mod" not in str(error) or num_collectives() > before:
-            problems.append(f"rank {rank}: {error}")
-    return problems
 
 
-def test_a_mask_that_was_written_is_looked_at_again(pool: Any) -> None:
-    report(pool(2).run(written))
-
-
-def over_tp(rank: int) -> list[str]:
+@on_ranks(4)
+def test_heads_over_tp() -> None:
     """DTensors over tp alone: functions see global heads, and parameters get the share of this rank's heads."""
     grid = mesh((2, 2), ("cp", "tp"))
-    core, problems = Core("scale of a head", "windows of heads"), []
+    core = Core("scale of a head", "windows of heads")
     want, of_captured = expected(core)
     applied = style(grid["cp"])
     parallelize(core, grid["cp"], {"": applied})
@@ -245,18 +216,10 @@ def over_tp(rank: int) -> list[str]:
     got = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *(x.grad for x in leaves)), strict=True))
     for name, x in got.items():
         with torch.no_grad():
-            whole = applied.sequence.unshard(x.full_tensor(), dim=2)
-        if not (off := gap(whole, want[name])) <= TOLERANCE:
-            problems.append(f"rank {rank}: {name} is off by {off:.1e}")
+            assert gap(applied.sequence.unshard(x.full_tensor(), dim=2), want[name]) <= TOLERANCE, name
     share = core.get_parameter("scale").grad
     dist.all_reduce(share)
-    if not (off := gap(share, of_captured["scale"])) <= TOLERANCE:
-        problems.append(f"rank {rank}: the gradient of scale is off by {off:.1e}")
-    return problems
-
-
-def test_heads_over_tp(pool: Any) -> None:
-    report(pool(4).run(over_tp))
+    assert gap(share, of_captured["scale"]) <= TOLERANCE
 
 
 class Attention(nn.Module):
@@ -271,9 +234,11 @@ class Attention(nn.Module):
         return self.core(q, q, q)
 
 
-def of_all_heads(rank: int, first: bool) -> str:
-    grid = mesh((1, 2), ("cp", "tp"))
-    slopes, heads = numbers(H), H // 2
+@pytest.mark.parametrize("first", [False, True])
+@on_ranks(2)
+def test_a_tensor_of_all_heads_beside_plain_tensors_over_tp(first: bool) -> None:
+    """h counts this rank's: a slope for each head of the model would be another head's on later ranks."""
+    grid, slopes, heads = mesh((1, 2), ("cp", "tp")), numbers(H), H // 2
     begin = grid.get_local_rank("tp") * heads if first else 0
 
     class ALiBi(nn.Module):
@@ -283,21 +248,13 @@ def of_all_heads(rank: int, first: bool) -> str:
     model = Attention(ALiBi())
     parallelize(model, grid["tp"], {"": OverlappedColwise("wq", mode="all_reduce")})
     parallelize(model, grid["cp"], {"core": style(grid["cp"])})
-    try:
+    words = f"read at h: expected {heads} elements, the heads of this tp rank, which h counts, got {H}"
+    with nullcontext() if first else pytest.raises(ArgumentError, match=words):
         model(numbers(B, 24, D))
-    except ArgumentError as error:
-        return str(error)
-    return "accepted"
 
 
-def test_a_tensor_of_all_heads_beside_plain_tensors_over_tp(pool: Any) -> None:
-    """h counts this rank's: a slope for each head of the model would be another head's on later ranks."""
-    expected = f"read at h: expected {H // 2} elements, the heads of this tp rank, which h counts, got {H}"
-    assert all(expected in said for said in pool(2).run(of_all_heads, False))
-    assert pool(2).run(of_all_heads, True) == ["accepted"] * 2
-
-
-def over_dp(rank: int) -> float:
+@on_ranks(2)
+def test_batch_rows_over_dp(rank: int) -> None:
     """DTensors over dp alone: functions see global batch rows."""
     grid, rows = mesh((1, 2), ("cp", "dp")), slice(rank, rank + 1)
     core = Core("of a batch row and a head", "documents")
@@ -306,11 +263,7 @@ def over_dp(rank: int) -> float:
     qkv = (
         DTensor.from_local(x[rows], grid["dp"], [Shard(0)], run_check=False) for x in make_qkv(B, H, K, core.S, D)[:3]
     )
-    return gap(applied(*qkv).to_local().detach(), want[rows])
-
-
-def test_batch_rows_over_dp(pool: Any) -> None:
-    assert max(pool(2).run(over_dp)) <= TOLERANCE
+    assert gap(applied(*qkv).to_local().detach(), want[rows]) <= TOLERANCE
 
 
 class Model(nn.Module):
@@ -322,9 +275,10 @@ class Model(nn.Module):
         return 2 * self.core(q.sin(), k, v).cos()
 
 
-def around(rank: int) -> dict[str, list[Tensor]]:
+@on_ranks(2)
+def test_models_around_a_core(axis: Any) -> None:
     """A model around the core: in a checkpoint, and compiled but for the call."""
-    axis, found = mesh((2,), ("cp",)), {}
+    found = {}
     for way in ("eager", "checkpoint", "compiled"):
         torch._dynamo.reset()
         core = Core("pair bias", "causal", of_torch=True)
@@ -337,36 +291,18 @@ def around(rank: int) -> dict[str, list[Tensor]]:
         out = checkpoint(run, q, k, v, use_reentrant=False) if way == "checkpoint" else run(q, k, v)
         out.backward(dout)
         found[way] = [out.detach(), q.grad, core.get_parameter("bias").grad]
-    return found
+    for way, results in found.items():
+        assert all(gap(x, y) <= TOLERANCE for x, y in zip(results, found["eager"], strict=True)), way
 
 
-def test_models_around_a_core(pool: Any) -> None:
-    for found in pool(2).run(around):
-        for way, results in found.items():
-            assert all(gap(x, y) <= TOLERANCE for x, y in zip(results, found["eager"], strict=True)), way
-
-
-def traced(rank: int) -> list[str]:
-    """What a model says that is compiled around a core with PyTorch's function."""
-    axis, said = mesh((2,), ("cp",)), []
-    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
-    for fullgraph in (True, False):
-        torch._dynamo.reset()
-        model = parallelize(Model(OfTorch("none")), axis, {"core": style(axis)}, watch=False)
-        before = num_collectives()
-        try:
-            torch.compile(model, backend="eager", fullgraph=fullgraph)(*qkv)
-            said.append("nothing")
-        except Exception as error:
-            said.append(str(error))
-        assert num_collectives() == before
-    return said
-
-
+@pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.full
-def test_pytorchs_function_is_refused_in_compiled_models(pool: Any) -> None:
-    for said in pool(2).run(traced):
-        assert all(REFUSED[0] in words for words in said), "\n".join(said)
+@on_ranks(2)
+def test_pytorchs_function_is_refused_in_compiled_models(axis: Any, fullgraph: bool) -> None:
+    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
+    model = parallelize(Model(OfTorch("none")), axis, {"core": style(axis)}, watch=False)
+    with refused(REFUSED[0], Exception):
+        torch.compile(model, backend="eager", fullgraph=fullgraph)(*qkv)
 
 
 class Breaks(nn.Module):
@@ -375,15 +311,11 @@ class Breaks(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def broken(rank: int) -> float:
-    axis = mesh((2,), ("cp",))
+@pytest.mark.full
+@on_ranks(2)
+def test_a_core_that_is_not_traced_in_compiled_code(axis: Any) -> None:
+    """It is run while Dynamo waits for frames, and may then not be told to leave them."""
     torch._dynamo.reset()
     model = parallelize(Model(Breaks()), axis, {"core": style(axis, Mask())}, watch=False)
     qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
-    return gap(torch.compile(model, backend="eager")(*qkv), model(*qkv))
-
-
-@pytest.mark.full
-def test_a_core_that_is_not_traced_in_compiled_code(pool: Any) -> None:
-    """It is run while Dynamo waits for frames, and may then not be told to leave them."""
-    assert max(pool(2).run(broken)) <= TOLERANCE
+    assert gap(torch.compile(model, backend="eager")(*qkv), model(*qkv)) <= TOLERANCE

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dense import make_qkv
 from model import Core, DenseCore, DenseScoredCore, Model, ScoredCore, batch, overlapped_plan, tensor_parallel_plan
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -58,6 +58,10 @@ class Setup:
     packed: bool = False  # documents in a layout that is balanced for the batch
     tiles: int = 0  # of each MLP
     reshard: bool = True  # FSDP2 frees the weights between the passes
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
         flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half", "scores", "packed")
@@ -253,17 +257,17 @@ def gradients_of_one(setup: Setup) -> dict[str, Any]:
     "setup", [pytest.param(setup, marks=[] if setup in QUICK else pytest.mark.full) for setup in SETUPS], ids=str
 )
 @pytest.mark.quick("dp1-cp3-tp1-zigzag-S22-fsdp-documents", "scores")
-def test_gradients_are_those_of_one_rank(pool: Any, setup: Setup) -> None:
-    want = gradients_of_one(setup)
+@on_ranks("setup.size")
+def test_gradients_are_those_of_one_rank(rank: int, setup: Setup) -> None:
+    want, got = gradients_of_one(setup), gradients(rank, setup)
     assert want["norm"] > 10 * LARGEST_NORM  # else clipping would leave the gradients as they are
-    for rank, got in enumerate(pool(setup.dp * setup.cp * setup.tp).run(gradients, setup)):
-        torch.testing.assert_close(got["loss"], want["loss"], rtol=TOLERANCE, atol=0.0)
-        torch.testing.assert_close(got["norm"], want["norm"], rtol=TOLERANCE, atol=0.0)
-        for when in ("before", "after"):
-            assert list(got[when]) == list(want[when])
-            for name, grad in got[when].items():
-                error = (grad - want[when][name]).abs().max() / want[when][name].abs().max()
-                assert error <= TOLERANCE, f"rank {rank}: gradient of {name} {when} clipping is off by {error:.1e}"
+    torch.testing.assert_close(got["loss"], want["loss"], rtol=TOLERANCE, atol=0.0)
+    torch.testing.assert_close(got["norm"], want["norm"], rtol=TOLERANCE, atol=0.0)
+    for when in ("before", "after"):
+        assert list(got[when]) == list(want[when])
+        for name, grad in got[when].items():
+            error = (grad - want[when][name]).abs().max() / want[when][name].abs().max()
+            assert error <= TOLERANCE, f"gradient of {name} {when} clipping is off by {error:.1e}"
 
 
 class Undefined(torch.autograd.Function):
@@ -278,7 +282,8 @@ class Undefined(torch.autograd.Function):
         return None
 
 
-def undefined_on_one_rank(rank: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2, timeout=20.0)
+def test_a_rank_without_gradient_serves_the_others(rank: int) -> None:
     """dk of this rank, and as it would be if rank 0's gradient of out were zero."""
     rows, found = cp_mesh.ZigZag().positions(16, 2, rank), []
     for undefined in (True, False):
@@ -289,9 +294,5 @@ def undefined_on_one_rank(rank: int) -> tuple[Tensor, Tensor]:
             out = Undefined.apply(out) if undefined else out * 0.0
         (out * dout).sum().backward()
         found.append(k.grad)
-    return tuple(found)
-
-
-def test_a_rank_without_gradient_serves_the_others(pool):
-    for rank, (got, want) in enumerate(pool(2).run(undefined_on_one_rank, timeout=20.0)):
-        assert got is not None and torch.equal(got, want) and (rank == 1 or bool((got != 0).any()))
+    got, want = tuple(found)
+    assert got is not None and torch.equal(got, want) and (rank == 1 or bool((got != 0).any()))

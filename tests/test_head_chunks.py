@@ -5,6 +5,7 @@ Not the same bits: a matrix product of fewer heads may sum in another order, and
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from cases import LAYOUTS, gap
 from checks import TOLERANCE, lies_as
 from dense import make_qkv
 from inside import inner, make_schedule, path_of, room
-from ranks import mesh
+from ranks import mesh, on_ranks
 from recording import recording
 from torch import Tensor
 
@@ -32,9 +33,12 @@ def local_inputs(rank: int, name: str, dtype: torch.dtype = torch.float64) -> li
     return [x[:, :, rows].requires_grad_() for x in make_qkv(B, H, K, S, D, E, dtype=dtype)]
 
 
-def chunked(rank: int, name: str, chunks: list[int | None]) -> list[tuple[list[Tensor], list[int]]]:
+@pytest.mark.parametrize("name", LAYOUTS)
+@on_ranks(2)
+def test_results_are_those_of_all_heads_at_once(rank: int, axis: Any, name) -> None:
     """out, lse, dq, dk, dv, and the bytes of every message, by number of chunks."""
-    axis, results = mesh((2,), ("cp",)), []
+    chunks = [1, 2, 4, None]
+    results = []
     for num_chunks in chunks:
         q, k, v, dout = local_inputs(rank, name)
         with recording(axis) as notes:
@@ -46,17 +50,11 @@ def chunked(rank: int, name: str, chunks: list[int | None]) -> list[tuple[list[T
         assert lse.is_contiguous()
         assert all(lies_as(x, like) for x, like in zip((out, *grads), (q, q, k, v), strict=True))
         results.append(([out.detach(), lse.detach(), *grads], [sent.bytes_received for sent in notes.sent]))
-    return results
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_results_are_those_of_all_heads_at_once(pool, name):
-    for results in pool(2).run(chunked, name, [1, 2, 4, None]):
-        whole, bytes_of_whole = results[0]
-        for (got, received), num_chunks in zip(results, (1, 2, 4, 1), strict=True):
-            assert max(map(gap, got, whole)) <= TOLERANCE
-            assert len(received) == num_chunks * len(bytes_of_whole)  # the option is obeyed
-            assert sum(received) == sum(bytes_of_whole) and max(received) * num_chunks == max(bytes_of_whole)
+    whole, bytes_of_whole = results[0]
+    for (got, received), num_chunks in zip(results, (1, 2, 4, 1), strict=True):
+        assert max(map(gap, got, whole)) <= TOLERANCE
+        assert len(received) == num_chunks * len(bytes_of_whole)  # the option is obeyed
+        assert sum(received) == sum(bytes_of_whole) and max(received) * num_chunks == max(bytes_of_whole)
 
 
 def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
@@ -73,22 +71,18 @@ def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
         assert stages.choose_head_chunks(0, q, k, k, make_schedule(Contiguous(), Mask(causal=True), 192, 1, 0)) == 1
 
 
-def refused(rank: int) -> list[str]:
-    axis, words = mesh((2,), ("cp",)), []
+@on_ranks(2)
+def test_what_cannot_be_divided_is_refused(rank: int, axis: Any) -> None:
+    words = []
     for head_chunks in (3, 0, 2.0, True, 2**70):
         q, k, v, _ = local_inputs(rank, "zigzag")
         try:
             cp_mesh.attention(q, k, v, mesh=axis, layout=ZigZag(), mask=Mask(), seq_len=S, head_chunks=head_chunks)
         except ArgumentError as error:
             words.append(str(error))
-    return words
-
-
-def test_what_cannot_be_divided_is_refused(pool):
-    for words in pool(2).run(refused):
-        assert len(words) == 5
-        assert words[0] == "head_chunks: expected a divisor of the 4 kv heads, got 3; head_chunks=2 works"
-        assert all(x.startswith("head_chunks: expected a positive int up to 1048576 or None, got") for x in words[1:])
+    assert len(words) == 5
+    assert words[0] == "head_chunks: expected a divisor of the 4 kv heads, got 3; head_chunks=2 works"
+    assert all(x.startswith("head_chunks: expected a positive int up to 1048576 or None, got") for x in words[1:])
 
 
 def verified(rank: int) -> list[str]:

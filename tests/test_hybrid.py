@@ -5,18 +5,15 @@ That it is exact is shown with the other methods in test_parity.py, and what it 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from cases import LAYOUTS, gap
-from checks import report
 from dense import dense_attention, dense_mask, make_qkv
 from inside import inner
 from model import Core
-from ranks import mesh, num_collectives
+from ranks import mesh, num_collectives, on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -46,12 +43,6 @@ def wanted() -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, _ = dense_attention(*leaves, dense_mask(S))
     return [q, k, v, dout, out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def off(got: Sequence[Tensor], want: Sequence[Tensor], words: str) -> list[str]:
-    """What is wrong with out, dq, dk and dv."""
-    named = zip(("out", "dq", "dk", "dv"), got, want, strict=True)
-    return [f"{words}: {name} is off by {x:.1e}" for name, a, b in named if not (x := gap(a, b)) <= 1e-10]
 
 
 # What inner groups hold.
@@ -96,34 +87,50 @@ def test_few_runs(layout: Layout, runs: tuple[tuple[Run, ...], ...]) -> None:
 # The degree.
 
 
-def collectives_by_degree(rank: int, heads: tuple[int, int], degrees: Sequence[int | None]) -> list[int]:
-    """Collectives of a forward, after a first one that makes the groups."""
-    axis, counts = mesh((4,), ("cp",)), []
-    q, k, v, _ = (x[:, :, ZigZag().positions(S, 4, rank)] for x in make_qkv(1, *heads, S, 4))
-    for degree in degrees:
-        for _ in range(2):
-            before = num_collectives()
-            attention(q, k, v, mesh=axis, method="hybrid", ulysses_degree=degree)
-        counts.append(num_collectives() - before)
-    return counts
+RING, TWO, ULYSSES = 2, 3, 2  # two stages of 1 and 2 steps; of two groups a swap, a stage and a swap; two swaps
 
 
+@pytest.mark.parametrize(
+    ("heads", "degree", "count"),
+    [
+        *(((8, 4), degree, count) for degree, count in ((1, RING), (2, TWO), (4, ULYSSES), (None, ULYSSES))),
+        ((8, 2), None, TWO),  # as many as divide the kv heads
+        ((6, 1), None, TWO),  # or the query heads
+        ((3, 1), None, RING),
+    ],
+)
 @pytest.mark.full
-def test_the_degree_is_used(pool: Any) -> None:
-    """Of the ring two stages, 1 and 2 steps; of two groups a swap, a stage and a swap; of one two swaps."""
-    ring, two, ulysses = 2, 3, 2
-    assert pool(4).run(collectives_by_degree, (8, 4), [1, 2, 4, None]) == [[ring, two, ulysses, ulysses]] * 4
-    assert pool(4).run(collectives_by_degree, (8, 2), [None]) == [[two]] * 4  # as many as divide the kv heads
-    assert pool(4).run(collectives_by_degree, (6, 1), [None]) == [[two]] * 4  # or the query heads
-    assert pool(4).run(collectives_by_degree, (3, 1), [None]) == [[ring]] * 4
+@on_ranks(4)
+def test_the_degree_is_used(rank: int, axis: Any, heads: tuple[int, int], degree: int | None, count: int) -> None:
+    """By the collectives of a forward, after a first one that makes the groups."""
+    q, k, v, _ = (x[:, :, ZigZag().positions(S, 4, rank)] for x in make_qkv(1, *heads, S, 4))
+    for _ in range(2):
+        before = num_collectives()
+        attention(q, k, v, mesh=axis, method="hybrid", ulysses_degree=degree)
+    assert num_collectives() - before == count
 
 
 # Two axes of a mesh.
 
 
-def over_two_axes(rank: int, shape: tuple[int, ...], compiled: bool) -> list[str]:
-    """Local tensors, DTensors and a core, over a mesh of two cp axes, and of tp beside them."""
-    grid, problems = mesh(shape, ("cp_ring", "cp_ulysses", "tp")[: len(shape)]), []
+@pytest.mark.parametrize(
+    ("size", "shape", "compiled"),
+    [
+        (4, (2, 2), False),
+        (8, (2, 2, 2), False),
+        *(pytest.param(4, shape, False, marks=pytest.mark.full) for shape in ((1, 4), (4, 1))),
+        pytest.param(4, (2, 2), True, marks=pytest.mark.nightly("compiled")),
+    ],
+    ids=str,
+)
+@pytest.mark.quick("(2, 2)-False")
+@on_ranks("size", timeout=180.0)
+def test_two_axes_are_one(shape: tuple[int, ...], compiled: bool) -> None:
+    """Local tensors, DTensors and a core, over a mesh of two cp axes, and of tp beside them.
+
+    Their own groups are used: to make others would be a collective.
+    """
+    grid = mesh(shape, ("cp_ring", "cp_ulysses", "tp")[: len(shape)])
     *whole, out, dq, dk, dv = wanted()
     cp = grid["cp_ring", "cp_ulysses"]
     sequence = ShardedSequence(cp, ZigZag())
@@ -155,50 +162,23 @@ def over_two_axes(rank: int, shape: tuple[int, ...], compiled: bool) -> list[str
         if placed is not None:
             assert all(list(x.placements) == placed[1] for x in all_of)
             all_of = [x.to_local() for x in all_of]
-        problems += off(all_of, results, f"{words} over {shape}")
+        assert all(gap(x, y) <= 1e-10 for x, y in zip(all_of, results, strict=True)), words
         stages, swaps = {1: 0, 2: 1, 4: 2}[shape[0]], 2 * (shape[1] > 1)
-        if count != 3 * stages + 2 * swaps:  # fetch, fetch again and deliver; there and home in both passes
-            problems.append(f"{words} over {shape}: {count} collectives")
-    return problems
+        assert count == 3 * stages + 2 * swaps, words  # fetch, fetch again and deliver; there and home in both passes
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 2), (2, 2, 2), *(pytest.param(shape, marks=pytest.mark.full) for shape in ((1, 4), (4, 1)))], ids=str
-)
-@pytest.mark.quick("(2, 2)")
-def test_two_axes_are_one(pool: Any, shape: tuple[int, ...]) -> None:
-    """Their own groups are used: to make others would be a collective."""
-    report(pool(math.prod(shape)).run(over_two_axes, shape, False))
-
-
-@pytest.mark.nightly("compiled")
-def test_two_axes_compiled(pool: Any) -> None:
-    report(pool(4).run(over_two_axes, (2, 2), True, timeout=180.0))
-
-
-def wrong_order(rank: int) -> str:
-    grid = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("cp_ring", "cp_ulysses"))
-    with pytest.raises(ArgumentError) as raised:
-        ShardedSequence(grid)
-    return str(raised.value)
-
-
-def test_axes_in_another_order_are_refused(pool: Any) -> None:
+@on_ranks(4)
+def test_axes_in_another_order_are_refused() -> None:
     """Ranks of a group are in the order of their numbers, so that of the mesh must be the same."""
-    for words in pool(4).run(wrong_order):
-        assert "ranks that rise along its axes" in words and "name the outer axis first" in words
+    grid = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("cp_ring", "cp_ulysses"))
+    with pytest.raises(ArgumentError, match=r"ranks that rise along its axes.*name the outer axis first"):
+        ShardedSequence(grid)
 
 
-def verified(rank: int) -> list[str]:
+@on_ranks(4)
+def test_verify_proves_it(axis: DeviceMesh) -> None:
     grid = mesh((2, 2), ("cp_ring", "cp_ulysses"))
-    axis = mesh((4,), ("cp",))
     sinks = {"sinks": torch.linspace(-1, 1, 4)}
-    return [
-        str(verify(grid, seq_len=37, method="hybrid", scores=sinks)),
-        str(verify(axis, seq_len=37, method="hybrid", ulysses_degree=2, layout=Striped())),
-    ]
-
-
-def test_verify_proves_it(pool: Any) -> None:
-    for reports in pool(4).run(verified):
-        assert all(words.startswith("exact") for words in reports)
+    assert str(verify(grid, seq_len=37, method="hybrid", scores=sinks)).startswith("exact")
+    of_two = verify(axis, seq_len=37, method="hybrid", ulysses_degree=2, layout=Striped())
+    assert str(of_two).startswith("exact")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from inside import inner, room
-from ranks import mesh, on_ranks
+from ranks import REFUSALS, mesh, on_ranks, refused
 from test_loss import peak_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +20,7 @@ from cp_mesh import (
     ArgumentError,
     Contiguous,
     Mask,
+    RankMismatchError,
     ShardedSequence,
     Striped,
     ZigZag,
@@ -59,6 +60,11 @@ def step(logp: Tensor, *inputs: Any) -> list[Tensor]:
     return [logp.detach(), *torch.autograd.grad((logp * weights).sum(), [x for x in inputs if x is not None])]
 
 
+def assert_same(found: Any, want: Any) -> None:
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, 45, 46, 100])
 @pytest.mark.parametrize(("temperature", "bias"), [(1.0, False), (0.7, True)])
 def test_hidden_states(num_rows: int, temperature: float, bias: bool) -> None:
@@ -69,22 +75,18 @@ def test_hidden_states(num_rows: int, temperature: float, bias: bool) -> None:
     want = step(direct(hidden, labels, linear, temperature), *leaves)
     with mock.patch.object(ops, "CHUNK_BYTES", num_rows * V * 8):
         options = {"weight": linear.weight, "bias": linear.bias, "temperature": temperature}
-        found = step(token_log_probs(hidden, labels, **options), *leaves)
-    for x, y in zip(found, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+        assert_same(step(token_log_probs(hidden, labels, **options), *leaves), want)
 
 
 def test_logits_and_frozen_tensors() -> None:
     (hidden, labels), linear = rows(), head()
     logits = F.linear(hidden, linear.weight, linear.bias).detach().requires_grad_()
     want = step(logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0), logits)
-    for x, y in zip(step(token_log_probs(logits, labels), logits), want, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    assert_same(step(token_log_probs(logits, labels), logits), want)
     linear.requires_grad_(False)
     hidden.requires_grad_()
     found = step(token_log_probs(hidden, labels, weight=linear.weight, bias=linear.bias), hidden)
-    for x, y in zip(found, step(direct(hidden, labels, linear), hidden), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    assert_same(found, step(direct(hidden, labels, linear), hidden))
     ignored = token_log_probs(hidden, torch.full_like(labels, -7), weight=linear.weight, ignore_index=-7)
     assert not ignored.any() and not torch.autograd.grad(ignored.sum(), hidden)[0].any()
     assert token_log_probs(hidden[:, :0], labels[:, :0], weight=linear.weight).shape == (B, 0)
@@ -159,25 +161,6 @@ def dpo(sums: Tensor) -> Tensor:
     return F.softplus(-0.3 * (sums - 0.5 * sums.flip(0)).cumsum(0)).mean()
 
 
-def of_ranks(rank: int, size: int, layout: str, documents: str, fsdp: bool) -> tuple[Tensor, list[Tensor]]:
-    axis, (hidden, labels), linear = mesh((size,), ("cp",)), rows(), head()
-    sequence = ShardedSequence(axis, LAYOUTS[layout], length=S)
-    mask = None if documents == "one" else Mask(documents=DOCUMENTS[documents])
-    model = WithHead(linear)
-    if fsdp:
-        fully_shard(model, mesh=axis)
-        sum_gradients(model)
-    local = sequence.shard({"hidden": hidden, "labels": labels})
-    local["hidden"].requires_grad_()
-    sums = document_sums(model(local["hidden"], local["labels"]), sequence=sequence, mask=mask)
-    (dpo(sums) / size).backward()
-    if not fsdp:
-        for x in linear.parameters():
-            dist.all_reduce(x.grad)
-    grads = [x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad for x in linear.parameters()]
-    return sums.detach(), [sequence.unshard(local["hidden"].grad), *grads]
-
-
 class WithHead(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -187,86 +170,72 @@ class WithHead(nn.Module):
         return token_log_probs(x, labels, weight=self.linear.weight, bias=self.linear.bias, temperature=1.3)
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "documents", "size"),
+    [*((layout, documents, 3) for documents in DOCUMENTS for layout in LAYOUTS), ("zigzag", "packed", 2)],
+)
 @pytest.mark.quick("zigzag-packed", "striped-excluded")
-def test_sums_of_documents(pool: Any, layout: str, documents: str) -> None:
-    """With padding; equal bit by bit on all ranks."""
-    assert_documents(pool, 3, layout, documents, fsdp=False)
-
-
-def test_sums_under_fsdp(pool: Any) -> None:
-    assert_documents(pool, 2, "zigzag", "packed", fsdp=True)
-
-
-def assert_documents(pool: Any, size: int, layout: str, documents: str, fsdp: bool) -> None:
+@on_ranks("size")
+def test_sums_of_documents(axis: Any, layout: str, documents: str, size: int) -> None:
+    """With padding, and FSDP2 on two ranks; equal bit by bit on all ranks."""
     (hidden, labels), linear = rows(), head()
-    hidden.requires_grad_()
-    logp = direct(hidden, labels, linear, 1.3)
+    logp = direct(hidden.requires_grad_(), labels, linear, 1.3)
     want = torch.stack([logp[which].sum() for which in runs(DOCUMENTS[documents])])
-    grads = torch.autograd.grad(dpo(want), [hidden, *linear.parameters()])
-    found = pool(size).run(of_ranks, size, layout, documents, fsdp)
-    for sums, of_rank in found:
-        assert torch.equal(sums, found[0][0])
-        torch.testing.assert_close(sums, want.detach(), rtol=1e-12, atol=1e-13)
-        for x, y in zip(of_rank, grads, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    wanted = torch.autograd.grad(dpo(want), [hidden, *linear.parameters()])
+    sequence, model = ShardedSequence(axis, LAYOUTS[layout], length=S), WithHead(linear)
+    if size == 2:
+        sum_gradients(fully_shard(model, mesh=axis))
+    local = sequence.shard({"hidden": hidden.detach(), "labels": labels})
+    mask = None if documents == "one" else Mask(documents=DOCUMENTS[documents])
+    logp = model(local["hidden"].requires_grad_(), local["labels"])
+    sums = document_sums(logp, sequence=sequence, mask=mask)
+    (dpo(sums) / size).backward()
+    every = [torch.empty_like(sums) for _ in range(size)]
+    dist.all_gather(every, sums.detach())
+    assert all(torch.equal(x, sums) for x in every)
+    grads = [x.grad for x in linear.parameters()]
+    for i, x in enumerate(grads):
+        grads[i] = x.full_tensor() if size == 2 else dist.all_reduce(x) or x
+    assert_same([sums, sequence.unshard(local["hidden"].grad), *grads], [want, *wanted])
 
 
-def over_tp(rank: int) -> list[Tensor]:
-    axis, (hidden, labels), model = mesh((2,), ("tp",)), rows(), nn.Sequential(head(bias=False))
+@on_ranks(2)
+def test_a_vocabulary_over_tp() -> None:
+    (hidden, labels), linear = rows(), head(bias=False)
+    want = step(direct(hidden.requires_grad_(), labels, linear), hidden, linear.weight)
+    axis, model = mesh((2,), ("tp",)), nn.Sequential(head(bias=False))
     parallelize(model, axis, {"0": VocabParallelHead(mode="all_reduce")})
-    hidden.requires_grad_()
-    logp = token_log_probs(model(hidden), labels)
-    step_of = step(logp, hidden, model[0].weight)
+    found = step(token_log_probs(model(hidden), labels), hidden, model[0].weight)
+    assert_same([x.full_tensor() if isinstance(x, DTensor) else x for x in found], want)
     with pytest.raises(ArgumentError, match="neither temperature nor bias"):
         token_log_probs(model(hidden), labels, temperature=0.5)
     with pytest.raises(ArgumentError, match="VocabParallelHead, without weight="):
         token_log_probs(hidden, labels, weight=model[0].weight)
-    return [x.full_tensor() if isinstance(x, DTensor) else x for x in step_of]
-
-
-def test_a_vocabulary_over_tp(pool: Any) -> None:
-    (hidden, labels), linear = rows(), head(bias=False)
-    hidden.requires_grad_()
-    want = step(direct(hidden, labels, linear), hidden, linear.weight)
-    for found in pool(2).run(over_tp):
-        for x, y in zip(found, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
-
-
-def labels_of_other_rows(rank: int, length: int) -> None:
-    """In the first step, after a reference model: rank 1 learns why rank 0 does not come."""
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    whole = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(length))
-    batch = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})
-    labels, cuts = batch["labels"], state_of(sequence.mesh.get_group(), Cuts)
-    x = torch.randn(*labels.shape, V, requires_grad=True)
-    token_log_probs(x.detach(), labels)
-    if rank == 0:
-        labels = whole[:, 1:].chunk(2, 1)[0]
-    mask = Mask(documents=torch.zeros(length, dtype=torch.long))
-    try:
-        document_sums(token_log_probs(x, labels), sequence=sequence, mask=mask)
-    finally:
-        cuts.done = False  # for tests after this one
-
-
-def test_labels_of_other_rows(pool: Any) -> None:
-    first, second = pool(2).run_expecting_error(labels_of_other_rows, 28, timeout=20.0)
-    assert first is not None and "got the labels of contiguous rows, beside tokens in zigzag" in first.message
-    assert second is not None and "cp rank 0 raised" in second.message
-    assert "the labels of contiguous rows" in second.message
 
 
 @on_ranks(2)
-def test_right_labels(rank: int) -> None:
+def test_labels_of_other_rows(rank: int, axis: Any) -> None:
+    """In the first step, after a reference model: rank 1 learns why rank 0 does not come."""
+    sequence, length = ShardedSequence(axis), 28
+    whole = torch.randint(V, (B, length + 1), generator=torch.Generator().manual_seed(length))
+    labels = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})["labels"]
+    x, cuts = torch.randn(*labels.shape, V, requires_grad=True), state_of(axis.get_group(), Cuts)
+    token_log_probs(x.detach(), labels)
+    labels = labels if rank else whole[:, 1:].chunk(2, 1)[0]
+    mask = Mask(documents=torch.zeros(length, dtype=torch.long))
+    told = "cp rank 0 raised.*" * rank + "the labels of contiguous rows" + ", beside tokens in zigzag" * (rank == 0)
+    with pytest.raises(REFUSALS, match=f"(?s){told}"):
+        document_sums(token_log_probs(x, labels), sequence=sequence, mask=mask)
+    cuts.done = False  # for tests after this one
+
+
+@on_ranks(2)
+def test_right_labels(rank: int, axis: Any) -> None:
     """Parts of the rows, gathered completions of as many rows, tokens at their own positions, evaluations.
 
     A first trained call with right labels ends the check, so wrong labels pass after it.
     """
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    cuts = state_of(sequence.mesh.get_group(), Cuts)
+    sequence, cuts = ShardedSequence(axis), state_of(axis.get_group(), Cuts)
     whole = torch.randint(V, (B, 33), generator=torch.Generator().manual_seed(3))
     labels = sequence.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]})["labels"]
     x = torch.randn(*labels.shape, V, requires_grad=True)
@@ -287,23 +256,19 @@ def test_right_labels(rank: int) -> None:
     cuts.done = False  # for tests after this one
 
 
-def differing(rank: int) -> None:
-    sequence = ShardedSequence(mesh((2,), ("cp",)), length=8)
+@on_ranks(2)
+def test_documents_that_differ_are_refused(rank: int, axis: Any) -> None:
     mask = Mask(documents=torch.tensor([0] * (3 + rank) + [1] * (5 - rank)))
-    document_sums(torch.ones(1, 4), sequence=sequence, mask=mask)
-
-
-def test_documents_that_differ_are_refused(pool: Any) -> None:
-    for raised in pool(2).run_expecting_error(differing):
-        assert raised is not None and raised.type == "RankMismatchError" and "documents" in raised.message
+    with refused("documents", RankMismatchError):
+        document_sums(torch.ones(1, 4), sequence=ShardedSequence(axis, length=8), mask=mask)
 
 
 @on_ranks(2)
-def test_weights_that_are_away_are_refused() -> None:
+def test_weights_that_are_away_are_refused(axis: Any) -> None:
     linear = head(bias=False)
     model = nn.Sequential(linear)
-    fully_shard(linear, mesh=mesh((2,), ("cp",)))
-    fully_shard(model, mesh=mesh((2,), ("cp",)))
+    for part in (linear, model):
+        fully_shard(part, mesh=axis)
     hidden, labels = rows()
     weights = []
     linear.register_forward_hook(lambda module, *_: weights.append(module.weight), prepend=True)
@@ -312,7 +277,7 @@ def test_weights_that_are_away_are_refused() -> None:
         token_log_probs(hidden, labels, weight=linear.weight)
     with pytest.raises(ArgumentError, match="got one that FSDP2 has freed"):
         token_log_probs(hidden, labels, weight=weights[0])
-    given: dict[str, Any] = {"weight": linear.weight.full_tensor().detach(), "mesh": mesh((2,), ("cp",))}
+    given: dict[str, Any] = {"weight": linear.weight.full_tensor().detach(), "mesh": axis}
     with pytest.raises(ArgumentError, match=r"teacher: expected local tensors, got DTensors; under FSDP2 call unshard"):
         cross_entropy(hidden, labels, **given, teacher=(hidden, linear.weight.detach()))
     with pytest.raises(ArgumentError, match=r"teacher's weight: .* FSDP2 has freed; under FSDP2 call unshard"):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from inside import room
+from ranks import REFUSALS, on_ranks
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -231,45 +232,28 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         torch.testing.assert_close(grad.double(), exact_grad, rtol=tolerance, atol=tolerance)
 
 
-def counted(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+@on_ranks(2)
+def test_a_count_that_is_given() -> None:
     """The sums of shares by the tokens of this call, and by a number and a tensor that are given."""
     logits, labels = labelled(torch.float64)
-    group = dist.group.WORLD
-    shares = [
-        cross_entropy(logits, labels, group, count=count, ignore_index=IGNORED) for count in (None, 7, torch.tensor(7))
-    ]
-    for share in shares:
-        dist.all_reduce(share)
-    return tuple(shares)
-
-
-def count_of_nothing(rank: int, logits: Tensor, labels: Tensor, count: int | Tensor) -> float:
-    return float(cross_entropy(logits, labels, dist.group.WORLD, count=count, ignore_index=IGNORED))
-
-
-def test_a_count_that_is_given(pool: Any) -> None:
-    logits, labels = labelled(torch.float64)
     total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    for count, want in ((None, total / (labels != IGNORED).sum()), *((x, 2 * total / 7) for x in (7, torch.tensor(7)))):
+        share = cross_entropy(logits, labels, dist.group.WORLD, count=count, ignore_index=IGNORED)
+        dist.all_reduce(share)
+        torch.testing.assert_close(share, want)
     nothing = torch.full_like(labels, IGNORED)
     for none in (0, torch.tensor(0)):
-        assert pool(1).run(count_of_nothing, logits, nothing, none) == [0.0]
-    for mean, *given in pool(2).run(counted):
-        torch.testing.assert_close(mean, total / (labels != IGNORED).sum())
-        for share in given:
-            torch.testing.assert_close(share, 2 * total / 7)
-
-
-def miscounted(rank: int, count: Any) -> None:
-    logits, labels = labelled(torch.float64)
-    if isinstance(count, str) and count:
-        count = 20.0 + rank if count == "by rank" else torch.tensor(20 + rank)
-    cross_entropy(logits, labels, dist.new_group(), count=count, ignore_index=IGNORED)
+        assert cross_entropy(logits, nothing, dist.group.WORLD, count=none, ignore_index=IGNORED) == 0
 
 
 COUNTS = [-7, 0, torch.tensor(0), torch.tensor(-1.0), math.nan, math.inf, "", [], torch.ones(3), "by rank", "of a rank"]
 
 
 @pytest.mark.parametrize("count", COUNTS, ids=str)
-def test_counts_that_divide_nothing(pool: Any, count: Any) -> None:
-    for error in pool(2).run_expecting_error(miscounted, count):
-        assert error is not None and "cross_entropy: count: expected" in error.message, error
+@on_ranks(2)
+def test_counts_that_divide_nothing(rank: int, count: Any) -> None:
+    logits, labels = labelled(torch.float64)
+    if isinstance(count, str) and count:
+        count = 20.0 + rank if count == "by rank" else torch.tensor(20 + rank)
+    with pytest.raises(REFUSALS, match="cross_entropy: count: expected"):
+        cross_entropy(logits, labels, dist.new_group(), count=count, ignore_index=IGNORED)

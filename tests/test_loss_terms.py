@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from inside import room
-from ranks import mesh, on_ranks
+from ranks import REFUSALS, mesh, on_ranks
 from test_log_probs import LAYOUTS, B, C, S, V, head, rows
 from test_loss import peak_of
 from torch import Tensor, nn
@@ -18,7 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from cp_mesh import ArgumentError, ShardedSequence, UnsupportedError, cross_entropy, parallelize, sum_gradients
+from cp_mesh import (
+    ArgumentError,
+    RankMismatchError,
+    ShardedSequence,
+    UnsupportedError,
+    cross_entropy,
+    parallelize,
+    sum_gradients,
+)
 from cp_mesh.tensor_parallel import VocabParallelHead
 
 ops, vocabulary = room("token_losses"), room("vocab_parallel")
@@ -120,9 +128,10 @@ def test_recomputed_and_differentiated_twice(fused: bool) -> None:
         sum(x.square().sum() for x in found).backward()
 
 
-def evaluated_first(rank: int) -> None:
+@on_ranks(2)
+def test_evaluated_first(axis: Any) -> None:
     """An evaluation is no first step, whose labels are checked: these are shifted after they were sharded."""
-    axis, linear = mesh((2,), ("cp",)), head(bias=False)
+    linear = head(bias=False)
     sequence = ShardedSequence(axis, LAYOUTS["zigzag"], length=S)
     tokens = torch.arange(B * S).view(B, S) % V
     labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
@@ -132,12 +141,8 @@ def evaluated_first(rank: int) -> None:
         cross_entropy(hidden, own["labels"], axis, weight=linear.weight)
     own = sequence.shard({"input_ids": tokens})
     wrong = F.pad(own["input_ids"][:, 1:], (0, 1), value=-100)
-    cross_entropy(hidden, wrong, axis, weight=linear.weight)
-
-
-def test_evaluated_first(pool: Any) -> None:
-    for raised in pool(2).run_expecting_error(evaluated_first):
-        assert raised is not None and "the next tokens of this rank's rows" in raised.message
+    with pytest.raises(REFUSALS, match="the next tokens of this rank's rows"):
+        cross_entropy(hidden, wrong, axis, weight=linear.weight)
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -165,12 +170,20 @@ class Student(nn.Module):
         return cross_entropy(x, labels, self.axis, **given, **arguments(self.terms, teacher))
 
 
-def of_ranks(rank: int, terms: str, layout: str, fsdp: bool) -> list[Tensor]:
-    axis, (hidden, labels), (soft, weight) = mesh((2,), ("cp",)), rows(), teacher_of(bias=False)
+@pytest.mark.parametrize(("layout", "fsdp"), [("zigzag", False), ("striped", True)])
+@pytest.mark.parametrize("terms", TERMS)
+@on_ranks(2)
+def test_shards(axis: Any, terms: str, layout: str, fsdp: bool) -> None:
+    """The sum of shares is the mean over valid tokens, of which one rank has more; packed rows ignore their ends."""
+    (hidden, labels), linear, teacher = rows(), head(bias=False), teacher_of(bias=False)
+    total = whole(F.linear(hidden.requires_grad_(), linear.weight) / 1.7, labels, terms, F.linear(*teacher) / 1.7)
+    mean = total / (labels != -100).sum()
+    want = [mean.detach(), *torch.autograd.grad(mean, [hidden, linear.weight])]
+    soft, weight = teacher
     sequence, model = ShardedSequence(axis, LAYOUTS[layout], length=S), Student(axis, terms)
     if fsdp:
         sum_gradients(fully_shard(model, mesh=axis))
-    local = sequence.shard({"hidden": hidden, "labels": labels, "soft": soft})
+    local = sequence.shard({"hidden": hidden.detach(), "labels": labels, "soft": soft})
     share = model(local["hidden"].requires_grad_(), local["labels"], (local["soft"], weight))
     share.backward()
     grad = model.linear.weight.grad
@@ -179,63 +192,42 @@ def of_ranks(rank: int, terms: str, layout: str, fsdp: bool) -> list[Tensor]:
     total = share.detach().clone()
     dist.all_reduce(total)
     grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return [total, sequence.unshard(local["hidden"].grad), grad]
-
-
-@pytest.mark.parametrize(("layout", "fsdp"), [("zigzag", False), ("striped", True)])
-@pytest.mark.parametrize("terms", TERMS)
-def test_shards(pool: Any, terms: str, layout: str, fsdp: bool) -> None:
-    """The sum of shares is the mean over valid tokens, of which one rank has more; packed rows ignore their ends."""
-    (hidden, labels), linear, teacher = rows(), head(bias=False), teacher_of(bias=False)
-    total = whole(F.linear(hidden.requires_grad_(), linear.weight) / 1.7, labels, terms, F.linear(*teacher) / 1.7)
-    mean = total / (labels != -100).sum()
-    want = [mean.detach(), *torch.autograd.grad(mean, [hidden, linear.weight])]
-    for found in pool(2).run(of_ranks, terms, layout, fsdp):
-        assert_same(found, want)
-
-
-def over_tp(rank: int, terms: str) -> list[Tensor]:
-    axes, (hidden, labels), model = mesh((1, 2), ("cp", "tp")), rows(), nn.Sequential(head(bias=False))
-    parallelize(model, axes["tp"], {"0": VocabParallelHead(mode="all_reduce")})
-    with mock.patch.object(vocabulary, "CHUNK_BYTES", 7 * 10 * 8):
-        share = cross_entropy(model(hidden.requires_grad_()), labels, axes["cp"], **arguments(terms, None))
-        found = step(share, hidden, model[0].weight)
-    return [x.full_tensor() if isinstance(x, DTensor) else x for x in found]
+    assert_same([total, sequence.unshard(local["hidden"].grad), grad], want)
 
 
 @pytest.mark.parametrize("terms", ["label smoothing", "z-loss"])
-def test_a_vocabulary_over_tp(pool: Any, terms: str) -> None:
+@on_ranks(2)
+def test_a_vocabulary_over_tp(terms: str) -> None:
     """19 tokens over two ranks, of which one has fewer."""
     (hidden, labels), linear = rows(), head(bias=False)
     logits = F.linear(hidden.requires_grad_(), linear.weight)
     want = step(whole(logits, labels, terms, logits) / (labels != -100).sum(), hidden, linear.weight)
-    for found in pool(2).run(over_tp, terms):
-        assert_same(found, want)
+    axes, model = mesh((1, 2), ("cp", "tp")), nn.Sequential(head(bias=False))
+    parallelize(model, axes["tp"], {"0": VocabParallelHead(mode="all_reduce")})
+    with mock.patch.object(vocabulary, "CHUNK_BYTES", 7 * 10 * 8):
+        share = cross_entropy(model(hidden), labels, axes["cp"], **arguments(terms, None))
+        found = step(share, hidden, model[0].weight)
+    assert_same([x.full_tensor() if isinstance(x, DTensor) else x for x in found], want)
 
 
-def refused_over_tp(rank: int) -> None:
+@on_ranks(2)
+def test_refused_over_tp() -> None:
     axes, (hidden, labels), model = mesh((1, 2), ("cp", "tp")), rows(), nn.Sequential(head(bias=False))
     parallelize(model, axes["tp"], {"0": VocabParallelHead(mode="all_reduce")})
-    match = "teacher: expected no logits of VocabParallelHead"
     for given in (
         {"logits": model(hidden), "teacher": torch.zeros(B, S, V, dtype=torch.float64)},
         {"logits": hidden @ head().weight.detach().mT, "teacher": model(hidden)},
     ):
-        with pytest.raises(UnsupportedError, match=match):
+        with pytest.raises(UnsupportedError, match="teacher: expected no logits of VocabParallelHead"):
             cross_entropy(labels=labels, mesh=axes["cp"], **given)
     smoothing = 0.1 * (1 + axes["tp"].get_local_rank())  # other losses on the ranks of one vocabulary
-    cross_entropy(model(hidden), labels, axes["cp"], label_smoothing=smoothing)
-
-
-def test_refused_over_tp(pool: Any) -> None:
-    for raised in pool(2).run_expecting_error(refused_over_tp):
-        assert raised is not None and raised.type == "RankMismatchError"
-        assert "label_smoothing and z_loss" in raised.message
+    with pytest.raises(RankMismatchError, match="label_smoothing and z_loss"):
+        cross_entropy(model(hidden), labels, axes["cp"], label_smoothing=smoothing)
 
 
 @on_ranks(2)
-def test_compiled() -> None:
-    axis, (hidden, labels), teacher = mesh((2,), ("cp",)), rows(), teacher_of()
+def test_compiled(axis: Any) -> None:
+    (hidden, labels), teacher = rows(), teacher_of()
     soft = F.linear(*teacher)
 
     def share(logits: Tensor) -> Tensor:

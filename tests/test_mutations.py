@@ -225,7 +225,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "kernels": on(1, kernel_steps),
     "segments": on(1, every_segments),
-    "sequences": on(3, test_segments.fa4_on_ranks, 3, SEQUENCES),
+    "sequences": of(test_segments.test_fa4_over_a_ring, 3, False, SEQUENCES),
     "planned once": alone(
         (test_segments.test_what_is_written_to_documents_is_seen, ()),
         *(
@@ -268,7 +268,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sums of Ulysses": of(test_seeds.test_gradients_are_summed_in_fp32, torch.bfloat16, "ulysses"),
     "Ulysses": lambda pool: few(pool, SWAPPED),
     "hybrid": lambda pool: few(pool, GROUPED, 4),
-    "functions": test_flex.test_a_few,
+    "functions": of(test_flex.test_functions, 2, "a few"),
     "captured sums in fp32": of(test_flex.test_captured_gradients_are_summed_in_fp32, "ring"),
     "functions that change": test_flex.test_a_function_that_changes,
     "functions of other numbers": alone((test_reached.test_what_changed_is_seen, ("a global",))),
@@ -292,14 +292,14 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "flex_attention of PyTorch in cores": test_flex_cores.test_what_is_refused_beside_it,
     "known calls": on(2, test_known.calls),
     "scores of known calls": on(2, test_known.scored),
-    "padding of cores": on(2, test_flex_cores.as_one, ["padding"]),
-    "masks of sequences": on(3, test_flex_sources.parity, test_flex_sources.CASES[3][:2]),
+    "padding of cores": of(test_flex_cores.test_cores, 2, "padding"),
+    "masks of sequences": of(test_flex_sources.test_parity, 3),
     "traffic of masks": of(test_flex_sources.test_what_travels_by_hand, True),
     "refused masks of sequences": test_flex_sources.test_refusals,
     "masks of sequences that differ": of(
         test_flex_sources.test_ranks_that_differ, "other sources", "sources of block_mask"
     ),
-    "degrees": test_hybrid.test_the_degree_is_used,
+    "degrees": of(test_hybrid.test_the_degree_is_used, (8, 4), 2, 3),
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "kinds of DTensors": test_op.test_dtensors_of_each_kind_are_looked_at,
     "specs of DTensors": of(test_op.test_dtensors_are_what_their_specs_say, 2, "", "distributed"),
@@ -314,8 +314,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "traffic": test_traffic.test_by_hand,
     "all-gather": lambda pool: few(pool, GATHERED),
-    "overlap of all-gather": test_traffic.test_all_gather_hides_its_fetch_and_its_delivery,
-    "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
+    "overlap of all-gather": of(
+        test_traffic.test_hops_are_under_way_while_tiles_are_computed, "all_gather", [1, 0], [0, 1]
+    ),
+    "overlap": of(test_traffic.test_hops_are_under_way_while_tiles_are_computed, "ring", [1, 1, 0], [1, 1, 1]),
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
     "kernels launched directly": alone(
         (test_flash_attn_4.test_kinds_have_kernels_of_their_own, ()),
@@ -330,13 +332,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "checkpoints in cores": of(test_styles.test_checkpoint_inside_a_core_is_refused, False),
     "allocations": of(test_allocations.test_formulas_are_what_is_allocated, "functional"),
     "release": test_symmetric_memory.test_release_gives_back_the_memory_of_groups_within_a_group,
-    "decoding": on(
-        3,
-        test_decoding.at_positions,
-        [test_decoding.Case("zigzag", "window", 13, 2, "sinks"), test_decoding.Case("striped", "full", 13)],
-    ),
-    "sharded queries": on(3, test_decoding.sharded, test_decoding.SHARDED),
-    "cache": on(3, test_decoding.cached, test_decoding.FEW),
+    "decoding": test_decoding.test_a_few,
+    "sharded queries": of(test_decoding.test_sharded_queries, False),
+    "cache": test_decoding.test_a_few_caches,
     "what a core asks": test_watching.test_what_a_core_asks_that_is_not_traced,
     "rows of the root": of(
         test_watching.test_cores_that_attend_to_other_rows_are_refused,
@@ -387,7 +385,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "terms of the loss over tp": lambda pool: [
         test_loss_terms.test_a_vocabulary_over_tp(pool, terms) for terms in ("z-loss", "label smoothing")
     ],
-    "sums of documents": of(test_log_probs.test_sums_of_documents, "zigzag", "packed"),
+    "sums of documents": of(test_log_probs.test_sums_of_documents, "zigzag", "packed", 3),
     "tiles": alone((test_tiled.test_outputs_and_gradients, ("MLP", {"tiles": 3}))),
     "dropout of tiles": alone((test_tiled.test_dropout, ())),
     "copies to the host": alone((test_checkpointed.test_buffers_go_on_while_copies_are_under_way, ())),

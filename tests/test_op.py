@@ -197,8 +197,12 @@ def call(*tensors: Tensor, **options: Any) -> Any:
     return attention(*tensors, mesh=mesh((dist.get_world_size(),), ("cp",)), **options)
 
 
-def shapes_of_fakes(rank: int, seq_dim: int) -> list[tuple[int, ...]]:
+@pytest.mark.parametrize("seq_dim", FORMATS)
+@on_ranks(1)
+def test_masks_of_fakes(seq_dim: int) -> None:
     """Of out and of gradients, as tools that estimate memory see them: no mask has a content."""
+    q, k, v = inputs(seq_dim, torch.float32)[:3]
+    want = [tuple(x.shape) for x in (q, q, k, v)]
     mesh((dist.get_world_size(),), ("cp",))  # kept, as none can be made of fakes
     with FakeTensorMode(allow_non_fake_inputs=False):
         q, k, v = (torch.empty(x.shape, requires_grad=True) for x in inputs(seq_dim, torch.float32)[:3])
@@ -206,14 +210,7 @@ def shapes_of_fakes(rank: int, seq_dim: int) -> list[tuple[int, ...]]:
         mask = Mask(documents=ids, key_padding=torch.ones(S, dtype=torch.bool), blocks=ids)
         out = call(q, k, v, seq_dim=seq_dim, seq_len=S, mask=mask)
         out.sum().backward()
-        return [tuple(x.shape) for x in (out, q.grad, k.grad, v.grad)]
-
-
-@pytest.mark.parametrize("seq_dim", FORMATS)
-def test_masks_of_fakes(pool: Any, seq_dim: int) -> None:
-    q, k, v = inputs(seq_dim, torch.float32)[:3]
-    want = [tuple(x.shape) for x in (q, q, k, v)]
-    assert pool(1).run(shapes_of_fakes, seq_dim) == [want]
+        assert [tuple(x.shape) for x in (out, q.grad, k.grad, v.grad)] == want
 
 
 class Seen(TorchDispatchMode):
@@ -313,36 +310,6 @@ def test_a_process_group_for_the_mesh(rank: int, axis: Any, compiled: bool) -> N
     assert torch.equal(core(*qkv), want)
 
 
-def expected(*required: str) -> dict[str, Tensor]:
-    q, k, v, dout = make_qkv(B, H, K, S, D)
-    leaves = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
-    out, _ = dense_attention(q, k, v, dense_mask(S))
-    return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))
-
-
-def some_gradients(rank: int, required: str) -> dict[str, Tensor | None]:
-    layout, size = ZigZag(), dist.get_world_size()
-    rows = layout.positions(S, size, rank)
-    q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, H, K, S, D))
-    leaves = {name: x.requires_grad_(name in required) for name, x in (("q", q), ("k", k), ("v", v))}
-    out = call(*leaves.values(), layout=layout)
-    assert out.requires_grad == bool(required)
-    if required:
-        out.backward(dout)
-    return {name: x.grad for name, x in leaves.items()}
-
-
-@pytest.mark.parametrize("required", ["", "q", "k", "v", "qv", "kv", "qkv"])
-def test_gradients_only_where_required(pool: Any, required: str) -> None:
-    want = expected()
-    for rank, got in enumerate(pool(2).run(some_gradients, required)):
-        rows = ZigZag().positions(S, 2, rank)
-        for name, grad in got.items():
-            assert (grad is not None) == (name in required), name
-            if grad is not None:
-                torch.testing.assert_close(grad, want[name][:, :, rows], rtol=1e-10, atol=1e-10)
-
-
 @on_ranks(1)
 def test_what_has_no_gradient() -> None:
     """What has no gradient takes none: masks and layouts, no_grad and inference mode."""
@@ -387,18 +354,15 @@ def differentiate_twice(rank: int, of_lse: bool) -> None:
     dq.sum().backward()
 
 
-def other_version(rank: int, version: str) -> str:
+@pytest.mark.parametrize("version", ("later", "none", "0.1"))
+@on_ranks(1)
+def test_programs_of_other_versions_are_refused(version: str) -> None:
     """What the op says of options of another version, or in another form."""
     *others, spec = tail(2)
     spec = {"later": spec.replace('"version": 2', '"version": 3'), "none": "{}", "0.1": "zigzag|1,,,0,|0.3"}[version]
     with pytest.raises(cp_mesh.UnsupportedError) as refused:
         torch.ops.cp_mesh.attention(*inputs(2)[:3], *Tensors(), *others, spec)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("version", ("later", "none", "0.1"))
-def test_programs_of_other_versions_are_refused(pool: Any, version: str) -> None:
-    (said,) = pool(1).run(other_version, version)
+    said = str(refused.value)
     assert "options of version 2, got " in said and "export or compile" in said
 
 
@@ -431,13 +395,9 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(both, (q, k, v))
 
 
-def test_who_watches_sees_the_op(pool):
+@on_ranks(1)
+def test_who_watches_sees_the_op(rank: int, axis: Any) -> None:
     """Else eager calls go past the dispatcher, which resolves a negated view as well."""
-    assert pool(1).run(watched) == [[True, True, True, True]]
-
-
-def watched(rank: int) -> list[bool]:
-    axis = mesh((1,), ("cp",))
 
     def attend(*qkv: Tensor) -> Tensor:
         return cp_mesh.attention(*qkv, mesh=axis, kernel="reference")
@@ -456,9 +416,9 @@ def watched(rank: int) -> list[bool]:
         with torch.no_grad():
             got = attend(negated, k, v)
         seen += [call.args[0].is_neg() for call in forward.call_args_list]
-    return [
+    assert [
         "cp_mesh::attention" in {event.name for event in profile.events()},
         "cp_mesh::attention" in str(traced.graph),
         negated.is_neg() and torch.equal(got, want),
         not any(seen),
-    ]
+    ] == [True, True, True, True]

@@ -17,7 +17,7 @@ from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, serves, t
 from covering import Row, covering_array
 from dense import dense_attention, dense_dropout, make_qkv
 from inside import METHODS, inner, path_of
-from ranks import mesh, num_collectives
+from ranks import mesh, on_ranks, refused
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -135,9 +135,10 @@ def test_heads_in_chunks_where_ranks_hold_no_row(pool, method):
     report(pool(4).run(parity_on_ranks, (4,), ("cp",), cases))
 
 
-def empty_batches(rank: int) -> list[str]:
+@on_ranks(4)
+def test_empty_batches(axis: Any) -> None:
     """Calls without a batch row, of which every gradient is of the shape of what it is of."""
-    axis, S, problems = mesh((4,), ("cp",)), 8, []
+    S = 8
     ids = torch.zeros(0, S, dtype=torch.int64)
     masks: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -154,13 +155,8 @@ def empty_batches(rank: int) -> list[str]:
         out, lse = cp_mesh.attention(*qkv, mesh=axis, return_lse=True, **options)
         grads = torch.autograd.grad(out.sum() + lse.sum(), (*qkv, sinks))
         shapes = [tuple(x.shape) for x in (out, lse, *grads)]
-        if shapes != [(0, 8, 2, 4), (0, 8, 2), *(tuple(x.shape) for x in qkv), (8,)] or grads[-1].any():
-            problems.append(f"{method}, {mask}, {chunks} chunks: {shapes}, {grads[-1]}")
-    return problems
-
-
-def test_empty_batches(pool):
-    report(pool(4).run(empty_batches))
+        assert shapes == [(0, 8, 2, 4), (0, 8, 2), *(tuple(x.shape) for x in qkv), (8,)], (method, mask, chunks)
+        assert not grads[-1].any()
 
 
 def one_number(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -168,7 +164,8 @@ def one_number(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor([1, 2], dtype=dtype)[::2]
 
 
-def strided(rank: int) -> list[str]:
+@on_ranks(4)
+def test_scores_of_one_number_with_any_stride(rank: int) -> None:
     """Of one head, as of a rank that holds one of several; and a seed."""
     seed = {"dropout_p": 0.3, "dropout_seed": one_number(torch.int64)}
     scores = {"sinks": one_number(), "alibi_slopes": one_number()} | seed
@@ -178,47 +175,21 @@ def strided(rank: int) -> list[str]:
         for heads, given in (((1, 1), scores), ((4, 4), seed))
         if heads[0] > 1 or method not in ("ulysses", "hybrid")
     ]
-    return parity_on_ranks(rank, (4,), ("cp",), cases)
-
-
-def test_scores_of_one_number_with_any_stride(pool):
-    report(pool(4).run(strided))
-
-
-def captured(rank: int, method: str) -> list[str]:
-    cases = [Case(layout, "causal", 13, method=method) for layout in ("contiguous", "zigzag", "striped")]
-    with mock.patch(f"{path_of('ulysses')}.stream_of", return_value=None):
-        return parity_on_ranks(rank, (dist.get_world_size(),), ("cp",), cases)
+    report([parity_on_ranks(rank, (4,), ("cp",), cases)])
 
 
 @pytest.mark.parametrize(("method", "cp_size"), [("ulysses", 2), ("hybrid", 4)])
-def test_an_order_of_runs_is_made_anew_while_a_graph_is_captured(pool, method, cp_size):
-    report(pool(cp_size).run(captured, method))
-
-
-def refusals(rank: int, method: str, cells: Sequence[tuple[tuple[int, int], int | None]]) -> list[str]:
-    """What is wrong with the refusals of numbers of heads and chunks: each comes before the first collective."""
-    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
-    for heads, head_chunks in cells:
-        q, k, v, _ = make_qkv(1, *heads, 8, 4)
-        before, said = num_collectives(), "nothing"
-        try:
-            cp_mesh.attention(q, k, v, mesh=axis, method=method, head_chunks=head_chunks)
-        except (cp_mesh.UnsupportedError, cp_mesh.ArgumentError) as error:
-            said = str(error)
-        nearest = re.search(r"(method='ring'|head_chunks=\d+) works", said)
-        if nearest is None or num_collectives() > before:
-            problems.append(f"{heads} heads in {head_chunks} chunks: {said}")
-        elif (works := re.search(r"head_chunks=(\d+)", nearest[0])) is not None:
-            cp_mesh.attention(q, k, v, mesh=axis, method=method, head_chunks=int(works[1]))
-        else:
-            cp_mesh.attention(q, k, v, mesh=axis, method="ring", head_chunks=None)
-    return problems
+@on_ranks("cp_size")
+def test_an_order_of_runs_is_made_anew_while_a_graph_is_captured(rank: int, method) -> None:
+    cases = [Case(layout, "causal", 13, method=method) for layout in ("contiguous", "zigzag", "striped")]
+    with mock.patch(f"{path_of('ulysses')}.stream_of", return_value=None):
+        report([parity_on_ranks(rank, (dist.get_world_size(),), ("cp",), cases)])
 
 
 @pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_not_served_is_refused(pool, method, cp_size):
+@on_ranks("cp_size")
+def test_what_is_not_served_is_refused(axis: Any, method, cp_size) -> None:
     """Every other number of heads and chunks of the table is a call of the tests above."""
     cells = [
         (heads, head_chunks)
@@ -226,7 +197,15 @@ def test_what_is_not_served_is_refused(pool, method, cp_size):
         if not serves(method, cp_size, heads, head_chunks)
     ]
     assert cells
-    report(pool(cp_size).run(refusals, method, cells))
+    for heads, head_chunks in cells:
+        q, k, v, _ = make_qkv(1, *heads, 8, 4)
+        with refused(
+            r"(method='ring'|head_chunks=\d+) works", (cp_mesh.UnsupportedError, cp_mesh.ArgumentError)
+        ) as said:
+            cp_mesh.attention(q, k, v, mesh=axis, method=method, head_chunks=head_chunks)
+        works = re.search(r"head_chunks=(\d+) works", str(said.value))
+        nearest = {"method": method, "head_chunks": int(works[1])} if works else {"method": "ring"}
+        cp_mesh.attention(q, k, v, mesh=axis, **nearest)
 
 
 def table(S: int, masks: Sequence[str] = tuple(MASKS)) -> list[Case]:
@@ -318,33 +297,27 @@ def test_scores_of_a_kernel_that_knows_nothing_of_them(pool):
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
 
 
-def dropped(rank: int, layout: str, S: int) -> tuple[Tensor, Tensor]:
-    """Which weights of this rank's rows are dropped: values are one-hot, so that out is the weights."""
-    axis, layout = mesh((dist.get_world_size(),), ("cp",)), LAYOUTS[layout](S)
-    rows = layout.positions(S, axis.size(), rank)
-    q, k = torch.zeros(2, 6, len(rows), 4), torch.zeros(2, 3, len(rows), 4)
-    v = torch.eye(S)[rows].expand(2, 3, -1, -1)
-    options = {"dropout_p": 0.4, "dropout_seed": 99, "mask": cp_mesh.Mask(causal=False)}
-    return rows, cp_mesh.attention(q, k, v, mesh=axis, seq_len=S, layout=layout, **options) == 0
-
-
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag", "striped", "shuffled"))
-def test_dropout_is_the_same_for_every_layout_and_number_of_ranks(pool, layout):
-    S = 24
+@pytest.mark.parametrize("cp_size", (1, 2, 4))
+@on_ranks("cp_size")
+def test_dropout_is_the_same_for_every_layout_and_number_of_ranks(rank: int, axis: Any, layout: str) -> None:
+    """Which weights of this rank's rows are dropped: values are one-hot, so that out is the weights."""
+    S, made = 24, LAYOUTS[layout](24)
+    rows = made.positions(S, axis.size(), rank)
+    q, k, v = torch.zeros(2, 6, len(rows), 4), torch.zeros(2, 3, len(rows), 4), torch.eye(S)[rows].expand(2, 3, -1, -1)
+    options = {"dropout_p": 0.4, "dropout_seed": 99, "mask": cp_mesh.Mask(causal=False)}
+    out = cp_mesh.attention(q, k, v, mesh=axis, seq_len=S, layout=made, **options)
     want = dense_dropout(2, 6, S, 0.4, 99) == 0
-    assert 0.35 < want.double().mean() < 0.45
-    for cp_size in (1, 2, 4):
-        for rows, got in pool(cp_size).run(dropped, layout, S):
-            assert torch.equal(got, want[:, :, rows])
+    assert 0.35 < want.double().mean() < 0.45 and torch.equal(out == 0, want[:, :, rows])
 
 
-def plain_calls(rank: int) -> list[str]:
+@on_ranks(3)
+def test_calls_without_options(rank: int, axis: Any) -> None:
     """Calls as users write them: no length, the kernel left to choose, a loss that expands its gradient."""
-    axis, S = mesh((3,), ("cp",)), 12
+    S = 12
     q, k, v, _ = make_qkv(2, 6, 3, S, 5)
     rows = ZigZag().positions(S, 3, rank)
-    problems = []
-    for needed in (("q", "k", "v"), ("q",), ("v",), ("k", "v")):
+    for needed in (("q", "k", "v"), ("q",), ("k",), ("v",), ("k", "v")):
         whole, local = {}, {}
         for name, x in {"q": q, "k": k, "v": v}.items():
             whole[name] = x.clone().requires_grad_(name in needed)
@@ -354,17 +327,10 @@ def plain_calls(rank: int) -> list[str]:
         got = cp_mesh.attention(*local.values(), mesh=axis)
         want.sum().backward()
         got.sum().backward()
-        checks = {"out": (got, want[:, :, rows])}
-        checks |= {f"d{name}": (local[name].grad, whole[name].grad[:, :, rows]) for name in needed}
-        problems += [f"{needed}: {name}" for name, (a, b) in checks.items() if not gap(a, b) <= 1e-10]
-        problems += [
-            f"{needed}: {name} has a gradient" for name in local if name not in needed and local[name].grad is not None
-        ]
-    return problems
-
-
-def test_calls_without_options(pool):
-    report(pool(3).run(plain_calls))
+        assert gap(got, want[:, :, rows]) <= 1e-10
+        for name, x in local.items():
+            assert (x.grad is None) == (name not in needed), name
+            assert x.grad is None or gap(x.grad, whole[name].grad[:, :, rows]) <= 1e-10, name
 
 
 def dtensors(

@@ -1,8 +1,6 @@
 """Bugs that were reported for other ring attentions, as tests that would have found them here."""
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,11 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import gap, pairs
-from checks import report, to_format
 from dense import dense_attention, make_qkv
-from inside import CAUSAL, FULL, KERNELS, METHODS, KernelTile, MergingForward, Scores, SummingBackward, make_delta
+from inside import FULL, KERNELS, METHODS, KernelTile, MergingForward, Scores, SummingBackward, make_delta
 from model import Core, Model, V
-from ranks import mesh
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import cp_mesh
@@ -35,9 +32,17 @@ def dense_gradients(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) ->
 # of it after the last pass, and moves them on by a number of ranks that depends on how many passes there were.
 
 
-def homecoming(rank: int, name: str, method: str) -> list[str]:
-    """Only one rank's queries have a gradient: dk and dv of every rank must be what that rank alone contributes."""
-    problems = []
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.full] * (name != "ring")) for name in METHODS]
+)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.quick("full-ring")
+@on_ranks(CP)
+def test_gradients_of_keys_come_home(rank: int, axis: Any, name: str, method: str) -> None:
+    """Only one rank's queries have a gradient: dk and dv of every rank must be what that rank alone contributes.
+
+    A window takes fewer passes than there are ranks, which is where the number of last moves goes wrong.
+    """
     for layout_name, layout in LAYOUTS.items():
         rows = [layout.positions(S, CP, r) for r in range(CP)]
         q, k, v, dout = make_qkv(1, 4, 2, S, 6)
@@ -47,23 +52,11 @@ def homecoming(rank: int, name: str, method: str) -> list[str]:
             for kernel in ("reference", "cpu_flash") if name != "window" else ("reference",):
                 local = [x[:, :, rows[rank]].requires_grad_() for x in (q, k, v)]
                 out = cp_mesh.attention(
-                    *local, mesh=mesh((CP,), ("cp",)), layout=layout, mask=MASKS[name], kernel=kernel, method=method
+                    *local, mesh=axis, layout=layout, mask=MASKS[name], kernel=kernel, method=method
                 )
                 got = torch.autograd.grad(out, local, one[:, :, rows[rank]])
                 for grad, a, b in zip(("dq", "dk", "dv"), got, wanted, strict=True):
-                    if not gap(a, b[:, :, rows[rank]]) <= 1e-10:
-                        problems.append(f"{layout_name}, {kernel}, queries of {origin}: {grad} of rank {rank}")
-    return problems
-
-
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[pytest.mark.full] * (name != "ring")) for name in METHODS]
-)
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.quick("full-ring")
-def test_gradients_of_keys_come_home(pool, name, method):
-    """A window takes fewer passes than there are ranks, which is where the number of last moves goes wrong."""
-    report(pool(CP).run(homecoming, name, method))
+                    assert gap(a, b[:, :, rows[rank]]) <= 1e-10, (layout_name, kernel, origin, grad)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -76,8 +69,14 @@ def test_the_data_tells_ranks_and_tensors_apart(layout):
     assert all(gap(a, b) > 0.1 for i, a in enumerate(shards) for b in shards[:i])
 
 
-def half_precision(rank: int, dtype: torch.dtype, method: str) -> list[float]:
-    """Share of the elements of dq, dk and dv that are not the fp32 sum rounded once."""
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@on_ranks(CP)
+def test_gradients_are_summed_in_fp32(rank: int, axis: Any, dtype: torch.dtype, method: str) -> None:
+    """Sums that pass through half precision at each of four ranks differ in about half of their elements.
+
+    In Ulysses two ranks compute with each kv head.
+    """
     layout, inputs = ZigZag(), [x.to(dtype) for x in make_qkv(1, 4, 2, S * 8, 6)]
     rows = layout.positions(S * 8, CP, rank)
     q, k, v, dout = inputs
@@ -90,100 +89,32 @@ def half_precision(rank: int, dtype: torch.dtype, method: str) -> list[float]:
     backward.step(k, v, [KernelTile(whole, whole, FULL)], (dk, dv))
     local = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
     out = cp_mesh.attention(
-        *local, mesh=mesh((CP,), ("cp",)), layout=layout, mask=Mask(causal=False), kernel="reference", method=method
+        *local, mesh=axis, layout=layout, mask=Mask(causal=False), kernel="reference", method=method
     )
     got = torch.autograd.grad(out, local, dout[:, :, rows])
     wanted = (backward.dq.finish(torch.empty_like(q)), dk, dv)
-    return [(a != b[:, :, rows]).double().mean().item() for a, b in zip(got, wanted, strict=True)]
+    for a, b in zip(got, wanted, strict=True):  # rounded once, but for few elements
+        assert (a != b[:, :, rows]).double().mean() < 0.05
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_gradients_are_summed_in_fp32(pool, dtype, method):
-    """Sums that pass through half precision at each of four ranks differ in about half of their elements.
-
-    In Ulysses two ranks compute with each kv head.
-    """
-    for shares in pool(CP).run(half_precision, dtype, method):
-        assert max(shares) < 0.05, shares
-
-
-def head_order(rank: int) -> list[str]:
+@on_ranks(CP)
+def test_heads_are_grouped_in_torchs_order(axis: Any) -> None:
     """Query head h reads kv head h // G: a key that only kv head 1 holds moves query heads G to 2G - 1 alone."""
-    problems, H, K = [], 6, 3
-    q = torch.ones(1, H, 8, 4, dtype=torch.float64)
-    k = torch.zeros(1, K, 8, 4, dtype=torch.float64)
-    v = torch.zeros(1, K, 8, 4, dtype=torch.float64)
+    q = torch.ones(1, 6, 8, 4, dtype=torch.float64)
+    k, v = torch.zeros(2, 1, 3, 8, 4, dtype=torch.float64)
     v[:, 1] = 1.0
+    weights = torch.arange(1.0, 7, dtype=torch.float64).view(1, 6, 1, 1)
     for kernel in ("reference", "cpu_flash"):
         local = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = cp_mesh.attention(*local, mesh=mesh((CP,), ("cp",)), mask=Mask(causal=False), kernel=kernel)
-        heads = out.detach()[0, :, 0, 0]
-        if gap(heads, torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)) > 1e-12:
-            problems.append(f"{kernel}: out of the heads is {heads.tolist()}")
-        weights = torch.arange(1.0, H + 1, dtype=torch.float64).view(1, H, 1, 1)
+        out = cp_mesh.attention(*local, mesh=axis, mask=Mask(causal=False), kernel=kernel)
+        assert gap(out[0, :, 0, 0], torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0]).double()) <= 1e-12
         (dv,) = torch.autograd.grad((out * weights).sum(), local[2:])
-        sums = dv[0, :, 0, 0]
-        if gap(sums, torch.tensor([3.0, 7.0, 11.0], dtype=torch.float64)) > 1e-12:
-            problems.append(f"{kernel}: dv of the kv heads is {sums.tolist()}")
-    return problems
+        assert gap(dv[0, :, 0, 0], torch.tensor([3.0, 7.0, 11.0]).double()) <= 1e-12
 
 
-def test_heads_are_grouped_in_torchs_order(pool):
-    report(pool(CP).run(head_order))
-
-
-# Seed 001: attention in chunks on one device, called from a ring. The chunk kernel's gradient buffers were not zeroed,
-# or were added to by the kernel and then added again, so that only chunks with one contribution were right; and the
-# log-sum-exp was kept in another layout than the backward read.
-
-CHUNK, CHUNKS = 5, 4
-
-
-def chunked(causal: bool) -> list[KernelTile]:
-    chunks = [(i * CHUNK, (i + 1) * CHUNK) for i in range(CHUNKS)]
-    return [
-        KernelTile(q, k, CAUSAL if causal and q == k else FULL) for q in chunks for k in chunks if k <= q or not causal
-    ]
-
-
-def one_pass(kernel_name: str, tiles: Sequence[KernelTile], calls: int) -> dict[str, Tensor]:
-    """All gradients of a pass, its tiles spread over so many steps."""
-    q, k, v, dout = make_qkv(2, 4, 2, CHUNK * CHUNKS, 6)
-    kernel, scores = KERNELS[kernel_name], Scores(6**-0.5)
-    forward = MergingForward(kernel, q, 6, scores)
-    for i in range(calls):
-        forward.step(k, v, tiles[i::calls])
-    out, lse = forward.finish()
-    delta = make_delta(dout, out) if kernel.uses_delta else None
-    backward = SummingBackward(kernel, dout, q, out, lse, delta, scores)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    for i in range(calls):
-        for begin, dk_piece, dv_piece in backward.step(k, v, tiles[i::calls]):
-            dk[:, :, begin:][:, :, : dk_piece.shape[2]] += dk_piece
-            dv[:, :, begin:][:, :, : dv_piece.shape[2]] += dv_piece
-    return {"out": out, "lse": lse, "dq": backward.dq.finish(torch.empty_like(q)), "dk": dk, "dv": dv}
-
-
-@pytest.mark.parametrize("calls", (1, 3, 8))
-@pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
-@pytest.mark.parametrize("kernel", ("reference", "cpu_flash"))
-def test_every_chunk_is_right(kernel, causal, calls):
-    """Chunk by chunk: those with one contribution and those with many."""
-    q, k, v, dout = (x.requires_grad_() for x in make_qkv(2, 4, 2, CHUNK * CHUNKS, 6))
-    allowed = torch.ones(1, CHUNK * CHUNKS, CHUNK * CHUNKS, dtype=torch.bool)
-    out, lse = dense_attention(q, k, v, allowed.tril() if causal else allowed)
-    want = {"out": out, "lse": lse} | dict(
-        zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), strict=True)
-    )
-    for name, x in one_pass(kernel, chunked(causal), calls).items():
-        errors = [gap(a, b) for a, b in zip(x.split(CHUNK, 2), want[name].split(CHUNK, 2), strict=True)]
-        assert max(errors) <= 1e-12, (name, errors)
-
-
-def repeated(rank: int) -> list[str]:
+@on_ranks(CP)
+def test_calls_do_not_remember_one_another(rank: int, axis: Any) -> None:
     """The same call three times, with other memory in between: no sum goes on from where the last one stopped."""
-    axis, problems = mesh((CP,), ("cp",)), []
     for layout in LAYOUTS.values():
         rows = layout.positions(S, CP, rank)
         q, k, v, dout = (x[:, :, rows].requires_grad_() for x in make_qkv(1, 4, 2, S, 6))
@@ -193,39 +124,10 @@ def repeated(rank: int) -> list[str]:
             results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
             del out
             _ = [torch.full(x.shape, torch.nan) for x in (q, k, v)]
-        same = all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
-        problems += [] if same else [f"{layout}: rank {rank} differs from its first call"]
-        (cp_mesh.attention(q, k, v, mesh=axis, layout=layout) * dout).sum().backward()
-        (cp_mesh.attention(q, k, v, mesh=axis, layout=layout) * dout).sum().backward()
-        twice = all(gap(x.grad, 2 * first) <= 1e-12 for x, first in zip((q, k, v), results[0][1:], strict=True))
-        problems += [] if twice else [f"{layout}: two backwards of rank {rank} do not add up in .grad"]
-    return problems
-
-
-def test_calls_do_not_remember_one_another(pool):
-    report(pool(CP).run(repeated))
-
-
-def lse_layout(rank: int) -> list[str]:
-    """lse is [B, H, S] (packed [H, T]), contiguous, natural logarithm, also where S and H could be mistaken."""
-    problems, layout = [], Contiguous()
-    for H in (6, 3):  # six rows a rank
-        q, k, v, _ = make_qkv(1, H, 3, S, 4)
-        _, want = dense_attention(q, k, v, pairs("causal", 1, S))
-        rows = layout.positions(S, CP, rank)
-        for seq_dim, kernel in product((2, 1, 0), ("reference", "cpu_flash")):
-            given = [to_format(x[:, :, rows], seq_dim) for x in (q, k, v)]
-            _, lse = cp_mesh.attention(
-                *given, mesh=mesh((CP,), ("cp",)), seq_dim=seq_dim, layout=layout, kernel=kernel, return_lse=True
-            )
-            expected = want[:, :, rows] if seq_dim else want[0][:, rows]
-            if not gap(lse, expected) <= 1e-12 or not lse.is_contiguous():
-                problems.append(f"rank {rank}, {H} heads, seq_dim {seq_dim}, {kernel}: {tuple(lse.shape)}")
-    return problems
-
-
-def test_lse_is_laid_out_as_it_is_told(pool):
-    report(pool(CP).run(lse_layout))
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+        for _ in range(2):
+            (cp_mesh.attention(q, k, v, mesh=axis, layout=layout) * dout).sum().backward()
+        assert all(gap(x.grad, 2 * first) <= 1e-12 for x, first in zip((q, k, v), results[0][1:], strict=True))
 
 
 # Issues of trainers: frequencies from positions that are sharded (pytorch #152261), positions of three axes (Megatron
@@ -285,9 +187,22 @@ BATCHES = {
 MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
-def trained(rank: int, kind: str, batches: str, layout_name: str) -> float:
+@pytest.mark.parametrize(
+    ("size", "kind", "batches", "layout"),
+    [
+        *((2, kind, "evaluated", "zigzag") for kind in (*VARIANTS, *KINDS)),
+        (2, "three axes", "evaluated", "striped"),
+        (2, "a table", "unlike", "zigzag"),
+        (4, "a table", "shorter than the ranks", "contiguous"),
+        (4, "a table", "of one token", "zigzag"),
+    ],
+)
+@pytest.mark.quick("2-a table", "2-later tokens", "three axes")
+@on_ranks("size")
+def test_models_train_as_on_one_rank(axis: Any, kind, batches, layout) -> None:
     """How far losses and parameters are from those of one rank."""
-    axis, attend = mesh((dist.get_world_size(),), ("cp",)), VARIANTS.get(kind)
+    layout_name = layout
+    attend = VARIANTS.get(kind)
     core, make = (partial(Variant, attend) if attend else Core), KINDS.get(kind, Model)
     length = None if batches == "unlike" else BATCHES[batches][0][1]
     sequence = ShardedSequence(axis, LAYOUTS[layout_name], length, pad=batches != "shorter than the ranks")
@@ -325,19 +240,4 @@ def trained(rank: int, kind: str, batches: str, layout_name: str) -> float:
                 optimizer.step()
                 optimizer.zero_grad()
             gaps += [gap(x, y) for x, y in zip(model.parameters(), alone.parameters(), strict=True)]
-    return max(gaps)
-
-
-@pytest.mark.parametrize(
-    ("size", "kind", "batches", "layout"),
-    [
-        *((2, kind, "evaluated", "zigzag") for kind in (*VARIANTS, *KINDS)),
-        (2, "three axes", "evaluated", "striped"),
-        (2, "a table", "unlike", "zigzag"),
-        (4, "a table", "shorter than the ranks", "contiguous"),
-        (4, "a table", "of one token", "zigzag"),
-    ],
-)
-@pytest.mark.quick("2-a table", "2-later tokens", "three axes")
-def test_models_train_as_on_one_rank(pool, size, kind, batches, layout):
-    assert max(pool(size).run(trained, kind, batches, layout)) <= 1e-10
+    assert max(gaps) <= 1e-10

@@ -18,7 +18,8 @@ from dense import dense_attention, dense_mask, make_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import KERNELS, AttentionSpec, Call, Request, Segments, Tensors, inner, make_schedule, room
-from ranks import mesh
+from ranks import on_ranks, refused
+from recording import recording
 from test_flash_attn import Calls, fa4_functions, install
 from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
@@ -246,35 +247,36 @@ def fa4_on_cpu(**changes: Any) -> Any:
     return mock.patch.dict(KERNELS, fa4=replace(KERNELS["fa4"], capability=capability))
 
 
-def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
-    calls = Calls()
+@pytest.mark.parametrize("cp_size", (2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))))
+@pytest.mark.more("geometry")
+@on_ranks("cp_size", timeout=300.0)
+def test_fa4_over_a_ring(rank: int, cp_size: int, full: bool, cases: list[Case] | None = None) -> None:
+    """Communication and all: what a kernel of sequences computes is dense attention, in every format."""
+    calls, found = Calls(), []
     with pytest.MonkeyPatch.context() as patch, fa4_on_cpu():
         install(patch, "flash_attn.cute.interface", **fa4_functions(calls))
         forget_plans()
-        problems = parity_on_ranks(rank, (cp_size,), ("cp",), cases)
+        found = parity_on_ranks(rank, (cp_size,), ("cp",), cases or cases_of(full))
         forget_plans()
     flash_attn_4_package.import_once.cache_clear()
-    return problems if calls else [*problems, "the kernel was never called"]
+    assert not found and calls, found
 
 
-@pytest.mark.parametrize("cp_size", (2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))))
-@pytest.mark.more("geometry")
-def test_fa4_over_a_ring(pool, full, cp_size):
-    """Communication and all: what a kernel of sequences computes is dense attention, in every format."""
+def cases_of(full: bool) -> list[Case]:
     documents = DOCUMENTS if full else ("primes", "unlike in every batch row", *QUICK)
     conditions = ("causal", "two-sided window")
     masks = [{"documents": DOCUMENTS[name], **CONDITIONS[c]} for name, c in product(documents, conditions)]
-    cases = [
+    return [
         Case(layout, mask, 24, GQA, seq_dim, kernel="fa4", sizes=(max(len(mask["documents"]), 1), 8, 8))
         for (layout, mask), seq_dim in zip(product(RUNS, masks), cycle((0, 1, 2)))
         if seq_dim or len(mask["documents"]) == 1
     ]
-    report(pool(cp_size).run(fa4_on_ranks, cp_size, cases, timeout=300))
 
 
-def excluded(rank: int, method: str) -> list[str]:
+@pytest.mark.parametrize("method", ("ring", "all_gather", "ulysses"))
+@on_ranks(3)
+def test_excluded_tokens_are_nothing(rank: int, axis: Any, method) -> None:
     """Exact zeros of excluded tokens, whose rows hold numbers that no mask could multiply away."""
-    axis, problems = mesh((3,), ("cp",)), []
     for ids in (torch.tensor([0] * 7 + [room("mask").EXCLUDED] * 9 + [1] * 8), torch.full((24,), -5)):
         mask = Mask(documents=ids)
         for name in (*RUNS, "shuffled"):
@@ -288,14 +290,7 @@ def excluded(rank: int, method: str) -> list[str]:
             )
             grads = torch.autograd.grad(out, (q, k, v), dout)
             is_zero = all((x[:, :, out_of] == 0).all() and x.isfinite().all() for x in (out, *grads))
-            if not is_zero or not (lse[:, :, out_of] == -torch.inf).all():
-                problems.append(f"{name}, {ids.tolist()}: not nothing")
-    return problems
-
-
-@pytest.mark.parametrize("method", ("ring", "all_gather", "ulysses"))
-def test_excluded_tokens_are_nothing(pool, method):
-    report(pool(3).run(excluded, method))
+            assert is_zero and (lse[:, :, out_of] == -torch.inf).all(), (name, ids)
 
 
 def test_excluded_tokens_cost_nothing():
@@ -454,11 +449,10 @@ def test_plans_of_batches_that_live_are_few(no_collector: None) -> None:
     assert all(planned_for(masks[-1 - i % 2]) is kept[-1 - i % 2]() for i in range(50))
 
 
-def traffic(rank: int) -> list[str]:
+@on_ranks(4)
+def test_only_rows_that_some_query_sees_travel(rank: int, axis: Any) -> None:
     """Rows of documents that lie within a shard, or behind every query of another, do not travel."""
-    from recording import recording
-
-    axis, S, problems = mesh((4,), ("cp",)), 24, []
+    S = 24
     for layout, ids in product((Contiguous(), ZigZag(), Striped()), DOCUMENTS.values()):
         allowed = dense_mask(S, documents=ids).any(0)
         shards = [layout.positions(S, 4, r) for r in range(4)]
@@ -473,13 +467,7 @@ def traffic(rank: int) -> list[str]:
         want = [[need[rank][r] if (rank - r) % 4 in steps else 0 for r in range(4)] for steps in stages]
         row = len(ids) * (4 + 3)
         got = [[n // row for n in sent.origin] for sent in notes.sent[: len(stages)]]
-        if got != want or len(notes.sent) != 3 * len(stages):
-            problems.append(f"rank {rank}, {layout}, {ids.tolist()}: {got} in {len(notes.sent)} hops, expected {want}")
-    return problems
-
-
-def test_only_rows_that_some_query_sees_travel(pool):
-    report(pool(4).run(traffic))
+        assert (got, len(notes.sent)) == (want, 3 * len(stages)), (layout, ids)
 
 
 @pytest.mark.gpu
@@ -540,14 +528,10 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
         planned(ids)
 
 
-def backward_in_a_capture(rank: int) -> None:
-    q, k, v = (x.requires_grad_() for x in make_qkv(1, 2, 2, 12, 8)[:3])
-    out = cp_mesh.attention(q, k, v, mesh=mesh((2,), ("cp",)), mask=Mask(documents=ids_of([3, 17, 4])))
-    with mock.patch.object(plan, "stream_of", lambda device: None):
-        out.sum().backward()
-
-
-def test_a_backward_that_is_captured_alone_is_refused(pool: Any) -> None:
+@on_ranks(2)
+def test_a_backward_that_is_captured_alone_is_refused(axis: Any) -> None:
     """Its plan comes from a forward before the capture."""
-    for error in pool(2).run_expecting_error(backward_in_a_capture):
-        assert error is not None and error.type == "UnsupportedError" and "capture" in error.message
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 2, 2, 12, 8)[:3])
+    out = cp_mesh.attention(q, k, v, mesh=axis, mask=Mask(documents=ids_of([3, 17, 4])))
+    with mock.patch.object(plan, "stream_of", lambda device: None), refused("capture", cp_mesh.UnsupportedError):
+        out.sum().backward()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dense import dense_attention, dense_dropout, dense_mask, make_qkv
 from inside import inner, replaced
 from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
-from ranks import mesh, num_collectives, on_ranks, rejoin
+from ranks import mesh, num_collectives, on_ranks, refused, rejoin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -27,6 +27,7 @@ from cp_mesh import (
     ShardedModel,
     ShardedSequence,
     Striped,
+    UnsupportedError,
     ZigZag,
     parallelize,
     verify_model,
@@ -67,44 +68,34 @@ def assert_close(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# Cores: plain tensors, DTensors over tp, DTensors over the whole mesh.
-
-
-def core_of_plain_tensors(rank: int, layout: Any, documents: Tensor | None) -> list[Tensor]:
-    axis = mesh((dist.get_world_size(),), ("cp",))
-    sequence = ShardedSequence(axis, layout)
-    options = {} if documents is None else {"mask": lambda q, k, v, documents: Mask(documents=documents)}
-    core = make_core(axis, layout=layout, **options)
-    q, k, v, dout = shard_whole(sequence)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = core(q, k, v) if documents is None else core(q, k, v, documents=documents)
+def check(core: Any, sequence: ShardedSequence, *others: Any, want: list[Tensor] | None = None, **given: Any) -> None:
+    """A core's output for local rows, and its gradients, are those of the whole sequence."""
+    *qkv, dout = shard_whole(sequence)
+    q, k, v = (x.requires_grad_() for x in qkv)
+    out = core(q, k, v, *others, **given)
     assert type(out) is Tensor and out.shape == q.shape
     out.backward(dout)
-    return gather(sequence, out, q.grad, k.grad, v.grad)
+    documents = given.get("documents")
+    assert_close(gather(sequence, out, q.grad, k.grad, v.grad), want or expected(documents=documents))
 
 
-def core_by(rank: int, method: str) -> tuple[list[Tensor], int]:
-    axis = mesh((4,), ("cp",))
-    sequence = ShardedSequence(axis, ZigZag())
-    core, (q, k, v, dout) = make_core(axis, method=method), shard_whole(sequence)
-    with torch.no_grad():
-        core(q, k, v)  # the first call of the hybrid makes groups
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    before = num_collectives()
-    out = core(q, k, v)
-    out.backward(dout)
-    count = num_collectives() - before
-    return gather(sequence, out, q.grad, k.grad, v.grad), count
+# Cores: plain tensors, DTensors over tp, DTensors over the whole mesh.
 
 
 @pytest.mark.parametrize(
     ("method", "count"), [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 4), ("hybrid", 7)]
 )
-def test_the_method_of_a_core(pool: Any, method: str, count: int) -> None:
+@on_ranks(4)
+def test_the_method_of_a_core(axis: DeviceMesh, method: str, count: int) -> None:
     """It is used: each has its number of collectives."""
-    for results, made in pool(4).run(core_by, method):
-        assert_close(results, expected())
-        assert made == count
+    sequence = ShardedSequence(axis, ZigZag())
+    core, (q, k, v, _) = make_core(axis, method=method), shard_whole(sequence)
+    with torch.no_grad():
+        core(q, k, v)  # the first call of the hybrid makes groups
+    before = num_collectives()
+    core(*(x.requires_grad_() for x in (q, k, v))).sum().backward()
+    assert num_collectives() - before == count
+    check(core, sequence)
 
 
 DOCUMENTS = torch.tensor([[i // 7 for i in range(S)], [i % 3 for i in range(S)]])
@@ -113,12 +104,21 @@ DOCUMENTS = torch.tensor([[i // 7 for i in range(S)], [i % 3 for i in range(S)]]
 @pytest.mark.parametrize("layout", [Contiguous(), ZigZag(), Striped()], ids=lambda layout: layout.spec())
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_core_of_plain_tensors(pool: Any, layout: Any, documents: Tensor | None, world_size: int) -> None:
-    for results in pool(world_size).run(core_of_plain_tensors, layout, documents):
-        assert_close(results, expected(documents=documents))
+@on_ranks("world_size")
+def test_core_of_plain_tensors(axis: DeviceMesh, layout: Any, documents: Tensor | None) -> None:
+    if documents is None:
+        check(make_core(axis, layout=layout), ShardedSequence(axis, layout))
+    else:
+        core = make_core(axis, layout=layout, mask=lambda q, k, v, documents: Mask(documents=documents))
+        check(core, ShardedSequence(axis, layout), documents=documents)
 
 
-def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None, memory: str) -> list[Tensor]:
+@pytest.mark.parametrize("whole_mesh", [False, True], ids=["tp", "whole mesh"])
+@pytest.mark.parametrize("memory", ["contiguous", "transposed", "not as the spec says"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+@on_ranks(4)
+def test_core_of_dtensors(whole_mesh: bool, documents: Tensor | None, memory: str) -> None:
+    """Results can be viewed, however the heads lie in memory."""
     axes = mesh((2, 2), ("cp", "tp"))
     sequence = ShardedSequence(axes["cp"], ZigZag())
     options = {} if documents is None else {"mask": lambda q, k, v, documents: Mask(documents=documents)}
@@ -149,16 +149,7 @@ def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None, memo
         assert x.placements == q.placements and type(x.to_local()) is Tensor
         shards = x.redistribute(placements=[*placements[:-1], Replicate()]).to_local()  # every head of these rows
         results += gather(sequence, shards)
-    return results
-
-
-@pytest.mark.parametrize("whole_mesh", [False, True], ids=["tp", "whole mesh"])
-@pytest.mark.parametrize("memory", ["contiguous", "transposed", "not as the spec says"])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
-def test_core_of_dtensors(pool: Any, whole_mesh: bool, documents: Tensor | None, memory: str) -> None:
-    """Results can be viewed, however the heads lie in memory."""
-    for results in pool(4).run(core_of_dtensors, whole_mesh, documents, memory):
-        assert_close(results, expected(documents=documents))
+    assert_close(results, expected(documents=documents))
 
 
 class SinkCore(nn.Module):
@@ -173,8 +164,15 @@ class SinkCore(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_p, is_causal=True, enable_gqa=True)
 
 
-def core_with_scores(rank: int, on_tp: bool) -> list[Tensor]:
+@pytest.mark.parametrize("on_tp", [False, True], ids=["plain", "tp"])
+@on_ranks(4)
+def test_core_with_scores(rank: int, on_tp: bool) -> None:
     """out, dq, dk, dv, and the gradient of the sinks summed over cp, and over tp where they are shards."""
+    q, k, v, dout = make_qkv(B, H, K, S, D)
+    leaves = [x.requires_grad_() for x in (q, k, v, SinkCore().sinks)]
+    kept = None if on_tp else dense_dropout(B, H, S, 0.3, 5)
+    out, _ = dense_attention(*leaves[:3], dense_mask(S), softcap=0.8, sinks=leaves[3], kept=kept)
+    want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     axes = mesh((2, 2), ("cp", "tp"))
     sequence, core = ShardedSequence(axes["cp"], ZigZag()), SinkCore()
 
@@ -195,18 +193,8 @@ def core_with_scores(rank: int, on_tp: bool) -> list[Tensor]:
     if on_tp:
         results = [x.full_tensor() for x in results]
     dist.all_reduce(results[-1], group=axes["cp"].get_group())
-    return [*gather(sequence, *results[:-1]), results[-1]]
-
-
-@pytest.mark.parametrize("on_tp", [False, True], ids=["plain", "tp"])
-def test_core_with_scores(pool: Any, on_tp: bool) -> None:
-    q, k, v, dout = make_qkv(B, H, K, S, D)
-    leaves = [x.requires_grad_() for x in (q, k, v, SinkCore().sinks)]
-    kept = None if on_tp else dense_dropout(B, H, S, 0.3, 5)
-    out, _ = dense_attention(*leaves[:3], dense_mask(S), softcap=0.8, sinks=leaves[3], kept=kept)
-    want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    for got in pool(4).run(core_with_scores, on_tp):
-        torch.testing.assert_close(got, want, **TOLERANCE)
+    got = [*gather(sequence, *results[:-1]), results[-1]]
+    torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 class OddCore(nn.Module):
@@ -218,20 +206,13 @@ class OddCore(nn.Module):
         return first, {"second": sdpa(q, k, v, None, 0.0, True, enable_gqa=True) * 2 + first}
 
 
-def odd_core(rank: int) -> list[Tensor]:
-    axis = mesh((3,), ("cp",))
-    sequence = ShardedSequence(axis)
-    q, k, v, _ = shard_whole(sequence)
-    first, rest = make_core(axis, OddCore())(q, k, v)
-    return gather(sequence, first, rest["second"])
-
-
-def test_a_core_with_several_calls(pool: Any) -> None:
-    q, k, v, _ = make_qkv(B, H, K, S, D)
-    first, _ = dense_attention(q, k, v, dense_mask(S), scale=0.7)
-    second = 2 * dense_attention(q, k, v, dense_mask(S))[0] + first
-    for got in pool(3).run(odd_core):
-        torch.testing.assert_close(got, [first, second], **TOLERANCE)
+@on_ranks(3)
+def test_a_core_with_several_calls(axis: DeviceMesh) -> None:
+    sequence, (q, k, v, _) = ShardedSequence(axis), make_qkv(B, H, K, S, D)
+    want = dense_attention(q, k, v, dense_mask(S), scale=0.7)[0]
+    first, rest = make_core(axis, OddCore())(*shard_whole(sequence)[:3])
+    got = gather(sequence, first, rest["second"])
+    torch.testing.assert_close(got, [want, 2 * dense_attention(q, k, v, dense_mask(S))[0] + want], **TOLERANCE)
 
 
 @on_ranks(2)
@@ -259,57 +240,37 @@ class CheckpointedInside(nn.Module):
         return checkpoint(Core(), q, k, v, use_reentrant=self.use_reentrant)
 
 
-def checkpointed(rank: int, inside: bool, use_reentrant: bool) -> list[Tensor]:
-    axis = mesh((2,), ("cp",))
-    sequence = ShardedSequence(axis)
-    core = make_core(axis, CheckpointedInside(use_reentrant) if inside else Core())
-    q, k, v, dout = shard_whole(sequence)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = core(q, k, v) if inside else checkpoint(core, q, k, v, use_reentrant=use_reentrant)
-    out.backward(dout)
-    return gather(sequence, out, q.grad, k.grad, v.grad)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_checkpoint_around_a_core(axis: DeviceMesh, use_reentrant: bool) -> None:
+    core = make_core(axis)
+    check(lambda *qkv: checkpoint(core, *qkv, use_reentrant=use_reentrant), ShardedSequence(axis))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_around_a_core(pool: Any, use_reentrant: bool) -> None:
-    for results in pool(2).run(checkpointed, False, use_reentrant):
-        assert_close(results, expected())
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_inside_a_core_is_refused(pool: Any, use_reentrant: bool) -> None:
+@on_ranks(2)
+def test_checkpoint_inside_a_core_is_refused(axis: DeviceMesh, use_reentrant: bool) -> None:
     """The recomputation would run outside of the style's forward, where attention is local."""
-    for error in pool(2).run_expecting_error(checkpointed, True, use_reentrant):
-        assert error is not None and error.type == "UnsupportedError" and error.num_collectives == 0
-        assert "checkpoint the module that holds the core" in error.message
-
-
-def any_mask(rank: int) -> list[Tensor]:
-    """A tensor mask, as a bias of this rank's rows and all keys."""
-    axis = mesh((2,), ("cp",))
-    sequence, core = ShardedSequence(axis), Core()
-    core.forward = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    scores = {"scores": lambda core, q, k, v, bias: {"bias": bias}, "mask": Mask(causal=False)}
-    core = make_core(axis, core, **scores)
-    q, k, v, dout = shard_whole(sequence)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    bias = torch.zeros(1, 1, S, S, dtype=q.dtype).masked_fill(~MASK, -torch.inf)
-    out = core(q, k, v, sequence.shard(bias, dim=2))
-    out.backward(dout)
-    return gather(sequence, out, q.grad, k.grad, v.grad)
+    core = make_core(axis, CheckpointedInside(use_reentrant))
+    with refused("checkpoint the module that holds the core", UnsupportedError):
+        check(core, ShardedSequence(axis))
 
 
 MASK = (torch.arange(S)[:, None] * 7 + torch.arange(S) * 5) % 3 != 0
 
 
-def test_any_mask_is_a_bias(pool: Any) -> None:
+@on_ranks(2)
+def test_any_mask_is_a_bias(axis: DeviceMesh) -> None:
     """As the message says that refuses a tensor attn_mask."""
     q, k, v, dout = make_qkv(B, H, K, S, D)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=MASK, enable_gqa=True)
     want = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-    for results in pool(2).run(any_mask):
-        assert_close(results, want)
+    sequence, core = ShardedSequence(axis), Core()
+    core.forward = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    scores = {"scores": lambda core, q, k, v, bias: {"bias": bias}, "mask": Mask(causal=False)}
+    bias = torch.zeros(1, 1, S, S, dtype=q.dtype).masked_fill(~MASK, -torch.inf)
+    check(make_core(axis, core, **scores), sequence, sequence.shard(bias, dim=2), want=want)
 
 
 # Whole models.
@@ -327,11 +288,6 @@ def make_model(axis: DeviceMesh, tp: DeviceMesh | None = None, length: int | Non
     return parallelize(model, axis, plan)
 
 
-def whole_model(rank: int, arguments: dict[str, Tensor], layout: Any, length: int | None) -> Tensor:
-    model = make_model(mesh((3,), ("cp",)), layout=layout, length=length, gather_output=True)
-    return model(**arguments).detach()
-
-
 def model_batch(S: int, documents: bool, own_positions: bool) -> dict[str, Tensor]:
     whole = batch(B, S)
     names = ["tokens"] + ["documents"] * documents + ["positions"] * own_positions
@@ -345,54 +301,64 @@ def model_batch(S: int, documents: bool, own_positions: bool) -> dict[str, Tenso
     ids=["causal", "documents", "restart"],
 )
 @pytest.mark.parametrize("S", [24, 22], ids=["even", "padded"])
-def test_whole_model(pool: Any, layout: Any, documents: bool, own_positions: bool, S: int) -> None:
+@on_ranks(3)
+def test_whole_model(axis: DeviceMesh, layout: Any, documents: bool, own_positions: bool, S: int) -> None:
     arguments = model_batch(S, documents, own_positions)
     with torch.no_grad():
         logits = Model(DenseCore)(**{"positions": torch.arange(S)} | arguments)
-    for got in pool(3).run(whole_model, arguments, layout, S):
-        torch.testing.assert_close(got, logits, **TOLERANCE)
+    model = make_model(axis, layout=layout, length=S, gather_output=True)
+    torch.testing.assert_close(model(**arguments).detach(), logits, **TOLERANCE)
 
 
-def model_by_position(rank: int, arguments: dict[str, Tensor]) -> list[Tensor]:
+@on_ranks(3)
+def test_arguments_of_a_whole_model(axis: DeviceMesh) -> None:
     """Arguments by position, or one row of position ids for all rows, or a sharded output."""
-    axis = mesh((3,), ("cp",))
-    gathered, tokens, documents = make_model(axis, gather_output=True), arguments["tokens"], arguments["documents"]
-    sharded = make_model(axis)(tokens, documents=documents)
-    assert sharded.shape == (B, S // 3, V)
-    own = gathered(tokens, arguments["positions"][0], documents)
-    results = [gathered(tokens, None, documents), own, ShardedSequence(axis).unshard(sharded)]
-    return [x.detach() for x in results]
-
-
-def test_arguments_of_a_whole_model(pool: Any) -> None:
     arguments = batch(B, S)
     model, tokens, documents = Model(DenseCore), arguments["tokens"], arguments["documents"]
     with torch.no_grad():
         plain = model(tokens, torch.arange(S), documents)
         own = model(tokens, arguments["positions"][0], documents)
     assert not torch.allclose(plain, own)
-    for got in pool(3).run(model_by_position, arguments):
-        torch.testing.assert_close(got, [plain, own, plain], **TOLERANCE)
+    gathered, sharded = make_model(axis, gather_output=True), make_model(axis)(tokens, documents=documents)
+    assert sharded.shape == (B, S // 3, V)
+    for got, want in (
+        (gathered(tokens, None, documents), plain),
+        (gathered(tokens, arguments["positions"][0], documents), own),
+        (ShardedSequence(axis).unshard(sharded), plain),
+    ):
+        torch.testing.assert_close(got.detach(), want, **TOLERANCE)
 
 
-def model_of_one(rank: int, arguments: dict[str, Tensor]) -> tuple[Tensor, int]:
-    model = make_model(mesh((1,), ("cp",)), layout=ZigZag())
-    before = num_collectives()
+@on_ranks(1)
+def test_one_rank_is_the_same_function(axis: DeviceMesh) -> None:
+    arguments = model_batch(S, documents=True, own_positions=True)
+    with torch.no_grad():
+        want = Model(DenseCore)(**arguments)
+    model, before = make_model(axis, layout=ZigZag()), num_collectives()
     logits = model(**arguments)
     logits.sum().backward()
-    return logits.detach(), num_collectives() - before
+    assert num_collectives() == before
+    torch.testing.assert_close(logits.detach(), want, **TOLERANCE)
 
 
-def test_one_rank_is_the_same_function(pool: Any) -> None:
+@on_ranks(2)
+def test_outputs_that_are_mappings_are_gathered(axis: DeviceMesh) -> None:
+    whole, sequence = torch.arange(S)[None].double(), ShardedSequence(axis, length=S)
+    style, rows = ShardedModel(sequence, gather_output=True), sequence.shard({"rows": whole})["rows"]
+    with pytest.raises(ArgumentError, match="router_logits"):  # which may not hold rows
+        style.gather(sequence, {"router_logits": rows})
+    output = {"logits": rows, "hidden_states": (rows, rows + 1), "loss": torch.tensor(2.0)}
+    output = style.gather(sequence, output)
+    assert torch.equal(output["logits"], whole) and output["loss"] == 2
+    assert torch.equal(output["hidden_states"][1], whole + 1)
+
+
+@pytest.mark.parametrize("dtensors", [False, True], ids=["plain", "DTensors"])
+@on_ranks(4)
+def test_whole_model_over_cp_and_tp(dtensors: bool) -> None:
     arguments = model_batch(S, documents=True, own_positions=True)
     with torch.no_grad():
         expected = Model(DenseCore)(**arguments)
-    ((logits, collectives),) = pool(1).run(model_of_one, arguments)
-    assert collectives == 0
-    torch.testing.assert_close(logits, expected, **TOLERANCE)
-
-
-def model_with_tp(rank: int, arguments: dict[str, Tensor], dtensors: bool) -> Tensor:
     axes, seen = mesh((2, 2), ("cp", "tp")), []
     model, theirs, plan = Model(), Model(), tensor_parallel_plan()
     if dtensors:  # hooks around the core, which then takes and gives DTensors over tp
@@ -412,34 +378,7 @@ def model_with_tp(rank: int, arguments: dict[str, Tensor], dtensors: bool) -> Te
     styles = {"": ShardedModel(sequence, gather_output=True), "layers.*.core": ContextParallel(sequence, mask=mask)}
     logits = parallelize(model, axes["cp"], styles)(**arguments)
     assert seen == [DTensor if dtensors else Tensor] * len(model.layers)
-    return logits.detach()
-
-
-def entries_of_outputs(rank: int) -> tuple[dict[str, Any], str]:
-    """Of a mapping, gathered by a root; and what is said of an entry that may not hold rows."""
-    style = ShardedModel(sequence := ShardedSequence(mesh((2,), ("cp",)), length=S), gather_output=True)
-    rows = sequence.shard({"rows": torch.arange(S)[None].double()})["rows"]
-    output = {"logits": rows, "hidden_states": (rows, rows + 1), "loss": torch.tensor(2.0)}
-    with pytest.raises(ArgumentError) as raised:
-        style.gather(sequence, {"router_logits": rows})
-    return style.gather(sequence, output), str(raised.value)
-
-
-def test_outputs_that_are_mappings_are_gathered(pool: Any) -> None:
-    whole = torch.arange(S)[None].double()
-    for output, refused in pool(2).run(entries_of_outputs):
-        assert torch.equal(output["logits"], whole) and output["loss"] == 2
-        assert torch.equal(output["hidden_states"][1], whole + 1)
-        assert "router_logits" in refused
-
-
-@pytest.mark.parametrize("dtensors", [False, True], ids=["plain", "DTensors"])
-def test_whole_model_over_cp_and_tp(pool: Any, dtensors: bool) -> None:
-    arguments = model_batch(S, documents=True, own_positions=True)
-    with torch.no_grad():
-        expected = Model(DenseCore)(**arguments)
-    for logits in pool(4).run(model_with_tp, arguments, dtensors):
-        torch.testing.assert_close(logits, expected, **TOLERANCE)
+    torch.testing.assert_close(logits.detach(), expected, **TOLERANCE)
 
 
 # Plans.
@@ -500,16 +439,12 @@ def test_a_refused_style_can_be_corrected(style: str) -> None:
     parallelize(model, cp, before | {key: right})
 
 
-def wildcard(rank: int) -> bool:
-    axis = mesh((2,), ("cp",))
+@on_ranks(2)
+def test_a_wildcard_leaves_the_root_alone(axis: DeviceMesh) -> None:
     root = nn.ModuleDict({"a": Core(), "b": Core()})
     parallelize(root, axis, {"*": ContextParallel(ShardedSequence(axis))})
     assert all(styled(core) for core in root.values())
-    return styled(root)
-
-
-def test_a_wildcard_leaves_the_root_alone(pool: Any) -> None:
-    assert pool(2).run(wildcard) == [False, False]
+    assert not styled(root)
 
 
 class Rowwise(Model):
@@ -520,30 +455,27 @@ class Rowwise(Model):
         return super().forward(tokens, positions[0], documents)
 
 
-def by_a_group(rank: int, length: int) -> list[Tensor]:
-    """A plan over a process group, and positions [1, S_local] that the root supplies or the call gives."""
-    group = mesh((2,), ("cp",)).get_group()
+@pytest.mark.parametrize("length", [24, 21])
+@pytest.mark.full
+@on_ranks(2)
+def test_a_group_in_the_place_of_a_mesh_and_positions_of_batch_rows(axis: DeviceMesh, length: int) -> None:
+    """Positions [1, S_local] that the root supplies or the call gives."""
+    tokens, group = batch(B, length)["tokens"], axis.get_group()
+    with torch.no_grad():
+        want = Model(DenseCore)(tokens, torch.arange(length))
     sequence = ShardedSequence(group, length=length)
-    root = ShardedModel(sequence, gather_output=True, position_dims=2)
-    model = parallelize(Rowwise(), group, {"": root, "layers.*.core": ContextParallel(sequence)})
-    tokens = batch(B, length)["tokens"]
-    plan = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence)}
+    root, cores = (
+        ShardedModel(sequence, gather_output=True, position_dims=2),
+        {"layers.*.core": ContextParallel(sequence)},
+    )
+    model = parallelize(Rowwise(), group, {"": root} | cores)
     given = {name: x for name, x in batch(B, length).items() if name in ("tokens", "labels")}
-    report = verify_model(Model, plan, given, group)
+    report = verify_model(Model, {"": ShardedModel(sequence)} | cores, given, group)
     assert report.passed and verify(group, seq_len=16).passed
     with pytest.raises(ArgumentError, match="position_dims: expected 1 or 2, got 3"):
         ShardedModel(sequence, position_dims=3)  # type: ignore[arg-type]
-    return [model(tokens).detach(), model(tokens, positions=torch.arange(length)[None]).detach()]
-
-
-@pytest.mark.full
-def test_a_group_in_the_place_of_a_mesh_and_positions_of_batch_rows(pool: Any) -> None:
-    for length in (24, 21):
-        with torch.no_grad():
-            expected = Model(DenseCore)(batch(B, length)["tokens"], torch.arange(length))
-        for found in pool(2).run(by_a_group, length):
-            for logits in found:
-                torch.testing.assert_close(logits, expected, **TOLERANCE)
+    for logits in (model(tokens), model(tokens, positions=torch.arange(length)[None])):
+        torch.testing.assert_close(logits.detach(), want, **TOLERANCE)
 
 
 class Scaled(nn.Module):
@@ -567,17 +499,9 @@ def test_a_copy_has_its_own_parameters(axis: DeviceMesh) -> None:
         torch.testing.assert_close(twin(q, k, v), 3 * core(q, k, v))
 
 
-def leave_out_positions(rank: int, positions: str | None) -> None:
-    axis = mesh((2,), ("cp",))
-    make_model(axis, positions=positions)(**model_batch(S, documents=False, own_positions=False))
-
-
-def test_positions_are_not_made_up(pool: Any) -> None:
+@on_ranks(2)
+def test_positions_are_not_made_up(axis: DeviceMesh) -> None:
     """A model with positions under a style that supplies none."""
-    for error in pool(2).run_expecting_error(leave_out_positions, None):
-        assert (
-            error is not None
-            and error.type == "ArgumentError"
-            and "positions=None and none in the call" in error.message
-        )
-        assert error.num_collectives == 0
+    model = make_model(axis, positions=None)
+    with refused("positions=None and none in the call", ArgumentError):
+        model(**model_batch(S, documents=False, own_positions=False))

@@ -1097,9 +1097,7 @@ ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "the dtype of column linears": (partial(dtype_of_rank, style=COL), f"{COLUMNS}: expected the same dtype on every"),
     "the dtype of row linears": (partial(dtype_of_rank, style=ROW), f"{ROWS}: expected the same dtype on every"),
     "a placement": (placement_of_input, "a DTensor (Shard(1),) over tp"),
-    "rows that tp does not divide": (
-        on_tp(ROW, lambda rank: torch.ones(2, 4 + rank, C // 2)), "a multiple of 2 rows"
-    ),
+    "rows that tp does not divide": (on_tp(ROW, lambda rank: torch.ones(2, 4 + rank, C // 2)), "a multiple of 2 rows"),
     "rows of a row linear": (
         on_tp(ROW, lambda rank: torch.ones(2, 4 + 2 * rank, C // 2)), "expected the same rows of the sequence"
     ),

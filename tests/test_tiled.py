@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import (
     ArgumentError,
+    Checkpointed,
     ContextParallel,
+    RankMismatchError,
     ShardedModel,
     ShardedSequence,
     TiledMLP,
@@ -320,10 +322,14 @@ def test_compile() -> None:
 # --- on ranks
 
 
-def over_ranks(rank: int, how: str, reshard: bool) -> list[Tensor]:
-    """Gradients of all ranks; each has other rows, and another number of them. Two micro-batches."""
-    axis = mesh((2,), ("cp",))
-    _, tiled = pair(MLP, axis, tile_rows=3)
+@pytest.mark.parametrize(
+    ("how", "reshard"), [("DDP", True), *((f"FSDP{x}", y) for x in ("", " of the MLP") for y in (True, False))]
+)
+@on_ranks(2)
+def test_reduced_gradients(rank: int, axis: Any, how: str, reshard: bool) -> None:
+    """Reduced once for each backward, over tiles of unlike numbers."""
+    plain, tiled = pair(MLP, axis, tile_rows=3)
+    want = [(1 if how == "DDP" else 2) * grad for grad in run(plain)[1][1:]]
     model: Any = nn.Sequential(tiled["first"], tiled["mlp"])
     whole = rows()
     x = whole[:, : 9 if rank == 0 else 4] if rank == 0 else whole[:, 9:]
@@ -336,19 +342,9 @@ def over_ranks(rank: int, how: str, reshard: bool) -> list[Tensor]:
         sum_gradients(model)
     for _ in range(1 if how == "DDP" else 2):  # DDP would sum what it has summed
         model(x).square().sum().backward()
-    return [p.grad if how == "DDP" else p.grad.full_tensor() for p in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("how", "reshard"), [("DDP", True), *((f"FSDP{x}", y) for x in ("", " of the MLP") for y in (True, False))]
-)
-def test_reduced_gradients(pool: Any, how: str, reshard: bool) -> None:
-    """Reduced once for each backward, over tiles of unlike numbers."""
-    plain, _ = pair(MLP, alone(), tiles=1)
-    want = [(1 if how == "DDP" else 2) * grad for grad in run(plain)[1][1:]]
-    for found in pool(2).run(over_ranks, how, reshard):
-        for x, y in zip(found, want, strict=True):
-            assert (x - y).abs().max() <= 1e-12 * y.abs().max()
+    found = [p.grad if how == "DDP" else p.grad.full_tensor() for p in model.parameters()]
+    for x, y in zip(found, want, strict=True):
+        assert (x - y).abs().max() <= 1e-12 * y.abs().max()
 
 
 @on_ranks(2, timeout=20.0)
@@ -362,9 +358,9 @@ def test_one_rank_evaluates_alone(rank: int) -> None:
     model(rows(torch.float32)).sum().backward()
 
 
-def in_bfloat16(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_mixed_precision(axis: Any) -> None:
     """FSDP2's mixed precision: weights that it casts, gradients that it reduces in float32."""
-    axis = mesh((2,), ("cp",))
     grads = []
     for model in pair(MLP, axis, torch.float32, tiles=3):
         model = nn.Sequential(model["first"], model["mlp"])
@@ -372,26 +368,24 @@ def in_bfloat16(rank: int) -> list[Any]:
         sum_gradients(model)
         model(rows(torch.float32)).square().sum().backward()
         grads.append([p.grad.full_tensor() for p in model.parameters()])
-    return grads
+    plain, tiled = grads
+    for x, y in zip(tiled, plain, strict=True):
+        assert x.dtype == torch.float32 and (x - y).abs().max() <= 0.02 * y.abs().max()
 
 
-def test_mixed_precision(pool: Any) -> None:
-    for plain, tiled in pool(2).run(in_bfloat16):
-        for x, y in zip(tiled, plain, strict=True):
-            assert x.dtype == torch.float32 and (x - y).abs().max() <= 0.02 * y.abs().max()
-
-
-def verified(rank: int) -> str:
-    axis = mesh((2,), ("cp",))
+@pytest.mark.parametrize(
+    "styles",
+    [{"layers.*.ff": TiledMLP(tiles=3)}, {"layers.*": Checkpointed(offload=True)}],
+    ids=["tiles", "checkpoints"],
+)
+@on_ranks(2)
+def test_verified(axis: Any, styles: dict[str, Any]) -> None:
     sequence = ShardedSequence(axis)
-    plan = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence), "layers.*.ff": TiledMLP(tiles=3)}
+    plan = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence)} | styles
     given = {name: x for name, x in batch(2, 24).items() if name in ("tokens", "labels", "positions")}
     given["positions"] = torch.arange(24).expand(2, 24)
-    return verify_model(lambda: Model(Core), plan, given, axis, make_reference=lambda: Model(DenseCore)).verdict
-
-
-def test_verified(pool: Any) -> None:
-    assert all(verdict.startswith("RIGHT") for verdict in pool(2).run(verified))
+    report = verify_model(lambda: Model(Core), plan, given, axis, make_reference=lambda: Model(DenseCore))
+    assert report.verdict.startswith("RIGHT")
 
 
 # --- refusals
@@ -477,40 +471,30 @@ def hooked(kind: str) -> nn.Module:
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a gradient that is lost": (
-        UnsupportedError,
-        r"another, \(8,\)",
-        lambda: apply(Says(lambda _, x: x * OUTER))(rows()),
+        UnsupportedError, r"another, \(8,\)", lambda: apply(Says(lambda _, x: x * OUTER))(rows())
     ),
     "rows of one expert": (
-        ArgumentError,
-        r"3 dims at least, got \[\(12, 8\)\]; name the block of experts",
-        lambda: apply(nn.Linear(C, C).double())(rows(S=6).flatten(0, 1)),
+        ArgumentError, r"3 dims at least, got \[\(12, 8\)\]; name the block of experts",
+        lambda: apply(nn.Linear(C, C).double())(rows(S=6).flatten(0, 1))
     ),
     "a scalar output": (
-        ArgumentError,
-        r"outputs of rows.*got \(\)",
-        lambda: apply(Says(lambda _, x: (x, x.sum())))(rows()),
+        ArgumentError, r"outputs of rows.*got \(\)", lambda: apply(Says(lambda _, x: (x, x.sum())))(rows())
     ),
     "an output without rows": (
-        ArgumentError,
-        "outputs of rows.*got 3",
-        lambda: apply(Says(lambda _, x: (x, 3)))(rows()),
+        ArgumentError, "outputs of rows.*got 3", lambda: apply(Says(lambda _, x: (x, 3)))(rows())
     ),
     "no rows": (ArgumentError, r"same first 2 dims, got \[\]", lambda: apply(Says(lambda _: None))()),
     "one dim": (ArgumentError, r"got \[\(8,\)\]", lambda: apply(nn.ReLU())(torch.ones(8))),
     "another tensor": (
-        ArgumentError,
-        r"got \[\(2, 13, 8\), \(8,\)\]",
-        lambda: apply(Says(lambda _, x, y: x * y))(rows(), OUTER),
+        ArgumentError, r"got \[\(2, 13, 8\), \(8,\)\]", lambda: apply(Says(lambda _, x, y: x * y))(rows(), OUTER)
     ),
     **{
         f"a {kind}": (UnsupportedError, "hook", lambda kind=kind: apply(hooked(kind))(rows(torch.float32)))
         for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "weight")
     },
     "tiles inside": (
-        UnsupportedError,
-        "Linear with TiledMLP",
-        lambda: apply(nn.Sequential(apply(nn.Linear(C, C))))(rows(torch.float32)),
+        UnsupportedError, "Linear with TiledMLP",
+        lambda: apply(nn.Sequential(apply(nn.Linear(C, C))))(rows(torch.float32))
     ),
     "twice": (UnsupportedError, "Linear with TiledMLP", lambda: apply(apply(nn.Linear(C, C)))),
     "behind a boundary": (
@@ -523,7 +507,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "both": (ArgumentError, "one of tiles= and tile_rows=", lambda: TiledMLP(tiles=2, tile_rows=2)),
     "neither": (ArgumentError, "got tiles=None, tile_rows=None", TiledMLP),
     "none": (ArgumentError, "at least 1", lambda: TiledMLP(tiles=0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -550,9 +534,18 @@ def test_other_weights_in_the_backward_are_refused() -> None:
             y.sum().backward()
 
 
-def refusing(rank: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    {
+        "one rank": "depend on other rows",
+        "fully_shard inside": "FSDPLinear with fully_shard",
+        "sharded output": "outputs of rows",
+        "sharded input": "rows that tp does not shard",
+    }.items(),
+)
+@on_ranks(2)
+def test_refused_on_every_rank(rank: int, axis: Any, how: str, said: str) -> None:
     """Of two ranks or modules only one mixes tokens, or shards rows over tp; both raise."""
-    axis = mesh((2,), ("cp",))
     if how == "one rank":
         module: nn.Module = Says(lambda _, x: x.cumsum(1) if rank == 0 else x)
     elif how == "fully_shard inside":
@@ -565,22 +558,8 @@ def refusing(rank: int, how: str) -> None:
         if how == "sharded output":
             styles["0"] = ColwiseParallel()
         parallelize(module, axis, styles)
-    parallelize(module, axis, {"": TiledMLP(tiles=2)})
     x = rows(torch.float32, 8)
-    module(distribute_tensor(x, axis, [Shard(1)]) if how == "sharded input" else x)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    {
-        "one rank": "depend on other rows",
-        "fully_shard inside": "FSDPLinear with fully_shard",
-        "sharded output": "outputs of rows",
-        "sharded input": "rows that tp does not shard",
-    }.items(),
-)
-def test_refused_on_every_rank(pool: Any, how: str, said: str) -> None:
-    raised = pool(2).run_expecting_error(refusing, how)
-    for rank, error in enumerate(raised):
-        assert error is not None and said in error.message
-        assert error.type == ("RankMismatchError" if how == "one rank" and rank else error.type)
+    parallelize(module, axis, {"": TiledMLP(tiles=2)})
+    error = RankMismatchError if how == "one rank" and rank else Exception
+    with pytest.raises(error, match=said):
+        module(distribute_tensor(x, axis, [Shard(1)]) if how == "sharded input" else x)

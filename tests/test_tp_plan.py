@@ -100,41 +100,6 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def compare(rank: int, cp_size: int) -> list[tuple[Case, str, float]]:
-    """What of a model on cp x tp ranks is not that of one rank: its loss, and every gradient."""
-    axes, problems = mesh((cp_size, dist.get_world_size() // cp_size), ("cp", "tp")), []
-    cp, tp = axes["cp"], axes["tp"]
-    for case in CASES:
-        generator = torch.Generator().manual_seed(1)
-        tokens, labels = torch.randint(V, (2, 2, case.length), generator=generator)
-        labels[:, 3:5] = -100
-        documents = torch.arange(case.length).expand(2, -1) // 9 if case.packed else None
-        twin, model = (model_of(x, case.normed) for x in (llama.DenseDocumentAttention, llama.CoreAttention))
-        loss = F.cross_entropy(twin(tokens, None, documents).flatten(0, 1), labels.flatten())
-        loss.backward()
-        parallelize(model, tp, tensor_parallel_plan(model, tp, **case.options))
-        sequence = ShardedSequence(cp, length=case.length)
-        styles = {
-            "": ShardedModel(sequence, inputs=("tokens",), positions="positions"),
-            "layers.*.attention.core": ContextParallel(sequence, mask=mask),
-        }
-        parallelize(model, cp, styles)
-        if case.fsdp:
-            for module in (*model.layers, model):
-                fully_shard(module, mesh=cp)
-            sum_gradients(model)
-        share = cross_entropy(model(tokens, None, documents), sequence.shard({"labels": labels})["labels"], cp)
-        share.backward()
-        found = {"loss": summed(share, cp)}
-        for name, x in model.named_parameters():
-            grad = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
-            found[name] = grad if case.fsdp else summed(grad, cp)
-        wanted = {"loss": loss.detach()} | {name: x.grad for name, x in twin.named_parameters()}
-        worst = {name: apart(found[name], x) for name, x in wanted.items()}  # the rotary embedding is in float32
-        problems += [(case, name, far) for name, far in worst.items() if not far < 1e-6]
-    return problems
-
-
 def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Mask:
     return Mask(documents=documents)
 
@@ -145,11 +110,40 @@ def summed(x: Tensor, axis: Any) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize(("size", "cp_size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.full
-def test_loss_and_gradients_are_those_of_one_rank(pool: Any, cp_size: int) -> None:
-    for problems in pool(2 * cp_size).run(compare, cp_size, timeout=180.0):
-        assert not problems
+@on_ranks("size", timeout=180.0)
+def test_loss_and_gradients_are_those_of_one_rank(cp_size: int, case: Case) -> None:
+    axes = mesh((cp_size, 2), ("cp", "tp"))
+    cp, tp = axes["cp"], axes["tp"]
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(V, (2, 2, case.length), generator=generator)
+    labels[:, 3:5] = -100
+    documents = torch.arange(case.length).expand(2, -1) // 9 if case.packed else None
+    twin, model = (model_of(x, case.normed) for x in (llama.DenseDocumentAttention, llama.CoreAttention))
+    loss = F.cross_entropy(twin(tokens, None, documents).flatten(0, 1), labels.flatten())
+    loss.backward()
+    parallelize(model, tp, tensor_parallel_plan(model, tp, **case.options))
+    sequence = ShardedSequence(cp, length=case.length)
+    styles = {
+        "": ShardedModel(sequence, inputs=("tokens",), positions="positions"),
+        "layers.*.attention.core": ContextParallel(sequence, mask=mask),
+    }
+    parallelize(model, cp, styles)
+    if case.fsdp:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=cp)
+        sum_gradients(model)
+    share = cross_entropy(model(tokens, None, documents), sequence.shard({"labels": labels})["labels"], cp)
+    share.backward()
+    found = {"loss": summed(share, cp)}
+    for name, x in model.named_parameters():
+        grad = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+        found[name] = grad if case.fsdp else summed(grad, cp)
+    wanted = {"loss": loss.detach()} | {name: x.grad for name, x in twin.named_parameters()}
+    for name, x in wanted.items():  # the rotary embedding is in float32
+        assert apart(found[name], x) < 1e-6, name
 
 
 @on_ranks(2)
@@ -251,12 +245,10 @@ REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
     "two embeddings": (put("embed_tokens", partial(nn.Embedding, V, 32)), "one module tok_embeddings or embed_tokens"),
     "unequal features": (put("layers.0.feed_forward.w3", linear), "as many output features of w1, w3 as w2 has inputs"),
     "longer queries": (
-        put("layers.0.attention.wq", partial(nn.Linear, 32, 64)),
-        "queries as wide as the output projection's input",
+        put("layers.0.attention.wq", partial(nn.Linear, 32, 64)), "queries as wide as the output projection's input"
     ),
     "no head dim": (
-        put("layers.0.attention.head_dim", lambda: None),
-        "expected an attribute head_dim of this module, got none",
+        put("layers.0.attention.head_dim", lambda: None), "expected an attribute head_dim of this module, got none"
     ),
     "numbers of all heads": (
         put("layers.0.attention", lambda: CountsHeads(llama.LlamaConfig(V, 32), llama.CoreAttention)),
@@ -264,7 +256,7 @@ REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
     ),
     "a parameter of the model": (put("scale", lambda: nn.Parameter(torch.ones(()))), "the model: expected"),
     "another model": (nothing, "attention with linears wq, wk, wv, wo or q_proj"),
-}
+}  # fmt: skip
 DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
     "DTensors of all rows": ({"mode": "all_reduce", "use_local_output": False}, "expected True in mode 'all_reduce'"),
     "nothing to gather": ({"mode": "all_reduce", "recompute_all_gather": True}, "expected False in mode 'all_reduce'"),

@@ -8,11 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from cases import LAYOUTS, make_mask, pairs
-from checks import report
 from dense import make_qkv
 from inside import MergingForward, SummingBackward, inner, num_rows, room
-from ranks import mesh, num_collectives
-from recording import Recording, Sent, recording
+from ranks import mesh, num_collectives, on_ranks
+from recording import Sent, recording
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -102,17 +101,13 @@ def test_only_rows_that_are_needed_move(pool, method, cp_size):
         ("striped", "full", 2),
     ]
     for dtype, itemsize, grad_itemsize in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
-        problems = []
         for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype, method)):
             for case, (forward, backward) in zip(cases, results, strict=True):
                 need = needed(*case, cp_size)
                 fetches = hops(need, method, rank, itemsize, home=False)
-                if [(sent.to, sent.origin, sent.itemsize) for sent in forward] != fetches:
-                    problems.append(f"rank {rank}, {case}, forward: sent {forward}, expected {fetches}")
+                assert [(sent.to, sent.origin, sent.itemsize) for sent in forward] == fetches, (rank, case)
                 both = fetches + hops(need, method, rank, grad_itemsize, home=True)
-                if sorted((sent.to, sent.origin, sent.itemsize) for sent in backward) != sorted(both):
-                    problems.append(f"rank {rank}, {case}, backward: sent {backward}, expected {both}")
-        report([problems])
+                assert sorted((x.to, x.origin, x.itemsize) for x in backward) == sorted(both), (rank, case)
 
 
 def swaps(S: int, cp_size: int, rank: int, itemsize: int, sums: int) -> list[tuple[list[int], list[int], int]]:
@@ -267,31 +262,22 @@ def test_by_hand(pool):
     assert received(results, 5) == [([8, 8], [8, 8, 8, 8])] * 3
 
 
-def test_documents_within_shards_need_no_ring(pool):
-    results = pool(3).run(documents, (torch.arange(24) // 8)[None])
-    assert [notes.hops for notes in results] == [0, 0, 0]
-    results = pool(3).run(documents, (torch.arange(24) // 10)[None])
-    assert [notes.hops for notes in results] == [3, 3, 3]  # one step: fetch, fetch again, deliver
-
-
-def documents(rank: int, ids: Tensor) -> Recording:
-    axis = mesh((3,), ("cp",))
+@pytest.mark.parametrize(("length", "hops"), [(8, 0), (10, 3)])  # one step: fetch, fetch again, deliver
+@on_ranks(3)
+def test_documents_within_shards_need_no_ring(rank: int, axis: Any, length: int, hops: int) -> None:
     q, k, v, dout = local_inputs(Contiguous(), 24, 3, rank, torch.float64)
+    mask = Mask(documents=(torch.arange(24) // length)[None])
     with recording(axis) as notes:
-        cp_mesh.attention(q, k, v, mesh=axis, layout=Contiguous(), mask=Mask(documents=ids)).backward(dout)
-    return notes
+        cp_mesh.attention(q, k, v, mesh=axis, layout=Contiguous(), mask=mask).backward(dout)
+    assert notes.hops == hops
 
 
-def test_the_forward_alone_delivers_nothing(pool):
-    assert pool(3).run(forward_alone) == [2, 2, 2]
-
-
-def forward_alone(rank: int) -> int:
-    axis = mesh((3,), ("cp",))
+@on_ranks(3)
+def test_the_forward_alone_delivers_nothing(rank: int, axis: Any) -> None:
     q, k, v, _ = local_inputs(ZigZag(), 24, 3, rank, torch.float64)
     with torch.no_grad(), recording(axis) as notes:
         cp_mesh.attention(q, k, v, mesh=axis)
-    return notes.hops
+    assert notes.hops == 2
 
 
 def checkpointed(rank: int, method: str = "auto", backend: str | None = None) -> dict[str, int]:
@@ -316,9 +302,10 @@ def checkpointed(rank: int, method: str = "auto", backend: str | None = None) ->
     return counts
 
 
-def test_selective_recompute_does_not_replay_the_ring(pool):
+@on_ranks(3)
+def test_selective_recompute_does_not_replay_the_ring(rank: int) -> None:
     """Two hops forward, four backward; full checkpointing repeats the two of the forward."""
-    assert pool(3).run(checkpointed) == [{"none": 6, "full": 8, "selective": 6}] * 3
+    assert checkpointed(rank) == {"none": 6, "full": 8, "selective": 6}
 
 
 class Spy:
@@ -339,9 +326,27 @@ class Spy:
         return self.inner.of_scores
 
 
-def overlap(rank: int, method: str) -> list[tuple[list[str], list[str]]]:
-    """Events of forward and backward for causal layouts in which all ranks compute in every step."""
-    axis, results = mesh((4,), ("cp",)), []
+def in_flight(events: list[str]) -> list[int]:
+    """Hops under way at each step."""
+    counts, flying = [], 0
+    for event in events:
+        flying += {"start": 1, "wait": -1, "step": 0}[event]
+        if event == "step":
+            counts.append(flying)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("method", "forward", "backward"),
+    # Local first in forwards, then stages of one and of two steps, or all that was fetched. In the second stage of the
+    # backward the delivery of the first; local last, behind which the last delivery hides.
+    [("ring", [1, 1, 0], [1, 1, 1]), ("all_gather", [1, 0], [0, 1])],
+)
+@on_ranks(4)
+def test_hops_are_under_way_while_tiles_are_computed(
+    rank: int, axis: Any, method: str, forward: list[int], backward: list[int]
+) -> None:
+    """For causal layouts in which all ranks compute in every step."""
     for layout in (ZigZag(), Striped()):
         q, k, v, dout = local_inputs(layout, 24, 4, rank, torch.float64, v_dim=D)
         with recording(axis) as notes:
@@ -353,30 +358,5 @@ def overlap(rank: int, method: str) -> list[tuple[list[str], list[str]]]:
                 out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, kernel="cpu_flash", method=method)
                 num_forward = len(notes.events)
                 out.backward(dout)
-        results.append((notes.events[:num_forward], notes.events[num_forward:]))
-    return results
-
-
-def in_flight(events: list[str]) -> list[int]:
-    """Hops under way at each step."""
-    counts, flying = [], 0
-    for event in events:
-        flying += {"start": 1, "wait": -1, "step": 0}[event]
-        if event == "step":
-            counts.append(flying)
-    return counts
-
-
-def test_hops_are_under_way_while_tiles_are_computed(pool):
-    for results in pool(4).run(overlap, "ring"):
-        for forward, backward in results:
-            assert in_flight(forward) == [1, 1, 0]  # local first, then stages of one and of two steps
-            # In the second stage the delivery of the first; local last, behind which the last delivery hides.
-            assert in_flight(backward) == [1, 1, 1]
-
-
-def test_all_gather_hides_its_fetch_and_its_delivery(pool):
-    for results in pool(4).run(overlap, "all_gather"):
-        for forward, backward in results:
-            assert in_flight(forward) == [1, 0]  # local first, then all that was fetched
-            assert in_flight(backward) == [0, 1]  # local last, behind which the delivery hides
+        assert in_flight(notes.events[:num_forward]) == forward
+        assert in_flight(notes.events[num_forward:]) == backward
