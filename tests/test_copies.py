@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inside import inner, replaced
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrize
@@ -85,7 +85,10 @@ TOKENS = torch.arange(2 * S).view(2, S) % 7
 REFUSED = "apply once"
 
 
-def copied(rank: int, kind: type[Core], how: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["copy", "deepcopy"])
+@on_ranks(2)
+def test_copies_have_the_style_and_their_own_attributes(kind: type[Core], how: str) -> None:
     model = make(kind())
     want = model(TOKENS)
     assert want.shape[1] == S // 2
@@ -104,12 +107,8 @@ def copied(rank: int, kind: type[Core], how: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["copy", "deepcopy"])
-def test_copies_have_the_style_and_their_own_attributes(pool: Any, kind: type[Core], how: str) -> None:
-    pool(2).run(copied, kind, how)
-
-
-def pickled(rank: int, kind: type[Core]) -> None:
+@on_ranks(2)
+def test_pickling_is_refused(kind: type[Core]) -> None:
     model = make(kind())
     for module in (model, model.core):
         for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
@@ -121,12 +120,8 @@ def pickled(rank: int, kind: type[Core]) -> None:
     assert list(torch.load(state)) == list(Model(kind()).state_dict())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pickling_is_refused(pool: Any, kind: type[Core]) -> None:
-    pool(2).run(pickled, kind)
-
-
-def same_class(rank: int) -> None:
+@on_ranks(2)
+def test_a_style_does_not_show() -> None:
     """What other code sees of a module is what it saw before."""
     plain, core = Model(Core()), Core()
     model = make(core)
@@ -142,11 +137,8 @@ def same_class(rank: int) -> None:
     assert "forward" not in vars(core)
 
 
-def test_a_style_does_not_show(pool: Any) -> None:
-    pool(2).run(same_class)
-
-
-def forwards_of_instances(rank: int) -> None:
+@on_ranks(2)
+def test_forwards_of_instances_still_run() -> None:
     """Set before the style, and after it, as hooks of other libraries do."""
     want = make(Core())(TOKENS)
     before, after = Core(), Core()
@@ -159,13 +151,9 @@ def forwards_of_instances(rank: int) -> None:
         torch.testing.assert_close(model(TOKENS), 2 * want)
 
 
-def test_forwards_of_instances_still_run(pool: Any) -> None:
-    pool(2).run(forwards_of_instances)
-
-
-def other_classes(rank: int) -> None:
+@on_ranks(2)
+def test_classes_on_top_and_in_place_of_the_styles(axis: Any) -> None:
     """Other code that changes a module's class, after the style: on top of its class, or in its place."""
-    axis = mesh((2,), ("cp",))
     model = make(Core())
     want = model(TOKENS)
     parametrize.register_parametrization(model.core, "scale", nn.Identity())
@@ -187,11 +175,8 @@ def other_classes(rank: int) -> None:
         steps[:1](*torch.ones(3, 1, H, S, D))
 
 
-def test_classes_on_top_and_in_place_of_the_styles(pool: Any) -> None:
-    pool(2).run(other_classes)
-
-
-def only_watched(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_only_watched_can_be_pickled() -> None:
     """A module that has no style, but was compiled below a root, can be pickled: it is read back as a plain one."""
     model = make(Core())
     model.head = nn.Linear(3, 3)
@@ -206,7 +191,3 @@ def only_watched(rank: int) -> None:
     assert replaced(twin, WATCH) is not None
     with pytest.raises(UnsupportedError, match="cannot be pickled"):
         pickle.dumps(model)
-
-
-def test_what_is_only_watched_can_be_pickled(pool: Any) -> None:
-    pool(2).run(only_watched)

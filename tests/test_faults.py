@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from faults import LENGTH, MOMENTS, ODD, TIMEOUT, Trainer, late, new_mesh, new_world, out_of_memory, step_with
 from inside import path_of, room
-from ranks import GRACE, Pool, RankFailure, mesh
+from ranks import GRACE, Pool, RankFailure, mesh, on_ranks
 from scripts import run_script
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -100,16 +100,13 @@ def test_a_rank_is_lost(lost: Any, how: str, moment: str, method: str) -> None:
         assert says in text, f"rank {rank}: {text}"
 
 
-def alone_in_a_first_call(rank: int) -> None:
+@on_ranks(2)
+def test_a_first_call_waits_as_long_as_its_group(rank: int) -> None:
     group, x = dist.new_group(), torch.zeros(1, 1, 4, 2)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
     if rank != ODD:
         with pytest.raises(cp_mesh.RankMismatchError, match=r"got none from ranks \[1\] in 0:00:00.5"):
             attention(x, x, x, mesh=group)
-
-
-def test_a_first_call_waits_as_long_as_its_group(pool: Any) -> None:
-    pool(2).run(alone_in_a_first_call)
 
 
 def delayed(rank: int) -> list[list[float]]:
@@ -194,7 +191,8 @@ def test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank(pool: Any, 
             assert dense["out"] == want["out"], name
 
 
-def nan_weights(rank: int) -> list[bool]:
+@on_ranks(3)
+def test_the_loss_of_a_nan_is_nan_on_every_rank(rank: int) -> None:
     """Of one token's embedding: whether the loss is NaN on this rank, and whether it all comes to an end."""
     trainer = Trainer(mesh((3,), ("cp",)))
     first = faults.batch(2, LENGTH, 0)["tokens"][:, 0]
@@ -203,11 +201,7 @@ def nan_weights(rank: int) -> list[bool]:
         begin = trainer.model.embedding.weight.shape[0] // 3 * rank
         weight[[int(token) - begin for token in first if 0 <= token - begin < len(weight)]] = torch.nan
     loss = trainer.loss(0)
-    return [bool(loss.isnan()), trainer.finish(loss) != 0, trainer.step(1) != 0]
-
-
-def test_the_loss_of_a_nan_is_nan_on_every_rank(pool: Any) -> None:
-    assert pool(3).run(nan_weights) == [[True] * 3] * 3
+    assert [bool(loss.isnan()), trainer.finish(loss) != 0, trainer.step(1) != 0] == [True] * 3
 
 
 # Out of memory, and new groups.
@@ -308,9 +302,11 @@ def test_tokens_of_a_group_that_is_gone(lost: Any, tmp_path: Path) -> None:
 SETTINGS = {"a": (ZigZag(), "ring"), "b": (Striped(), "ulysses"), "c": (Contiguous(), "hybrid")}
 
 
-def in_turns(rank: int) -> list[str]:
+@pytest.mark.full
+@on_ranks(4)
+def test_models_that_take_turns(axis: Any) -> None:
     """Losses and parameters of models that take turns, pass by pass, equal to the bit those of each one alone."""
-    axis, seeds = mesh((4,), ("cp",)), {name: i for i, name in enumerate(SETTINGS)}
+    seeds = {name: i for i, name in enumerate(SETTINGS)}
     alone, together = ({name: Trainer(axis, *SETTINGS[name], seed=seeds[name]) for name in SETTINGS} for _ in range(2))
     want = {name: [trainer.step(seeds[name] + step) for step in range(2)] for name, trainer in alone.items()}
     got: dict[str, list[float]] = {name: [] for name in SETTINGS}
@@ -322,12 +318,7 @@ def in_turns(rank: int) -> list[str]:
     for name in SETTINGS:
         pairs = zip(alone[name].model.parameters(), together[name].model.parameters(), strict=True)
         problems += [name for x, y in pairs if not torch.equal(x.to_local(), y.to_local())]
-    return problems
-
-
-@pytest.mark.full
-def test_models_that_take_turns(pool: Any) -> None:
-    assert pool(4).run(in_turns) == [[]] * 4
+    assert problems == []
 
 
 def calls_of(group: dist.ProcessGroup, number: int, results: list[Any]) -> None:
@@ -342,7 +333,8 @@ def calls_of(group: dist.ProcessGroup, number: int, results: list[Any]) -> None:
         results += [out.detach(), *torch.autograd.grad(out.square().sum(), qkv)]
 
 
-def in_threads(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_two_threads_with_groups_of_their_own() -> None:
     results: list[list[Any]] = [[] for _ in range(4)]
     made = [dist.new_group() for _ in results]
     calls_of(made[0], 0, results[0])
@@ -355,12 +347,8 @@ def in_threads(rank: int) -> list[bool]:
         for thread in threads:
             thread.join()
     assert not errors, errors[0].exc_value
-    return [torch.equal(x, y) for i in (0, 1) for x, y in zip(results[i], results[i + 2], strict=True)]
-
-
-def test_two_threads_with_groups_of_their_own(pool: Any) -> None:
-    for same in pool(2).run(in_threads):
-        assert len(same) == 96 and all(same)
+    same = [torch.equal(x, y) for i in (0, 1) for x, y in zip(results[i], results[i + 2], strict=True)]
+    assert len(same) == 96 and all(same)
 
 
 def crossing(rank: int, store: Path) -> list[float]:
@@ -392,14 +380,11 @@ def test_a_thread_that_waits_does_not_keep_another_from_its_word(lost: Any, tmp_
     assert lost(2).run(crossing, tmp_path / "store") == [[32.0, 32.0]] * 2
 
 
-def parts_in_two_threads(rank: int) -> None:
+@on_ranks(4)
+def test_groups_within_a_group_are_made_by_one_thread() -> None:
     group = mesh((4,), ("cp",)).get_group()
     with groups._MAKING, pytest.raises(UnsupportedError, match="one thread at a time"):
         groups._make(group, 2)
-
-
-def test_groups_within_a_group_are_made_by_one_thread(pool: Any) -> None:
-    pool(4).run(parts_in_two_threads)
 
 
 def on_two_streams(rank: int) -> list[bool]:
@@ -505,9 +490,17 @@ def resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def changing(rank: int, steps: int, begin: int) -> tuple[list[float], int]:
-    """Memory in MiB after ``begin`` and after all steps, each of another shape, and the largest number of entries."""
-    axis, random_ = mesh((2,), ("cp",)), random.Random(0)
+GROWTH = 8.0  # MiB
+
+
+@pytest.mark.more("runs")
+@pytest.mark.full
+@on_ranks(2, timeout=600.0)
+def test_memory_does_not_grow_with_shapes(axis: Any, full: bool) -> None:
+    """In 600 steps, once caches are full: 4 MiB. With lengths to 400 a cache of geometry without a bound grew 9 and 16,
+    one of plans 14."""
+    steps, begin = (1000, 400) if full else (120, 60)
+    random_ = random.Random(0)
     sizes = []
     for step in range(steps + 1):
         if step in (begin, steps):
@@ -524,21 +517,9 @@ def changing(rank: int, steps: int, begin: int) -> tuple[list[float], int]:
         q = x.unflatten(-1, (2, 4)).transpose(1, 2)
         options = {"mask": mask, "layout": layout, "seq_len": length, "method": method}
         attention(q, q, q, mesh=axis, **options).sum().backward()
-    return sizes, max(x.cache_info().currsize if hasattr(x, "cache_info") else len(x) for x in cached().values())
-
-
-GROWTH = 8.0  # MiB
-
-
-@pytest.mark.more("runs")
-@pytest.mark.full
-def test_memory_does_not_grow_with_shapes(pool: Any, full: bool) -> None:
-    """In 600 steps, once caches are full: 4 MiB. With lengths to 400 a cache of geometry without a bound grew 9 and 16,
-    one of plans 14."""
-    steps, begin = (1000, 400) if full else (120, 60)
-    for (before, after), entries in pool(2).run(changing, steps, begin, timeout=600.0):
-        assert after - before < GROWTH, f"{before:.1f} to {after:.1f} MiB"
-        assert entries <= 1024
+    before, after = sizes
+    assert all((x.cache_info().currsize if hasattr(x, "cache_info") else len(x)) <= 1024 for x in cached().values())
+    assert after - before < GROWTH, f"{before:.1f} to {after:.1f} MiB"
 
 
 # A training run that is killed.

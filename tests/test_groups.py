@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from inside import room, states_of_all
-from ranks import mesh
+from ranks import mesh, on_ranks
 
 from cp_mesh import UnsupportedError
 
@@ -18,7 +18,9 @@ groups = room("groups")
 RANKS = dist.get_process_group_ranks
 
 
-def members(rank: int, inner_size: int) -> tuple[list[int], list[int], list[float]]:
+@pytest.mark.parametrize(("size", "inner_size"), [(4, 2), (6, 2), (6, 3)])
+@on_ranks("size")
+def test_ranks_of_the_groups(rank: int, size, inner_size) -> None:
     """Ranks of the outer and inner group, and sums of all ranks over them."""
     parts = groups.parts_of(mesh((dist.get_world_size(),), ("cp",)).get_group(), inner_size)
     sums = []
@@ -26,16 +28,11 @@ def members(rank: int, inner_size: int) -> tuple[list[int], list[int], list[floa
         value = torch.tensor(2.0**rank)
         dist.all_reduce(value, group=group)
         sums.append(value.item())
-    return RANKS(parts.outer), RANKS(parts.inner), sums
-
-
-@pytest.mark.parametrize(("size", "inner_size"), [(4, 2), (6, 2), (6, 3)])
-def test_ranks_of_the_groups(pool, size, inner_size):
-    for rank, (outer, inner, sums) in enumerate(pool(size).run(members, inner_size)):
-        first = rank // inner_size * inner_size
-        assert outer == [*range(rank % inner_size, size, inner_size)]
-        assert inner == [*range(first, first + inner_size)]
-        assert sums == [sum(2.0**r for r in ranks) for ranks in (outer, inner)]
+    outer, inner = RANKS(parts.outer), RANKS(parts.inner)
+    first = rank // inner_size * inner_size
+    assert outer == [*range(rank % inner_size, size, inner_size)]
+    assert inner == [*range(first, first + inner_size)]
+    assert sums == [sum(2.0**r for r in ranks) for ranks in (outer, inner)]
 
 
 def in_one_row(rank: int) -> tuple[list[int], list[int]] | None:
@@ -54,7 +51,8 @@ def test_other_ranks_need_not_come(pool):
     assert pool(8).run(in_one_row)[4:] == [([4, 6], [4, 5]), ([5, 7], [4, 5]), ([4, 6], [6, 7]), ([5, 7], [6, 7])]
 
 
-def lives(rank: int) -> list[bool]:
+@on_ranks(4)
+def test_groups_are_made_once_and_go_with_theirs() -> None:
     """Made once; kept as long as the group is."""
     group = dist.new_group(range(4))
     ours = groups.parts_of(group, 2)
@@ -64,16 +62,12 @@ def lives(rank: int) -> list[bool]:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return [
+    assert [
         again,
         len(set(timeouts)) == 1,
         gone() is None,
         not any(parts.inner is ours.inner for known in states_of_all(groups._Parts) for parts in known.values()),
-    ]
-
-
-def test_groups_are_made_once_and_go_with_theirs(pool):
-    assert pool(4).run(lives) == [[True] * 4] * 4
+    ] == [True] * 4
 
 
 def uneven(rank: int) -> None:

@@ -27,7 +27,7 @@ from inside import (
     make_schedule,
     room,
 )
-from ranks import mesh
+from ranks import mesh, on_ranks
 
 from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, attention
 
@@ -205,8 +205,10 @@ def test_heads_in_parts_divide_what_ulysses_holds() -> None:
     assert alone.symmetric == 0
 
 
-def held(rank: int, method: str) -> tuple[int, list[int]]:
-    """How many fetched tensors there were; and how many are held when the forward is done, and at the last tiles."""
+@pytest.mark.parametrize(("method", "stages"), (("ring", 2), ("all_gather", 1)))
+@on_ranks(4)
+def test_what_was_fetched_is_given_back_as_the_formula_says(method, stages) -> None:
+    """k and v of each stage, in both passes."""
     fetched: list[weakref.ref[Any]] = []
     alive: list[int] = []
     real_arrived, real_finish, real_step = FunctionalTransport.arrived, MergingForward.finish, SummingBackward.step
@@ -235,13 +237,7 @@ def held(rank: int, method: str) -> tuple[int, list[int]]:
         mock.patch.object(SummingBackward, "step", step),
     ):
         attention(q, k, v, mesh=mesh((4,), ("cp",)), kernel="cpu_flash", method=method).sum().backward()
-    return len(fetched), alive
-
-
-@pytest.mark.parametrize(("method", "stages"), (("ring", 2), ("all_gather", 1)))
-def test_what_was_fetched_is_given_back_as_the_formula_says(pool, method, stages):
-    """k and v of each stage, in both passes."""
-    assert pool(4).run(held, method) == [(4 * stages, [0, 0])] * 4
+    assert (len(fetched), alive) == (4 * stages, [0, 0])
 
 
 def order_of_backward(rank: int, head_chunks: int) -> list[str]:

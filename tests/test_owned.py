@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from inside import inner, make_schedule
-from ranks import mesh
+from ranks import on_ranks
 from torch import Tensor
 
 from cp_mesh import Mask, ShardedSequence, ZigZag, attention, balance, mixers
@@ -56,9 +56,10 @@ def of_inference() -> list[str]:
     return [f"{x.dtype} {[*x.shape]}" for x in gc.get_objects() if isinstance(x, Tensor) and x.is_inference()]
 
 
-def after_inference(rank: int) -> list[str]:
+@on_ranks(2, timeout=120.0)
+def test_nothing_is_kept_of_inference(rank: int, axis: Any) -> None:
     """Calls in inference mode, and the same with gradients. Reports tensors of the first that something still holds."""
-    axis, made = mesh((2,), ("cp",)), torch.Generator().manual_seed(0)
+    made = torch.Generator().manual_seed(0)
     sequence = ShardedSequence(axis, length=24)
     x = torch.randn(2, 2, 12, 4, dtype=torch.float64, generator=made, requires_grad=True)
     rows, heads, decays = x.transpose(1, 2), x[:, 0], -x[..., 0].transpose(1, 2).square()
@@ -84,11 +85,7 @@ def after_inference(rank: int) -> list[str]:
             time.sleep(0.02)
         problems += [f"{name}: {x} is kept" for x in kept]
         call().square().sum().backward(retain_graph=True)
-    return problems
-
-
-def test_nothing_is_kept_of_inference(pool: Any) -> None:
-    assert pool(2).run(after_inference, timeout=120.0) == [[], []]
+    assert problems == []
 
 
 @pytest.mark.parametrize("how", ("pickle", "deepcopy"))
