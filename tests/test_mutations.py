@@ -302,7 +302,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "degrees": of(test_hybrid.test_the_degree_is_used, (8, 4), 2, 3),
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "kinds of DTensors": test_op.test_dtensors_of_each_kind_are_looked_at,
-    "specs of DTensors": of(test_op.test_dtensors_are_what_their_specs_say, 2, "", "distributed"),
+    "specs of DTensors": of(test_op.test_dtensors_are_what_their_specs_say, 2, 3, 2, "", "distributed"),
     "low precision": of(test_parity.test_low_precision, torch.bfloat16, 1.5, "reference", "ring"),
     "scores of DTensors": on(
         4,

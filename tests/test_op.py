@@ -74,30 +74,27 @@ def scores(H: int) -> Tensors:
 TENSORS = ("no tensors", "documents", "all tensors", "cpu_flash", "scores")
 
 
-def check_ops(rank: int, seq_dim: int, case: str) -> None:
-    tensors, options = tensor_arguments(case)
-    q, k, v, dout = inputs(seq_dim)
-    leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
-    torch.library.opcheck(ops.attention_op, (q, k, v, *leaves, *tail(seq_dim, **options)))
-    tensors = [None if x is None else x.detach() for x in tensors]
-    q, k, v, dout = inputs(seq_dim, requires_grad=False)
-    out, lse, *_ = ops.attention_op(q, k, v, *tensors, *tail(seq_dim, **options))
-    dlse = None if case == "cpu_flash" else torch.randn_like(lse)
-    arguments = (dout, q, k, v, out, lse, dlse, None, *tensors, *tail(seq_dim, **options))
-    given = [name for name in ops.GRADED if getattr(Tensors(*tensors), name) is not None]
-    torch.library.opcheck(ops.attention_backward_op, (*arguments, ",".join(given)))
-    torch.library.opcheck(ops.attention_backward_op, (*arguments, ""))
-
-
 @pytest.mark.unpoisoned  # opcheck compares two runs bit by bit
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in ("documents", "scores") else pytest.mark.full) for case in TENSORS]
 )
 @pytest.mark.quick("scores")
 @pytest.mark.more("parity")
-def test_opcheck(pool: Any, full: bool, case: str) -> None:
+@on_ranks(1)
+def test_opcheck(full: bool, case: str) -> None:
     for seq_dim in FORMATS if full else FORMATS[TENSORS.index(case) % 2 :][:1]:
-        pool(1).run(check_ops, seq_dim, case)
+        tensors, options = tensor_arguments(case)
+        q, k, v, dout = inputs(seq_dim)
+        leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
+        torch.library.opcheck(ops.attention_op, (q, k, v, *leaves, *tail(seq_dim, **options)))
+        tensors = [None if x is None else x.detach() for x in tensors]
+        q, k, v, dout = inputs(seq_dim, requires_grad=False)
+        out, lse, *_ = ops.attention_op(q, k, v, *tensors, *tail(seq_dim, **options))
+        dlse = None if case == "cpu_flash" else torch.randn_like(lse)
+        arguments = (dout, q, k, v, out, lse, dlse, None, *tensors, *tail(seq_dim, **options))
+        given = [name for name in ops.GRADED if getattr(Tensors(*tensors), name) is not None]
+        torch.library.opcheck(ops.attention_backward_op, (*arguments, ",".join(given)))
+        torch.library.opcheck(ops.attention_backward_op, (*arguments, ""))
 
 
 def describe(tensors: tuple[Tensor, ...]) -> list[tuple]:
@@ -112,34 +109,31 @@ IN_MEMORY = {
 }
 
 
-def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memory: str, as_inputs: bool) -> None:
-    *qkv, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
-    q, k, v = map(IN_MEMORY[in_memory], qkv)
-    arguments = (*scores(H), *tail(seq_dim, kernel="reference", dropout_p=0.3, as_inputs=as_inputs))
-    out, lse, *_ = ops.attention_op(q, k, v, *arguments)
-    assert (lies_as(out, q) if as_inputs else out.is_contiguous()) and lse.is_contiguous()
-    # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
-    grads = ops.attention_backward_op(
-        dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), None, *arguments, "sinks,bias"
-    )
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fq, fk, fv, fdout = (mode.from_tensor(x) for x in (q, k, v, dout))
-        arguments = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
-        fout, flse, *_ = ops.attention_op(fq, fk, fv, *arguments)
-        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, None, *arguments, "sinks,bias")
-    assert describe((fout, flse)) == describe((out, lse))
-    assert describe(fgrads) == describe(grads)
-    for grad, x in zip(grads, (q, k, v), strict=False):
-        assert lies_as(grad, x) if as_inputs else grad.is_contiguous()
-
-
 @pytest.mark.parametrize("seq_dim", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.quick("float64")
-def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> None:
+@on_ranks(1)
+def test_fakes_are_as_the_real(seq_dim: int, dtype: torch.dtype) -> None:
     """And results lie in memory as q, k and v do, if that is asked for."""
     for Dv, in_memory, as_inputs in product((D, E), IN_MEMORY, (False, True)):
-        pool(1).run(real_and_fake, seq_dim, dtype, Dv, in_memory, as_inputs)
+        *qkv, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
+        q, k, v = map(IN_MEMORY[in_memory], qkv)
+        arguments = (*scores(H), *tail(seq_dim, kernel="reference", dropout_p=0.3, as_inputs=as_inputs))
+        out, lse, *_ = ops.attention_op(q, k, v, *arguments)
+        assert (lies_as(out, q) if as_inputs else out.is_contiguous()) and lse.is_contiguous()
+        # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
+        grads = ops.attention_backward_op(
+            dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), None, *arguments, "sinks,bias"
+        )
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            fq, fk, fv, fdout = (mode.from_tensor(x) for x in (q, k, v, dout))
+            arguments = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
+            fout, flse, *_ = ops.attention_op(fq, fk, fv, *arguments)
+            fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, None, *arguments, "sinks,bias")
+        assert describe((fout, flse)) == describe((out, lse))
+        assert describe(fgrads) == describe(grads)
+        for grad, x in zip(grads, (q, k, v), strict=False):
+            assert lies_as(grad, x) if as_inputs else grad.is_contiguous()
 
 
 @pytest.mark.parametrize("seq_dim", FORMATS)
@@ -160,9 +154,19 @@ def test_fakes_of_what_is_kept(seq_dim: int) -> None:
     assert describe(fresults) == describe(results) and describe(fgrads) == describe(grads)
 
 
-def strides_of_dtensors(rank: int, shape: tuple[int, ...], seq_dim: int, given: str, beside: str) -> list[Any]:
-    """Strides of specs, after views and a backward through them; shards may lie otherwise than their specs say."""
-    axis, (batch, heads, length, dim) = mesh((dist.get_world_size(),), ("cp",)), shape
+@pytest.mark.parametrize(("size", "length"), [(2, 12), (2, 3), (4, 3)])
+@pytest.mark.parametrize("given", ["distributed", "redistributed"])
+@pytest.mark.parametrize("beside", ["", "plain sinks"])
+@pytest.mark.parametrize("seq_dim", [1, 2])
+@on_ranks("size")
+def test_dtensors_are_what_their_specs_say(axis: Any, length: int, seq_dim: int, beside: str, given: str) -> None:
+    """Strides of specs, after views and a backward through them, on all ranks alike.
+
+    Shards may lie otherwise than their specs say, have one row, or none.
+    """
+    batch, heads, dim = B, H, D
+    if given == "redistributed" and length % axis.size():
+        return
     x = torch.randn(batch, length, heads, dim, generator=torch.Generator().manual_seed(0))
     x = x if seq_dim == 1 else x.transpose(1, 2)
     if given == "distributed":
@@ -178,19 +182,10 @@ def strides_of_dtensors(rank: int, shape: tuple[int, ...], seq_dim: int, given: 
     rows.reshape(batch, length, heads * dim).sum().backward()
     grad = leaf.grad if seq_dim == 1 else leaf.grad.transpose(1, 2)
     grad.reshape(batch, length, heads * dim)
-    return [out.stride(), out.is_contiguous(), out.to_local().is_contiguous(), tuple(out.full_tensor().shape)]
-
-
-@pytest.mark.parametrize("given", ["distributed", "redistributed"])
-@pytest.mark.parametrize("beside", ["", "plain sinks"])
-@pytest.mark.parametrize("seq_dim", [1, 2])
-def test_dtensors_are_what_their_specs_say(pool: Any, seq_dim: int, beside: str, given: str) -> None:
-    """On all ranks alike, also where a shard has one row, or none."""
-    for size, length in ((2, 12), (2, 3), (4, 3)):
-        if given == "redistributed" and length % size:
-            continue
-        first, *others = pool(size).run(strides_of_dtensors, (B, H, length, D), seq_dim, given, beside)
-        assert first[1] and all(other == first for other in others), (size, length, first, others)
+    assert out.is_contiguous()
+    mine, every = [out.stride(), out.to_local().is_contiguous(), tuple(out.full_tensor().shape)], [None] * axis.size()
+    dist.all_gather_object(every, mine)
+    assert every == [mine] * axis.size()
 
 
 def call(*tensors: Tensor, **options: Any) -> Any:
@@ -226,17 +221,20 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def by_dispatch(rank: int, S: int, implicit: bool) -> tuple[list[tuple[str, bool]], int]:
-    """How the ops see DTensors with plain tensors beside them, and how many plans a forward makes."""
-    axis, plans = mesh((2,), ("cp",)), []
-    sequence = ShardedSequence(axis, Contiguous(), length=S, pad=False)
+@pytest.mark.parametrize(("length", "whole"), [(S, True), (1, False)])
+@pytest.mark.parametrize("implicit", [False, True])
+@on_ranks(2)
+def test_dtensors_are_dispatched_and_planned_once(axis: Any, length: int, whole: bool, implicit: bool) -> None:
+    """With plain tensors beside them; but for a sequence shorter than the axis, which dispatch would gather."""
+    plans = []
+    sequence = ShardedSequence(axis, Contiguous(), length=length, pad=False)
     placed = [
         DTensor.from_local(
             sequence.shard(x, dim=2), axis, [Shard(2)], run_check=False, shape=x.shape, stride=x.stride()
         ).requires_grad_()
-        for x in make_qkv(B, H, K, S, D)[:3]
+        for x in make_qkv(B, H, K, length, D)[:3]
     ]
-    sinks, ids = torch.zeros(H, dtype=torch.float64, requires_grad=True), torch.arange(S) // 3
+    sinks, ids = torch.zeros(H, dtype=torch.float64, requires_grad=True), torch.arange(length) // 3
     make_plan = passes.make_plan
     with Seen() as seen, pytest.MonkeyPatch.context() as patch, implicit_replication() if implicit else nullcontext():
         patch.setattr(passes, "make_plan", lambda *given: plans.append(given) or make_plan(*given))
@@ -246,18 +244,9 @@ def by_dispatch(rank: int, S: int, implicit: bool) -> tuple[list[tuple[str, bool
         assert DTensor._op_dispatcher._allow_implicit_replication == implicit
         out.sum().backward()
     assert type(sinks.grad) is Tensor and isinstance(placed[0].grad, DTensor)
-    return seen.calls, num_plans
-
-
-@pytest.mark.parametrize("implicit", [False, True])
-def test_dtensors_are_dispatched_and_planned_once(pool: Any, implicit: bool) -> None:
-    """But for a sequence that is shorter than the axis, which dispatch would gather."""
-    for length, whole in ((S, True), (1, False)):
-        seen = [("attention", whole), ("attention_backward", whole)]
-        for calls, num_plans in pool(2).run(by_dispatch, length, implicit):
-            # a mode sees the op before and after DTensor takes its arguments apart
-            assert calls[0] == seen[0] and seen[1] in calls and num_plans == 1, calls
-            assert whole or not any(on_dtensors for _, on_dtensors in calls)
+    # a mode sees the op before and after DTensor takes its arguments apart
+    assert seen.calls[0] == ("attention", whole) and ("attention_backward", whole) in seen.calls and num_plans == 1
+    assert whole or not any(on_dtensors for _, on_dtensors in seen.calls)
 
 
 @on_ranks(2)
@@ -347,13 +336,6 @@ def test_unused_results() -> None:
     assert torch.autograd.grad(out.sum(), (v,))[0].shape == v.shape
 
 
-def differentiate_twice(rank: int, of_lse: bool) -> None:
-    q, k, v, _ = inputs(2)
-    result = call(q, k, v, return_lse=True)[of_lse]
-    (dq,) = torch.autograd.grad(result.pow(2).sum(), q, create_graph=True)
-    dq.sum().backward()
-
-
 @pytest.mark.parametrize("version", ("later", "none", "0.1"))
 @on_ranks(1)
 def test_programs_of_other_versions_are_refused(version: str) -> None:
@@ -367,10 +349,12 @@ def test_programs_of_other_versions_are_refused(version: str) -> None:
 
 
 @pytest.mark.parametrize("of_lse", [False, True])
-def test_double_backward_is_refused(pool: Any, of_lse: bool) -> None:
-    (error,) = pool(1).run_expecting_error(differentiate_twice, of_lse)
-    assert error is not None and error.type in ("RuntimeError", "UnsupportedError"), error
-    assert "attention_backward" in error.message, error.message
+@on_ranks(1)
+def test_double_backward_is_refused(of_lse: bool) -> None:
+    q, k, v, _ = inputs(2)
+    (dq,) = torch.autograd.grad(call(q, k, v, return_lse=True)[of_lse].pow(2).sum(), q, create_graph=True)
+    with pytest.raises((RuntimeError, cp_mesh.UnsupportedError), match="attention_backward"):
+        dq.sum().backward()
 
 
 @on_ranks(1)

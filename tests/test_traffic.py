@@ -91,7 +91,8 @@ def hops(
     [*product(["ring"], (1, 2, 3, 4)), pytest.param("all_gather", 3, marks=pytest.mark.full), ("all_gather", 4)],
 )
 @pytest.mark.quick("ring-3", "ring-1")
-def test_only_rows_that_are_needed_move(pool, method, cp_size):
+@on_ranks("cp_size", timeout=120.0)
+def test_only_rows_that_are_needed_move(rank: int, method: str, cp_size: int) -> None:
     """Forward: K and V once. Backward: again, and their gradients home in fp32, or fp64 of fp64 inputs."""
     masks = ("causal", "full", "window", "window of one token", "two-sided window", "window ahead", "prefix", "length",
              "length, prefix and window", "no key at all")  # fmt: skip
@@ -101,13 +102,12 @@ def test_only_rows_that_are_needed_move(pool, method, cp_size):
         ("striped", "full", 2),
     ]
     for dtype, itemsize, grad_itemsize in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
-        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype, method)):
-            for case, (forward, backward) in zip(cases, results, strict=True):
-                need = needed(*case, cp_size)
-                fetches = hops(need, method, rank, itemsize, home=False)
-                assert [(sent.to, sent.origin, sent.itemsize) for sent in forward] == fetches, (rank, case)
-                both = fetches + hops(need, method, rank, grad_itemsize, home=True)
-                assert sorted((x.to, x.origin, x.itemsize) for x in backward) == sorted(both), (rank, case)
+        for case, (forward, backward) in zip(cases, passes(rank, cases, dtype, method), strict=True):
+            need = needed(*case, cp_size)
+            fetches = hops(need, method, rank, itemsize, home=False)
+            assert [(sent.to, sent.origin, sent.itemsize) for sent in forward] == fetches, case
+            both = fetches + hops(need, method, rank, grad_itemsize, home=True)
+            assert sorted((x.to, x.origin, x.itemsize) for x in backward) == sorted(both), case
 
 
 def swaps(S: int, cp_size: int, rank: int, itemsize: int, sums: int) -> list[tuple[list[int], list[int], int]]:
@@ -142,7 +142,8 @@ def swaps(S: int, cp_size: int, rank: int, itemsize: int, sums: int) -> list[tup
 
 
 @pytest.mark.parametrize("cp_size", (2, 3))
-def test_ulysses_swaps_heads_for_rows(pool, cp_size):
+@on_ranks("cp_size")
+def test_ulysses_swaps_heads_for_rows(rank: int, cp_size: int) -> None:
     """q, k and v out, out home; dout out, and the gradients home.
 
     Of kv heads that are sent twice nothing is kept: lse comes home too, q, k and v travel again with dout, lse and
@@ -150,12 +151,10 @@ def test_ulysses_swaps_heads_for_rows(pool, cp_size):
     """
     for dtype, itemsize, sums in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
         cases = [("zigzag", "causal", 31), ("zigzag", "window", 12)]
-        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype, "ulysses")):
-            for (_, _, S), (forward, backward) in zip(cases, results, strict=True):
-                sent = [(x.to, x.origin, x.itemsize) for x in forward + backward]
-                assert sent == swaps(S, cp_size, rank, itemsize, sums)
-    for results in pool(cp_size).run(passes, [("zigzag", "causal", 0)], torch.float64, "ulysses"):
-        assert results == [([], [])]
+        for (_, _, S), (forward, backward) in zip(cases, passes(rank, cases, dtype, "ulysses"), strict=True):
+            sent = [(x.to, x.origin, x.itemsize) for x in forward + backward]
+            assert sent == swaps(S, cp_size, rank, itemsize, sums)
+    assert passes(rank, [("zigzag", "causal", 0)], torch.float64, "ulysses") == [([], [])]
 
 
 def hybrid_hops(
@@ -209,57 +208,56 @@ def by_groups(sent: Sequence[Sent]) -> list[tuple[list[int], list[int], list[int
 
 @pytest.mark.parametrize(("cp_size", "degree"), [(4, 2), (6, 2), pytest.param(6, 3, marks=pytest.mark.full)])
 @pytest.mark.quick("4-2")
-def test_the_hybrid_swaps_in_its_inner_groups_and_fetches_in_its_outer_ones(pool, cp_size, degree):
+@on_ranks("cp_size", timeout=120.0)
+def test_the_hybrid_swaps_in_its_inner_groups_and_fetches_in_its_outer_ones(
+    rank: int, cp_size: int, degree: int
+) -> None:
     cases = [
         *product(("contiguous", "zigzag", "striped"), ("causal", "window", "full"), (31,)),
         ("zigzag", "causal", 6),
     ]
     for dtype, itemsize, sums in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
-        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype, "hybrid", degree)):
-            for case, passed in zip(cases, results, strict=True):
-                forward, backward = map(by_groups, passed)
-                wanted, wanted_backward = hybrid_hops(case, degree, cp_size, rank, itemsize, sums)
-                assert forward == wanted, (rank, case)
-                # In the backward the next fetch starts before the last delivery.
-                assert sorted(backward) == sorted(wanted_backward), (rank, case)
-                assert backward[0] == wanted_backward[0] and backward[-1] == wanted_backward[-1]
-    for results in pool(cp_size).run(passes, [("zigzag", "causal", 0)], torch.float64, "hybrid", degree):
-        assert results == [([], [])]
+        for case, passed in zip(cases, passes(rank, cases, dtype, "hybrid", degree), strict=True):
+            forward, backward = map(by_groups, passed)
+            wanted, wanted_backward = hybrid_hops(case, degree, cp_size, rank, itemsize, sums)
+            assert forward == wanted, case
+            # In the backward the next fetch starts before the last delivery.
+            assert sorted(backward) == sorted(wanted_backward), case
+            assert backward[0] == wanted_backward[0] and backward[-1] == wanted_backward[-1]
+    assert passes(rank, [("zigzag", "causal", 0)], torch.float64, "hybrid", degree) == [([], [])]
 
 
-def test_explain_counts_what_the_ring_of_a_hybrid_moves(pool):
+@on_ranks(6)
+def test_explain_counts_what_the_ring_of_a_hybrid_moves(rank: int) -> None:
     """Rows of half of the heads, by the rank in this one's place in another inner group."""
     cases = [*product(("contiguous", "zigzag", "striped"), ("causal", "window", "full"), (31,))]
     width = B * 3 * (D + E)  # of the kv heads that a rank's three query heads are computed with
-    for rank, results in enumerate(pool(6).run(passes, cases, torch.float64, "hybrid", 2)):
-        for (name, mask, S), (forward, _) in zip(cases, results, strict=True):
-            schedule = HYBRID.make_schedule(LAYOUTS[name](S), make_mask(mask, B, S), S, 6, rank, False, 2)
-            moves = received_by(schedule, 2)
-            rows = sum(num_rows(ranges) for move in moves for _, ranges in move)
-            outer = [hop for hop in by_groups(forward) if hop[0] == [*range(rank % 2, 6, 2)]]
-            assert sum(sum(origin) for _, _, origin, _ in outer) == rows * width, (rank, name, mask)
-            assert all(source % 2 == 0 for move in moves for source, _ in move)
+    results = passes(rank, cases, torch.float64, "hybrid", 2)
+    for (name, mask, S), (forward, _) in zip(cases, results, strict=True):
+        moves = received_by(HYBRID.make_schedule(LAYOUTS[name](S), make_mask(mask, B, S), S, 6, rank, False, 2), 2)
+        rows = sum(num_rows(ranges) for move in moves for _, ranges in move)
+        outer = [hop for hop in by_groups(forward) if hop[0] == [*range(rank % 2, 6, 2)]]
+        assert sum(sum(origin) for _, _, origin, _ in outer) == rows * width, (name, mask)
+        assert all(source % 2 == 0 for move in moves for source, _ in move)
 
 
-def received(results: list[list[tuple[list[Sent], list[Sent]]]], case: int) -> list[tuple[list[int], list[int]]]:
-    """Rows that each rank receives, hop by hop, forward and backward."""
-    return [
-        tuple([sum(sent.origin) // ROW for sent in sents] for sents in rank_results[case]) for rank_results in results
-    ]
+BY_HAND: dict[tuple[str, str], list[tuple[list[int], list[int]]]] = {
+    ("contiguous", "causal"): [([0, 0], [0, 0, 8, 8]), ([8, 0], [8, 0, 8, 0]), ([8, 8], [8, 8, 0, 0])],
+    ("zigzag", "causal"): [([8, 8], [8, 8, 4, 4]), ([4, 8], [4, 8, 4, 8]), ([4, 4], [4, 4, 8, 8])],
+    ("striped", "causal"): [([7, 7], [7, 7, 8, 8]), ([8, 7], [8, 7, 8, 7]), ([8, 8], [8, 8, 7, 7])],
+    ("contiguous", "window"): [([0], [0, 5]), ([5], [5, 5]), ([5], [5, 0])],
+    ("contiguous", "window of one token"): [([], [])] * 3,
+    ("zigzag", "full"): [([8, 8], [8, 8, 8, 8])] * 3,
+}
+"""Rows that each of 3 ranks receives, hop by hop, forward and backward, of 24 tokens, 8 rows each."""
 
 
-def test_by_hand(pool):
-    """24 tokens on 3 ranks, 8 rows each; rows received by hop, in the forward and in the backward."""
-    cases = [("contiguous", "causal"), ("zigzag", "causal"), ("striped", "causal"), ("contiguous", "window")]
-    cases += [("contiguous", "window of one token"), ("zigzag", "full")]
-    results = pool(3).run(passes, [(*case, 24) for case in cases], torch.float64)
-    # In the backward the next fetch starts before the last delivery.
-    assert received(results, 0) == [([0, 0], [0, 0, 8, 8]), ([8, 0], [8, 0, 8, 0]), ([8, 8], [8, 8, 0, 0])]
-    assert received(results, 1) == [([8, 8], [8, 8, 4, 4]), ([4, 8], [4, 8, 4, 8]), ([4, 4], [4, 4, 8, 8])]
-    assert received(results, 2) == [([7, 7], [7, 7, 8, 8]), ([8, 7], [8, 7, 8, 7]), ([8, 8], [8, 8, 7, 7])]
-    assert received(results, 3) == [([0], [0, 5]), ([5], [5, 5]), ([5], [5, 0])]
-    assert received(results, 4) == [([], [])] * 3
-    assert received(results, 5) == [([8, 8], [8, 8, 8, 8])] * 3
+@on_ranks(3)
+def test_by_hand(rank: int) -> None:
+    """In the backward the next fetch starts before the last delivery."""
+    results = passes(rank, [(*case, 24) for case in BY_HAND], torch.float64)
+    for (case, wanted), passed in zip(BY_HAND.items(), results, strict=True):
+        assert tuple([sum(sent.origin) // ROW for sent in sents] for sents in passed) == wanted[rank], case
 
 
 @pytest.mark.parametrize(("length", "hops"), [(8, 0), (10, 3)])  # one step: fetch, fetch again, deliver
