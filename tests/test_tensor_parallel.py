@@ -60,39 +60,30 @@ V, C, OUT, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few
 IGNORED = -100
 
 
-class Mixer(nn.Module):
-    """In the place of attention: three linears of one input, and one that joins the features again."""
+class Joined(nn.Module):
+    """Linears of one input, by their names, and a last one that joins the features of `calls` again."""
 
-    def __init__(self, bias: bool) -> None:
+    def __init__(self, calls: Callable[[Any, Tensor], Tensor], features: int, bias: bool, *names: str) -> None:
         super().__init__()
-        self.wq, self.wk, self.wv = (nn.Linear(C, OUT, bias=bias) for _ in range(3))
-        self.wo = nn.Linear(OUT, C, bias=bias)
+        self.calls, (*first, last) = calls, names
+        for name in first:
+            self.add_module(name, nn.Linear(C, features, bias))
+        self.add_module(last, nn.Linear(features, C, bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.wo(self.wq(x) * self.wk(x).sigmoid() + self.wv(x))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.w1, self.w2, self.w3 = nn.Linear(C, HIDDEN, bias), nn.Linear(HIDDEN, C, bias), nn.Linear(C, HIDDEN, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.calls(self, x)
 
 
 class Net(nn.Module):
-    """Tokens [..., S] to logits [..., S, V], in float64."""
+    """Tokens [..., S] to logits [..., S, V], in float64; in the place of attention are three linears of one input."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.mixer, self.feed_forward = (
-            nn.Embedding(V, C, padding_idx=3),
-            Mixer(bias),
-            FeedForward(bias),
-        )
-        self.head = nn.Linear(C, V, bias=False)
+        self.embedding, self.head = nn.Embedding(V, C, padding_idx=3), nn.Linear(C, V, bias=False)
+        mixed: Any = lambda m, x: m.wo(m.wq(x) * m.wk(x).sigmoid() + m.wv(x))  # noqa: E731
+        self.mixer = Joined(mixed, OUT, bias, "wq", "wk", "wv", "wo")
+        self.feed_forward = Joined(lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)), HIDDEN, bias, "w1", "w3", "w2")
         self.to(torch.float64)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -832,32 +823,50 @@ def written_between(module: Any, x: Tensor) -> Tensor:
     return out + module.b(x.add_(1))
 
 
-def columns(*names: str, calls: Any = both, mode: Any = "reduce_scatter", **linears: nn.Module) -> Callable[..., Any]:
-    def run(tp: DeviceMesh) -> Any:
-        x = torch.ones(2, 3, C)
-        return parallelize(Alike(calls, **linears), tp, {"": OverlappedColwise(*(names or ("a", "b")), mode=mode)})(x)
+def linear() -> nn.Module:
+    return nn.Linear(C, 4)
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(V, C)
+
+
+def on_tp(style: Any, make: Any = None, module: Callable[[], nn.Module] = linear) -> Callable[..., Any]:
+    """A style's module, given what `make` returns on the rank of tp, or ones of this shape."""
+
+    def run(axes: DeviceMesh) -> Any:
+        call = parallelize(module(), axes["tp"], {"": style})
+        return call(make(axes["tp"].get_local_rank()) if callable(make) else torch.ones(make or (2, 3, C)))
 
     return run
 
 
-def alone_on(style: Any, module: nn.Module, *shape: int) -> Callable[..., Any]:
-    return lambda tp: parallelize(module, tp, {"": style})(torch.ones(shape or (2, 3, C)))
+def columns(*names: str, calls: Any = both, **linears: nn.Module) -> Callable[..., Any]:
+    return on_tp(OverlappedColwise(*(names or ("a", "b"))), module=lambda: Alike(calls, **linears))
 
 
-def sharded_elsewhere(tp: DeviceMesh) -> None:
-    parallelize(parallelize(nn.Linear(C, 4), tp, {"": ColwiseParallel()}), tp, {"": OverlappedRowwise()})
+def of_head(make: Callable[[DeviceMesh], Tensor], over: str = "dp", evaluated: bool = False) -> Callable[..., Any]:
+    """The loss over a vocabulary of 4, of labels of 6 rows."""
+
+    def run(axes: DeviceMesh) -> None:
+        head = parallelize(nn.Linear(C, 4, bias=False), axes["tp"], {"": VocabParallelHead()})
+        if evaluated:
+            with torch.no_grad():
+                cross_entropy(head(torch.ones(3, C)), torch.arange(6) % 4, axes["dp"])
+        cross_entropy(head(torch.ones(3, C)), make(axes), axes[over])
+
+    return run
 
 
-def given_replicated(tp: DeviceMesh) -> None:
-    x = distribute_tensor(torch.ones(2, 3, C), tp, [Replicate()])
-    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(x)
+def sharded_elsewhere(axes: DeviceMesh) -> None:
+    parallelize(parallelize(linear(), axes["tp"], {"": ColwiseParallel()}), axes["tp"], {"": OverlappedRowwise()})
 
 
 def second_backward(style: Any, loss: Callable[[Tensor], Tensor], of_weight: bool = False) -> Callable[..., Any]:
     """A penalty on a gradient; of a ``loss`` that is linear the gradient of the output has none itself."""
 
-    def run(tp: DeviceMesh) -> None:
-        linear = parallelize(nn.Linear(C, C), tp, {"": style})
+    def run(axes: DeviceMesh) -> None:
+        linear = parallelize(nn.Linear(C, C), axes["tp"], {"": style})
         x = torch.ones(2, 4, C // 2 if isinstance(style, OverlappedRowwise) else C, requires_grad=True)
         (grad,) = torch.autograd.grad(loss(linear(x)), linear.weight if of_weight else x, create_graph=True)
         grad = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -866,57 +875,36 @@ def second_backward(style: Any, loss: Callable[[Tensor], Tensor], of_weight: boo
     return run
 
 
-def mapped(tp: DeviceMesh) -> None:
-    torch.func.vmap(parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()}))(torch.ones(2, 3, C))
+def mapped(axes: DeviceMesh) -> None:
+    torch.func.vmap(parallelize(linear(), axes["tp"], {"": OverlappedColwise()}))(torch.ones(2, 3, C))
 
 
-def of_unlike_rows(tp: DeviceMesh) -> None:
-    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(
-        torch.ones(3 + tp.get_local_rank(), C)
-    )  # packed: a first call of its kind
-
-
-def of_unlike_rows_to_sum(tp: DeviceMesh) -> None:
-    x = torch.ones(2 + 2 * tp.get_local_rank(), C // 2)
-    parallelize(nn.Linear(C, 4), tp, {"": OverlappedRowwise()})(x)
-
-
-def freed(tp: DeviceMesh) -> None:
-    model = fully_shard(parallelize(Net(), tp, plan()), mesh=alone_and_tp()[0], reshard_after_forward=True)
+def freed(axes: DeviceMesh) -> None:
+    model = fully_shard(parallelize(Net(), axes["tp"], plan()), mesh=axes["dp"], reshard_after_forward=True)
     tokens, labels = tokens_and_labels((2, 4))
-    cross_entropy(model(tokens), labels, alone_and_tp()[0])
+    cross_entropy(model(tokens), labels, axes["dp"])
 
 
-def of_unlike_labels(tp: DeviceMesh) -> None:
-    logits = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})(torch.ones(3, C))
-    cross_entropy(logits, (torch.arange(6) + tp.get_local_rank()) % 4, alone_and_tp()[0])
-
-
-def over_tp(tp: DeviceMesh) -> None:
-    logits = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})(torch.ones(3, C))
-    cross_entropy(logits, torch.arange(6) % 4, tp)
-
-
-def bias_of_another_dtype(mode: Any, tp: DeviceMesh) -> None:
-    linear = nn.Linear(C, 4)
-    linear.bias = nn.Parameter(linear.bias.double())
-    parallelize(linear, tp, {"": OverlappedRowwise(mode=mode)})(torch.ones(2, 4, C // 2))
+def bias_of_another_dtype() -> nn.Module:
+    module = nn.Linear(C, 4)
+    module.bias = nn.Parameter(module.bias.double())
+    return module
 
 
 OF_CPUS = "it joins CUDA devices, the tensors are on cpu; transport='functional' works"
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
-    "a mode": (lambda tp: OverlappedColwise(mode="scatter"), "mode='reduce_scatter' works"),  # type: ignore[arg-type]
+    "a mode": (lambda axes: OverlappedColwise(mode="scatter"), "mode='reduce_scatter' works"),  # type: ignore[arg-type]
     "nothing to gather": (
-        lambda tp: OverlappedColwise(mode="all_reduce", recompute_all_gather=True), "False in mode"
+        lambda axes: OverlappedColwise(mode="all_reduce", recompute_all_gather=True), "False in mode"
     ),
-    "a transport": (lambda tp: OverlappedRowwise(transport="nvlink"), "transport='functio"),  # type: ignore[arg-type]
+    "a transport": (lambda axes: OverlappedRowwise(transport="nvlink"), "transport='functio"),  # type: ignore[arg-type]
     "copies of a sum": (
-        lambda tp: OverlappedColwise(mode="all_reduce", transport="symmetric_memory"),
+        lambda axes: OverlappedColwise(mode="all_reduce", transport="symmetric_memory"),
         "'auto' or 'functional' in mode 'all_reduce', got 'symmetric_memory'",
     ),
-    "symmetric memory": (alone_on(OverlappedColwise(transport="symmetric_memory"), nn.Linear(C, 4)), OF_CPUS),
+    "symmetric memory": (on_tp(OverlappedColwise(transport="symmetric_memory")), OF_CPUS),
     "symmetric memory, in rows": (
-        alone_on(OverlappedRowwise(transport="symmetric_memory"), nn.Linear(C, 4), 2, 4, C // 2), OF_CPUS
+        on_tp(OverlappedRowwise(transport="symmetric_memory"), (2, 4, C // 2)), OF_CPUS
     ),
     "a name": (columns("a", "c"), "expected names of linears in the module, got 'c'; it has a, b"),
     "no linear": (columns("a", "b", b=nn.Identity()), "expected nn.Linear, got Identity"),
@@ -927,20 +915,23 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "not called": (columns(calls=lambda m, x: m.a(x)), "got no call of b; leave it out of the names"),
     "in_features": (columns(b=nn.Linear(C + 1, 4)), "one in_features and dtype"),
     "two dtypes": (columns(a=nn.Linear(C, 4).double(), b=nn.Linear(C, 4).double()), "one dtype, got"),
-    "a bias of another dtype": (partial(bias_of_another_dtype, "all_reduce"), "an output and a bias of one dtype"),
-    "one of sharded rows": (partial(bias_of_another_dtype, "reduce_scatter"), "inputs and weights of one dtype"),
-    "odd rows": (alone_on(OverlappedRowwise(), nn.Linear(C, 4), 2, 3, C // 2), "a multiple of 2 rows"),
-    "an embedding": (alone_on(VocabParallelEmbedding(), nn.Embedding(8, C, max_norm=1.0)), "max_norm=1.0"),
-    "a small vocabulary": (alone_on(VocabParallelEmbedding(), nn.Embedding(1, C)), "a vocabulary of 1; use fewer"),
-    "a head with a bias": (alone_on(VocabParallelHead(), nn.Linear(C, 8)), "a linear without a bias"),
+    "a bias of another dtype": (
+        on_tp(OverlappedRowwise(mode="all_reduce"), (2, 4, C // 2), bias_of_another_dtype),
+        "an output and a bias of one dtype",
+    ),
+    "one of sharded rows": (
+        on_tp(OverlappedRowwise(), (2, 4, C // 2), bias_of_another_dtype), "inputs and weights of one dtype"
+    ),
+    "an embedding": (on_tp(VocabParallelEmbedding(), None, lambda: nn.Embedding(8, C, max_norm=1.0)), "max_norm=1.0"),
+    "a small vocabulary": (on_tp(VocabParallelEmbedding(), None, lambda: nn.Embedding(1, C)), "a vocabulary of 1"),
+    "a head with a bias": (on_tp(VocabParallelHead()), "a linear without a bias"),
     "another placement": (sharded_elsewhere, "a DTensor (Shard(1),) over tp"),
-    "a replicated input": (given_replicated, "a DTensor (Shard(1),) over tp"),
     "vmap": (mapped, "expected no transform of torch.func, got vmap"),
     "a weight that is freed": (freed, "got one that FSDP2 has freed; fully_shard"),
-    "a loss over tp": (over_tp, "ranks that hold distinct tokens, got ranks [0, 1] of one tp group; leave tp out"),
-    "labels that differ": (of_unlike_labels, "cross_entropy: expected the same labels on every tp rank, got tp rank 0"),
-    "rows that differ": (of_unlike_rows, "rows of the sequence"),
-    "rows to sum that differ": (of_unlike_rows_to_sum, "rows of the sequence"),
+    "a loss over tp": (
+        of_head(lambda axes: torch.arange(6) % 4, "tp"),
+        "ranks that hold distinct tokens, got ranks [0, 1] of one tp group; leave tp out",
+    ),
 } | {
     f"second backward {i}": (second_backward(style, loss, of_weight), "can be differentiated once")
     for i, (style, loss, of_weight) in enumerate(
@@ -956,48 +947,20 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 
 @on_ranks(2)
 def test_what_is_refused() -> None:
-    _, tp = alone_and_tp()
+    axes = mesh((1, 2), ("dp", "tp"))
     forget_kept(agreement.Calls)  # other tests made calls of the same kind, of which the first alone is compared
     for name, (run, words) in REFUSED.items():
         with pytest.raises(REFUSALS) as raised:  # weights are scattered when a style is applied
-            run(tp)
+            run(axes)
         assert words in str(raised.value), name
 
 
 # What one rank of tp alone refuses: the others hear of it before their first collective.
 
 
-def unlike_heads(axes: DeviceMesh, evaluated: bool) -> None:
-    """A label outside of the vocabulary on one rank, of which only its dp ranks hear in the loss's own sum."""
-    dp, tp = axes["dp"], axes["tp"]
-    head = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})
-    labels = torch.arange(6) % 4
-    if evaluated:
-        with torch.no_grad():
-            cross_entropy(head(torch.ones(3, C)), labels, dp)
-    labels[0] += 4 * (dist.get_rank() == 3)
-    cross_entropy(head(torch.ones(3, C)), labels, dp)
-
-
-def on_tp(
-    style: Any, make: Callable[[int], Tensor], module: Callable[[], nn.Module] | None = None
-) -> Callable[..., Any]:
-    """A style's module, given what `make` returns on the rank of tp."""
-    return lambda axes: parallelize((module or linear)(), axes["tp"], {"": style})(make(axes["tp"].get_local_rank()))
-
-
-def linear() -> nn.Module:
-    return nn.Linear(C, 4)
-
-
-def embedding() -> nn.Module:
-    return nn.Embedding(V, C)
-
-
-def shape_of_labels(axes: DeviceMesh) -> None:
-    tp = axes["tp"]
-    head = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})
-    cross_entropy(head(torch.ones(3, C)), torch.zeros(6 + tp.get_local_rank(), dtype=torch.int64), axes["dp"])
+def outside(axes: DeviceMesh) -> Tensor:
+    """Of the vocabulary, on one rank; only its dp ranks hear of it in the loss's own sum."""
+    return torch.tensor([4 * (dist.get_rank() == 3), 1, 2, 3, 0, 1])
 
 
 def dtype_of_rank(axes: DeviceMesh, style: Any) -> None:
@@ -1087,9 +1050,17 @@ WITHOUT: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 """Where one rank would run another backward."""
 
 ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
-    "a label outside": (partial(unlike_heads, evaluated=False), "expected 0 <= label < 4, or ignore_index=-100, got"),
-    "one after an evaluation": (partial(unlike_heads, evaluated=True), "expected 0 <= label < 4, or ignore_index=-100"),
-    "the shape of labels": (shape_of_labels, "labels: expected shape (6,), got (7,)"),
+    "a label outside": (of_head(outside), "expected 0 <= label < 4, or ignore_index=-100, got"),
+    "one after an evaluation": (of_head(outside, evaluated=True), "expected 0 <= label < 4, or ignore_index=-100"),
+    "the shape of labels": (
+        of_head(lambda axes: torch.zeros(6 + axes.get_local_rank("tp"), dtype=torch.int64)),
+        "labels: expected shape (6,), got (7,)",
+    ),
+    "labels": (
+        of_head(lambda axes: (torch.arange(6) + axes.get_local_rank("tp")) % 4),
+        "cross_entropy: expected the same labels on every tp rank, got tp rank 0",
+    ),
+    "rows of a column linear": (on_tp(COL, lambda rank: torch.ones(3 + rank, C)), "rows of the sequence"),  # packed
     "the dtype of an input": (
         on_tp(COL, lambda rank: torch.ones(2, 3, C, dtype=torch.float64 if rank else torch.float32)),
         "inputs and weights of one dtype",
