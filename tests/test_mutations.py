@@ -330,7 +330,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "outside of the plan": on(2, test_watching.found, "not", False, ("MHA",)),
     "outside of the plan, compiled": on(2, test_watching.found, "blocks in place", True, ("SDPA",)),
     "checkpoints in cores": of(test_styles.test_checkpoint_inside_a_core_is_refused, False),
-    "allocations": of(test_allocations.test_formulas_are_what_is_allocated, "functional"),
+    "allocations": in_folder(test_allocations.test_formulas_are_what_is_allocated, "functional"),
     "release": test_symmetric_memory.test_release_gives_back_the_memory_of_groups_within_a_group,
     "decoding": test_decoding.test_a_few,
     "sharded queries": of(test_decoding.test_sharded_queries, False),
