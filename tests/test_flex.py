@@ -283,57 +283,6 @@ def test_a_mask_beside_the_functions(rank: int, axis: Any, layout: str) -> None:
     assert off <= TOLERANCE
 
 
-# --- the same numbers as options of `attention`
-def built_in(S: int, H: int, rows: Tensor) -> dict[str, tuple[Any, Any, dict[str, Any], dict[str, Tensor]]]:
-    """By name: score_mod, mask_mod, the options that say the same, and tensors of both by the option's name."""
-    slopes, bias = numbers(H), numbers(B, H, S, S)
-    ids = integers(3, B, S).sort(1).values
-    causal = Mask()
-
-    def is_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return q >= kv
-
-    return {
-        "softcap": (lambda s, b, h, q, kv: 0.7 * torch.tanh(s / 0.7), is_causal, {"mask": causal, "softcap": 0.7}, {}),
-        "alibi_slopes": (
-            lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), is_causal, {"mask": causal}, {"alibi_slopes": slopes}
-        ),
-        "bias": (
-            lambda s, b, h, q, kv: s + bias[b, h, q, kv], is_causal, {"mask": causal}, {"bias": bias}
-        ),
-        "documents": (
-            None, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv), {"mask": Mask(documents=ids)}, {}
-        ),
-        "window": (None, lambda b, h, q, kv: (q >= kv) & (q - kv <= 4), {"mask": Mask(window=(4, 0))}, {}),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("method", ("ring", "ulysses"))
-@on_ranks(2)
-def test_functions_that_say_what_options_do(rank: int, axis: Any, method: str) -> None:
-    S, H = 26, 4
-    layout = ZigZag()
-    rows = layout.positions(S, axis.size(), rank)
-    *qkv, dout = make_qkv(B, H, 2, S, D)
-    for name, (score_mod, mask_mod, options, tensors) in built_in(S, H, rows).items():
-        common = {"mesh": axis, "layout": layout, "seq_len": S, "method": method}
-        results = []
-        for is_flex in (True, False):
-            local = [x[:, :, rows].clone().requires_grad_() for x in qkv]
-            leaves = [x.requires_grad_() for x in tensors.values()]
-            if is_flex:
-                block_mask = create_block_mask(mask_mod, None, None, S, S) if mask_mod else None
-                out = flex_attention(*local, score_mod, block_mask, enable_gqa=True, **common)
-            else:
-                given = {key: x[:, :, rows] if key == "bias" else x for key, x in tensors.items()}
-                out = cp_mesh.attention(*local, **common, **options, **given)
-            grads = torch.autograd.grad(out, [*local, *leaves], dout[:, :, rows])
-            for share in grads[3:]:  # of a bias Ulysses divides it otherwise
-                dist.all_reduce(share)
-            results.append([out, *grads])
-        assert all(gap(x, y) <= TOLERANCE for x, y in zip(*results, strict=True)), name
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @on_ranks(1, timeout=300)
 def test_as_torchs_function(axis: Any) -> None:
@@ -554,72 +503,6 @@ def test_ways_to_write_a_function(name: str) -> None:
     (of_want,) = torch.autograd.grad(want.sum(), x)
     got, _ = function.gradients(torch.ones_like(x), x, (one, one, rows, rows), captured, (), False)
     assert gap(got, of_want) <= TOLERANCE
-
-
-FACTOR = 2.0
-
-
-class Holder(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.factor = torch.nn.Parameter(numbers(5)), 1.5
-
-    def score(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.factor * score + self.table[kv_idx]
-
-
-def changing() -> dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]]:
-    """Functions, and what changes what they read, in every way that Python has."""
-    number, listed, holder, replaced, table = 1.5, [1.5], Holder(), Holder(), numbers(5)
-
-    def of_number(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return number * score
-
-    def of_global(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return FACTOR * score
-
-    def inner(score: Tensor) -> Tensor:
-        return score * listed[0]
-
-    def nested(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return inner(score) - h
-
-    def by_default(
-        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, factor: float = 1.5
-    ) -> Tensor:
-        return factor * score
-
-    def rebind() -> None:
-        nonlocal number
-        number = 2.5
-
-    partial = functools.partial(by_default, factor=0.5)
-    return {
-        "a closure's number": (of_number, rebind),
-        "a global": (of_global, lambda: globals().update(FACTOR=3.0)),
-        "a list that a nested function reads": (nested, lambda: listed.__setitem__(0, 2.5)),
-        "a default": (by_default, lambda: by_default.__kwdefaults__.update(factor=2.5)),
-        "an argument of a partial": (partial, lambda: partial.keywords.update(factor=4.5)),
-        "a number of a module": (holder.score, lambda: setattr(holder, "factor", 2.5)),
-        "a parameter that is replaced": (
-            replaced.score, lambda: setattr(replaced, "table", torch.nn.Parameter(2 * numbers(5)))
-        ),
-        "a tensor that is written": (lambda s, b, h, i, j: s + table[j], lambda: table.mul_(3)),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", changing())
-def test_what_a_function_reads_changes(name: str) -> None:
-    score_mod, change = changing()[name]
-    pair = numbers(), *(torch.tensor(x) for x in (0, 1, 2, 3))
-    values = []
-    for step in range(2):
-        if step:
-            change()
-        function, captured = trace("score_mod", score_mod, numbers(1, 2, 5, 3))
-        values.append(function.graph(*pair, *captured))
-        assert torch.equal(values[-1], score_mod(*pair)), step
-    assert not torch.equal(*values)
 
 
 @on_ranks(1)

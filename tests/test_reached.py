@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,7 +134,20 @@ def of_default() -> Change:
     return lambda: score_mod, lambda: score_mod.__kwdefaults__.update(by=2.0)
 
 
+def of_partial() -> Change:
+    given = partial(of_default()[0](), by=0.5)
+    return lambda: given, lambda: given.keywords.update(by=4.5)
+
+
+def of_parameter() -> Change:
+    module = nn.Linear(5, 5)
+    replaced = nn.Parameter(module.weight + 1)
+    return lambda: lambda s, b, h, i, j: s + module.weight[i, j], lambda: setattr(module, "weight", replaced)
+
+
 CHANGES: dict[str, Callable[[], Change]] = {
+    "an argument of a partial": of_partial,
+    "a parameter that is replaced": of_parameter,
     "a counter": counting,
     "an object": lambda: of_object(SimpleNamespace(scale=1.0), lambda x: setattr(x, "scale", 2.0)),
     "a module": of_module,
@@ -149,14 +163,19 @@ CHANGES: dict[str, Callable[[], Change]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changed_is_seen(name: str) -> None:
     make, change = CHANGES[name]()
+    pair, values = (torch.tensor(0.7), *map(torch.tensor, (0, 1, 2, 3))), list[Tensor]()
     try:
-        first, _ = trace("score_mod", make(), Q)
-        change()
-        second, _ = trace("score_mod", make(), Q)
+        for step in range(2):
+            if step:
+                change()
+            function, captured = trace("score_mod", make(), Q)
+            assert function is not None
+            values.append(function.graph(*pair, *captured))
+            assert name == "a counter" or torch.equal(values[-1], make()(*pair))
     finally:
         globals()["CAP"] = 20.0
         torch.use_deterministic_algorithms(False)
-    assert first is not None and second is not None and first.handle != second.handle
+    assert not torch.equal(*values)
 
 
 def test_a_gradient_is_that_of_now() -> None:
