@@ -61,8 +61,8 @@ class Method:
         make_schedule(layout, mask, seq_len, cp_size, cp_rank, by documents, degree=, sources=) -> this rank's schedule.
         settings(options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings. It refuses
             options that the method cannot serve.
-        forward(q, k, v, scores, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; if the spec
-            ``keeps``, also the tensors of `kept_shapes`.
+        forward(q, k, v, scores, plan, group) -> out [B, H, S_local, Dv] in q's dtype, `dense_like` q, and lse
+            [B, H, S_local] in the accumulation dtype; if the spec ``keeps``, also the tensors of `kept_shapes`.
         backward(`Backward`, plan, group) -> dq, dk, dv in the inputs' dtype, `dense_like` the inputs; and the wanted
             gradients by name, to be summed over ranks, in the accumulation dtype.
 

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from typing import Any
 
@@ -26,12 +25,6 @@ from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, Scores, name_of_ca
 from cp_mesh.sequence.cuts import check_mark, told_of_tokens
 from cp_mesh.sequence.losses import note_callers
 from cp_mesh.sequence.sharded_sequence import ROOT
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off: a pass may run inside the caller's autocast, which would cast the fp32 sums of kernels."""
-    device_type = x.device.type
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def length_of_call(arguments: Sequence[Any]) -> tuple[str, int | None]:
@@ -146,11 +139,13 @@ def run_forward(
     plan: Plan, scores: Scores, call: Call, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """out, lse and what the method keeps of a call that was planned and compared; tensors in the caller's format."""
+    if torch.is_autocast_enabled(query.device.type):  # it would cast the fp32 sums of kernels
+        with torch.autocast(query.device.type, enabled=False):
+            return run_forward(plan, scores, call, group, query, key, value)
     form = FORMATS[call.seq_dim]
     q, k, v = form.to_bhsd(query, key, value)
     try:
-        with _no_autocast(q):
-            out, lse, *kept = plan.method.forward(q, k, v, scores, plan, group)
+        out, lse, *kept = plan.method.forward(q, k, v, scores, plan, group)
     except BaseException as error:
         end_by(group, error)
         raise
@@ -204,6 +199,9 @@ def run_backward(
     Tensors are in the caller's format, but out and lse that the forward kept.
     """
     form, (dout, q, k, v, out, lse, dlse, kept, *_) = FORMATS[call.seq_dim], given
+    if torch.is_autocast_enabled(q.device.type):  # as in the forward
+        with torch.autocast(q.device.type, enabled=False):
+            return run_backward(plan, call, group, given)
     try:
         if kept is None:
             dout, q, k, v, out = form.to_bhsd(dout, q, k, v, out)
@@ -214,9 +212,8 @@ def run_backward(
             if not plan.kernel.capability.differentiable_lse:
                 raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
             dlse = form.lse_to_bhs(dlse)
-        with _no_autocast(q):
-            given = Backward(dout, q, k, v, out, lse, dlse, kept, given.scores, given.wanted)
-            *grads, of_scores = plan.method.backward(given, plan, group)
+        given = Backward(dout, q, k, v, out, lse, dlse, kept, given.scores, given.wanted)
+        *grads, of_scores = plan.method.backward(given, plan, group)
     except BaseException as error:
         end_by(group, error)
         raise

@@ -77,12 +77,8 @@ def make_plan(
     resolve: Callable[..., Plan] = plans.reusable if contents == (None,) * NUM_READ else plans.of_batch
     if not features.isdisjoint(POSITIONAL):  # positions are on the device
         resolve = plans.of_batch
-    shapes = (
-        Operand(q.shape, q.dtype, q.device),
-        Operand(k.shape, k.dtype, k.device),
-        Operand(v.shape, v.dtype, v.device),
-    )
-    plan = resolve(contents, *shapes, features, call.seq_len, group.size(), group.rank(), call.options.of_plan())
+    operands = (Operand(x.shape, x.dtype, x.device) for x in (q, k, v))
+    plan = resolve(contents, *operands, features, call.seq_len, group.size(), group.rank(), call.options.of_plan())
     if plan.reads_tensors:
         refuse_copies(plan)
     return plan

@@ -254,16 +254,7 @@ class Stages(Method):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, group: dist.ProcessGroup
     ) -> tuple[Tensor, ...]:
-        """Attention of this rank's queries over all keys.
-
-        Args:
-            q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv], never written.
-            scores, plan: of the call.
-            group: the cp group.
-
-        Returns:
-            out [B, H, S_local, Dv] in q's dtype, `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
-        """
+        """See `Method`."""
         if plan.settings.head_chunks == 1:
             return forward_of_heads(q, k, v, scores, plan, group, None)
         out = dense_like(q, v.shape[3])
