@@ -1,8 +1,7 @@
 """Build the site of the documents: `python3 docs/build.py`; it is written to build/site.
 
 The tools are the packages of the extra `docs` in pyproject.toml, in an environment of their own, `.venv-docs`, which is
-made where it is missing or stale. PyTorch is not needed: docstrings are read from the source. Any warning fails. Pages
-of whole CSV files (`PAGES` of examples/benchmarks/tables.py) are made first.
+made where it is missing or stale. PyTorch is not needed: docstrings are read from the source. Any warning fails.
 """
 
 from __future__ import annotations
@@ -37,10 +36,6 @@ def main() -> int:
     if not STAMP.exists() or STAMP.read_text() != stamp:
         install(extras["docs"])
         STAMP.write_text(stamp)  # last: an installation that was cut short is made anew
-    sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
-    import tables
-
-    tables.write_pages()
     command = [str(PYTHON), "-m", "mkdocs", "build", "--strict", "--clean", *sys.argv[1:]]
     quiet = {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement
     return subprocess.call(command, cwd=ROOT, env=os.environ | quiet)

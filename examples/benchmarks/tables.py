@@ -1,8 +1,7 @@
 """Write the tables of the documents from the committed CSV files: `python examples/benchmarks/tables.py`.
 
 A few small tables stand in README.md and in pages of docs/, between a line `<!-- table: NAME -->` and a line
-`<!-- end -->`; these are written in place, and `tests/test_docs.py` makes them again and compares. Whole files of
-figures become pages of the site when `docs/build.py` builds it.
+`<!-- end -->`; these are written in place, and `tests/test_docs.py` makes them again and compares.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import csv
 import importlib
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 Row = dict[str, str]
@@ -28,18 +25,6 @@ DOCUMENTS = (
     "docs/exact_or_refused.md",
     "docs/results/README.md",
 )  # which hold tables of `REGIONS`
-MODES = {
-    "queued": "calls that follow one another, as in training",
-    "eager": "single calls, the device idle before each",
-    "graph": "replays of a CUDA graph of forward and backward",
-}
-METHODS = {
-    "auto": "auto",
-    "all_gather": "all-gather",
-    "ulysses": "Ulysses",
-    "hybrid": "hybrid",
-}
-KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
 OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
 RING_FLASH = ("ring_flash_attn/zigzag/fa4", "ring_flash_attn/stripe/fa4", "ring_flash_attn/llama3/fa4")
 TORCH = ("torch/allgather", "torch/alltoall")
@@ -64,110 +49,6 @@ def turned(table: str) -> str:
 
 def short(length: int) -> str:
     return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
-
-
-def label(contestant: str) -> str:
-    """What a contestant of the benchmark is, in words."""
-    contestant, _, count = contestant.partition("/head_chunks=")
-    kind, *rest = contestant.split("/")
-    kernel, parts = KERNELS.get(rest[-1], rest[-1]), f", {count} head chunks" if count else ""
-    match kind:
-        case "cp_mesh":
-            method, layout, name, transport = rest
-            over = ", over NCCL" if transport == "functional" else ""
-            return f"cp_mesh, {by_method(method)}{layout}, {KERNELS.get(name, name)}{over}{parts}"
-        case "floor":
-            return f"floor: the same tiles on one GPU, {kernel}"
-        case "single_gpu":
-            return f"one GPU, its own rows alone, {kernel}"
-        case "ulysses":
-            return f"Ulysses, {kernel}"
-        case "torch":
-            return f"PyTorch context_parallel, {rest[0]}, cuDNN"
-        case _:
-            return f"ring-flash-attention, {rest[0]}, {kernel}"
-
-
-def by_method(method: str) -> str:
-    """In words; "hybrid4" has inner groups of 4."""
-    name = method.rstrip("0123456789")
-    of = f" of {method[len(name) :]}" if name != method else ""
-    return "" if method == "ring" else f"{METHODS[name]}{of}, "
-
-
-RANKS = ("floor", "cp_mesh", "ulysses", "torch", "ring_flash_attn", "single_gpu")
-
-
-def order(contestant: str) -> tuple[int, str]:
-    return RANKS.index(contestant.split("/")[0]), contestant
-
-
-def compared(rows: Sequence[Row], column: str, digits: int) -> str:
-    """A line for each contestant, a column for each number of rows a GPU."""
-    lengths = sorted({int(row["local_len"]) for row in rows})
-    cells = {(row["contestant"], int(row["local_len"])): row[column] for row in rows if row[column]}
-    names = sorted({name for name, _ in cells}, key=order)
-    lines = []
-    for name in names:
-        figures = [cells.get((name, length)) for length in lengths]
-        lines.append([label(name), *(f"{float(x):.{digits}f}" if x else "" for x in figures)])
-    return markdown(["rows a GPU", *map(short, lengths)], lines)
-
-
-def attention_page(name: str) -> str:
-    """TFLOP/s of every mask, heads, commit and mode of a file of `attention.py`, and memory."""
-    rows = [row for row in read(name) if row["fwdbwd_ms"] and row["contestant"] != "floor/best"]
-    cases: dict[tuple[str, str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        key = row["mask"], f"{row['heads_q']}/{row['heads_kv']}", row["commit"]
-        cases[key][row["mode"]].append(row)
-    parts = [
-        head_of(name, machine_of(rows)),
-        "TFLOP/s per GPU, forward and backward together; medians of the slowest rank. The last run of a case counts.\n",
-    ]
-    for (mask, heads, commit), modes in cases.items():
-        parts.append(f"## {mask}, heads {heads}, commit {commit}\n")
-        for mode, words in MODES.items():
-            if mode in modes:
-                parts.append(f"*{mode}*: {words}\n\n{compared(modes[mode], 'tflops_fwdbwd', 0)}")
-        if any(row["extra_mem_gib"] for row in modes["eager"]):
-            table = compared(modes["eager"], "extra_mem_gib", 2)
-            parts.append(f"Extra memory, GiB beyond inputs and results, single calls\n\n{table}")
-    return "\n".join(parts)
-
-
-def machine_of(rows: Sequence[Row]) -> str:
-    row = rows[0]
-    gpus = f"{row['world_size']}x {row['gpu']}" if "world_size" in row else row["gpu"]
-    return f"{gpus}, torch {row['torch']}, {row['packages']}, {row['dtype']}, head dim {row['head_dim']}"
-
-
-def head_of(name: str, machine: str) -> str:
-    return (
-        f"# {name.removesuffix('.csv')}\n\nMade by `examples/benchmarks/tables.py` from [{name}]({name}); do not edit."
-        f" [How each file was made](README.md).\n\n{machine}.\n"
-    )
-
-
-def steps_page(name: str) -> str:
-    rows = read(name)
-    row, commits = rows[0], {row["blocks"].replace("inductor", "compiled"): row["commit"] for row in rows}
-    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, {row['precision']}, at commits "
-    machine += ", ".join(f"{commit} ({blocks})" for blocks, commit in commits.items())
-    losses = {TRAINERS[row["variant"]]: row["loss_function"] for row in rows}
-    what = f"{row['layers']} layers of Llama-3-8B's shape, FSDP2, {row['recompute']} recomputation; the loss by"
-    what += f" {', '.join(f'`{function}` ({variant})' for variant, function in losses.items())}"
-    lines = [
-        [
-            TRAINERS[row["variant"]], row["commit"], row["blocks"], f"{int(row['seq_len']):,}", row["steps"],
-            f"{row['step_ms_min']} to {row['step_ms_max']}", f"{float(row['tokens_per_s_per_gpu']):,.0f}",
-            f"{100 * float(row['mfu']):.1f} %", row["loss"], row["grad_norm"], f"{float(row['grad_difference']):.1e}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    head = ["", "commit", "blocks", "tokens", "steps", "ms a step", "tokens/s of a GPU", "of peak FLOP/s", "loss"]
-    head += ["gradient norm", "worst gradient's difference"]
-    return f"{head_of(name, machine)}\n{what}.\n\n{steps_table(rows)}\n{markdown(head, lines)}"
 
 
 TRAINERS = {
@@ -201,28 +82,6 @@ def steps_table(rows: Sequence[Row]) -> str:
     return markdown(["ms a step (GiB)", *head], lines)
 
 
-def batches_table(rows: Sequence[Row]) -> str:
-    """Of `batches.py`: rates, stalls and what was compiled."""
-    head = ["layout", "heads", "mask", "tokens/s", "of the batch again", "no wait", "first step, s", "median, ms"]
-    rated, lines = any(row.get("tflops") for row in rows), []
-    for row in rows:
-        line = [row["layout"], f"{row['heads_q']}/{row['heads_kv']}", row["mask"]]
-        if row["status"] != "ok":
-            lines.append([*line, row["status"], *[""] * (7 + rated)])
-            continue
-        ahead = (
-            f"{float(row['ahead_tokens_per_s']):,.0f}, {float(row['ahead_ratio']):.2f}" if row["ahead_ratio"] else ""
-        )
-        speed = f"{float(row['tokens_per_s']):,.0f}", f"{float(row['rate_ratio']):.2f}", ahead
-        stalls = f"{float(row['worst_stall']):.2f}", row["stalls"]
-        variants = f"{row['triton']} + {row['fa4']}, {row['late']} late"
-        times = f"{float(row['first_s']):.1f}", f"{1e3 * float(row['median_s']):.1f}"
-        rate = [f"{float(row['tflops']):.0f}, {float(row['ahead_tflops'] or 'nan'):.0f}"] if rated else []
-        lines.append([*line, *speed, *times, *stalls, variants, *rate])
-    head += ["worst stall", "above 1.3", "compiled: Triton + FlashAttention-4"]
-    return markdown([*head, *(["TFLOP/s a GPU, no wait"] if rated else [])], lines)
-
-
 STEPS_OF_DECODING = {
     "sdpa flash": "one GPU, SDPA's FlashAttention",
     "sdpa flash graph": "the same in a CUDA graph",
@@ -243,41 +102,6 @@ def decoding_table() -> str:
     return markdown(["us a step", *(f"{short(int(length))} tokens" for length in lengths)], lines)
 
 
-def decoding_page() -> str:
-    name = "decoding_2xh200.csv"
-    rows = read(name)
-    lines = [
-        [
-            row["commit"], row["world_size"], short(int(row["cached"])), row["contestant"], row["step_ms"],
-            f"{row['step_ms_min']} to {row['step_ms_max']}", row["of_best"], row["gb_per_s"],
-        ]
-        for row in rows
-    ]  # fmt: skip
-    head = ["commit", "GPUs", "tokens cached", "contestant", "ms a step", "least to most", "of the best on one GPU"]
-    what = f"heads {rows[0]['heads_q']}/{rows[0]['heads_kv']}, one query. `examples/benchmarks/decoding.py` says what"
-    what += " the contestants are. SDPA's default takes cuDNN here, which plans anew at every length"
-    return f"{head_of(name, machine_of(rows))}\n{what}.\n\n{markdown([*head, 'GB/s a GPU'], lines)}"
-
-
-def linears_page(name: str) -> str:
-    """Of `linears.py`: at each commit both passes, of them what is beyond the products alone, and what is kept."""
-    measured = [row for row in read(name) if row["fwdbwd_ms"]]
-    machine, parts = f"{measured[0]['world_size']}x {measured[0]['gpu']}, torch {measured[0]['torch']}", []
-    for commit in dict.fromkeys(row["commit"] for row in measured):
-        rows = [row for row in measured if row["commit"] == commit]
-        tables = (
-            (linears_table(rows, column, digits), what)
-            for column, digits, what in (
-                ("fwdbwd_ms", 3, "ms of both passes"),
-                ("exposed_ms", 2, "ms of them beyond the floor's"),
-                ("kept_gib", 3, "GiB kept for the backward"),
-            )
-        )
-        parts.append(f"## {commit}\n\n" + "\n".join(f"{what}:\n\n{table}" for table, what in tables))
-    what = "Rows are those of all tp ranks together; floor: one rank's products alone."
-    return "\n".join([f"{head_of(name, machine)}\n{what}\n", *parts])
-
-
 def linears_table(rows: Sequence[Row], column: str, digits: int) -> str:
     cells = {(row["part"], row["rows"], row["contestant"]): row.get(column) or "" for row in rows}
     names = list(dict.fromkeys(row["contestant"] for row in rows))
@@ -293,28 +117,6 @@ def measured_linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
     at = {"commit": commit, "rows": str(length)}
     rows = [row for row in read("linears_2xh100.csv") if at.items() <= row.items() and row["contestant"] in chosen]
     return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
-
-
-def recurrent_page(name: str) -> str:
-    """Of `mixers.py` with several layers: both passes by tokens, of the last row of each case."""
-    rows, parts = read(name), [""]
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        of_layer = [row for row in rows if row["layer"] == layer]
-        cases = {(row["rows"], row["documents"], row["contestant"]): row for row in of_layer if row["fwdbwd_ms"]}
-        names = [*dict.fromkeys(row["contestant"] for row in of_layer if row["fwdbwd_ms"])]
-        lines = []
-        for tokens, documents in dict.fromkeys(case[:2] for case in cases):
-            of_case = {x: cases[tokens, documents, x] for x in names if (tokens, documents, x) in cases}
-            ms = {x: float(row["fwdbwd_ms"]) for x, row in of_case.items()}
-            alone = min((t for x, t in ms.items() if x.startswith("one/") or x == "fla/one"), default=None)
-            share = {x: f" ({t * int(rows[0]['world_size']) / alone:.2f})" if alone else "" for x, t in ms.items()}
-            cells = [f"{ms[x]:.1f}{share[x]}" if x in ms else "" for x in names]
-            lines.append([f"{int(tokens):,}" + (", packed" if documents == "packed" else ""), *cells])
-        found = {(row["contestant"], row["rows"], row["status"]) for row in of_layer if row["status"] != "ok"}
-        without = "".join(f"- `{x}`, {int(n):,} tokens: {status}\n" for x, n, status in sorted(found))
-        parts.append(f"## {layer}\n\n{markdown(['tokens', *names], lines)}" + (f"\n{without}" if without else ""))
-    machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['dtype']}"
-    return f"{head_of(name, machine)}" + "\n".join(parts)
 
 
 def training_table() -> str:
@@ -409,27 +211,18 @@ def memory_table() -> str:
     ]
     lengths = sorted({int(row["local_len"]) for row in rows})
     cells = {(row["contestant"], int(row["local_len"])): float(row["extra_mem_gib"]) for row in rows}
-    names = (OURS, "ulysses/fa4", *TORCH, RING_FLASH[0])
-    lines = [[label(name), *(f"{cells[name, x]:.2f}" for x in lengths)] for name in names]
+    names = {
+        OURS: "cp_mesh, zigzag, FlashAttention-4",
+        "ulysses/fa4": "Ulysses, FlashAttention-4",
+        TORCH[0]: "PyTorch context_parallel, allgather, cuDNN",
+        TORCH[1]: "PyTorch context_parallel, alltoall, cuDNN",
+        RING_FLASH[0]: "ring-flash-attention, zigzag, FlashAttention-4",
+    }
+    lines = [[words, *(f"{cells[name, x]:.2f}" for x in lengths)] for name, words in names.items()]
     return markdown(["rows a GPU", *map(short, lengths)], lines)
 
 
 MEMORY_OF = ("14bfd52", "eager", "32", "8")  # commit, mode, heads
-
-PAGES: dict[str, Callable[[], str]] = {
-    **{
-        f"{stem}.md": partial(attention_page, f"{stem}.csv")
-        for stem in (
-            *("attention_2xh100", "attention_2xh200", "attention_4xh200", "magi_2xh100", "masks_2xh200"),
-            *("masks_4xh200", "methods_2xh200"),
-        )
-    },
-    **{f"{stem}.md": partial(steps_page, f"{stem}.csv") for stem in ("training_2xh100", "training_2xh200")},
-    "decoding_2xh200.md": decoding_page,
-    "linears_2xh100.md": partial(linears_page, "linears_2xh100.csv"),
-    "recurrent_2xh100.md": partial(recurrent_page, "recurrent_2xh100.csv"),
-}
-"""Pages that `docs/build.py` makes in docs/results for the site, by name; they are not committed."""
 
 REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
@@ -459,12 +252,6 @@ def with_tables(text: str) -> str:
         return str(getattr(importlib.import_module("capabilities"), ASKED[name])())
 
     return REGION.sub(lambda match: f"{match[1]}\n{made(match[2])}\n{match[4]}", text)
-
-
-def write_pages() -> None:
-    """Make `PAGES`, without PyTorch."""
-    for name, make in PAGES.items():
-        (RESULTS / name).write_text(make())
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Run all causal families of the installed Transformers under `cp_mesh.integrations.transformers`: exact or refused.
 
-    torchrun --nproc-per-node 2 examples/transformers_families.py [--csv FILE] [--tp 2] [family ...]
+    torchrun --nproc-per-node 2 tests/integrations/transformers_families.py [--csv FILE] [--tp 2] [family ...]
 
 Each family is first built without weights and may be refused: a small config with the features of a released checkpoint
 (transformers_released.py), else the default config. Otherwise a small model with random weights runs in fp64 on the
@@ -26,18 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-import transformers  # noqa: E402
-from families import HYBRIDS  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
-from transformers_released import RELEASED  # noqa: E402
+import transformers
+from families import HYBRIDS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers_released import RELEASED
 
-from cp_mesh.errors import ArgumentError, UnsupportedError  # noqa: E402
-from cp_mesh.integrations.transformers import parallelize  # noqa: E402
-from cp_mesh.integrations.transformers.families import (  # noqa: E402
+from cp_mesh.errors import ArgumentError, UnsupportedError
+from cp_mesh.integrations.transformers import parallelize
+from cp_mesh.integrations.transformers.families import (
     IMAGES,
     Facts,
     check_config,
