@@ -30,18 +30,16 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import transformers
 from families import HYBRIDS
+from inside import inner
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers_released import RELEASED
 
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.integrations.transformers import parallelize
-from cp_mesh.integrations.transformers.families import (
-    IMAGES,
-    Facts,
-    check_config,
-    check_model,
-    plan_over_tp,
+
+IMAGES, Facts, check_config, check_model, plan_over_tp = inner(
+    "transformers.families", "IMAGES", "Facts", "check_config", "check_model", "plan_over_tp"
 )
 
 FIELDS = ("transformers", "torch", "family", "class", "checkpoint", "verdict", "logits", "loss", "gradient", "reason")
