@@ -65,7 +65,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 from attention import Gate, Ranks, random_inputs  # noqa: E402
 from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths, pairs_of_window  # noqa: E402
 from report import FLOPS, append, machine  # noqa: E402
-from tables import batches_table  # noqa: E402
+from tables import markdown  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
 
@@ -375,7 +375,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             facts = about | {"heads": heads, "layout": layout, "fa4_caches": caches}
             case = heads, mask, layout
             rows.append(written(args, ranks, facts, mask, figures, ahead[case], status[case]))
-        print(batches_table(rows), flush=True)
+        shown = (
+            "layout mask tokens_per_s rate_ratio ahead_ratio first_s median_s worst_stall stalls late status".split()
+        )
+        print(markdown(shown, [[str(row.get(column, "")) for column in shown] for row in rows]), flush=True)
     if any(text != "ok" for text in status.values()):
         sys.exit(1)
 

@@ -35,7 +35,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers_released import RELEASED
 
-from cp_mesh.errors import ArgumentError, UnsupportedError
+from cp_mesh import ArgumentError, UnsupportedError
 from cp_mesh.integrations.transformers import parallelize
 
 IMAGES, Facts, check_config, check_model, plan_over_tp = inner(
