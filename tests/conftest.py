@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from durations import PARTS, CpuSeconds, Durations
+from forms import PARTS
 from gpu import part_of
 from hopper import Hopper
 from hypothesis import settings
@@ -28,7 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(name, action="store_true", help="in an environment with other packages; see run.py")
     parser.addoption("--torch", metavar="VERSION", help="in an environment with this release of PyTorch; see run.py")
     parser.addoption("--part", metavar="1/3", help="one third of the tests")
-    parser.addoption("--durations-csv", type=Path, metavar="FILE", help="append what each test file took to FILE")
     parser.addoption("--write-pins", action="store_true", help="write the records of test_pins.py anew")
 
 
@@ -50,13 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
     examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}
     settings.register_profile("form", **examples)
     settings.load_profile("form")
-    if path := config.getoption("--durations-csv"):
-        if Path("/proc/self/stat").exists():
-            config.pluginmanager.register(CpuSeconds())
-        if not is_worker(config):
-            config.pluginmanager.register(
-                Durations(path, config.getoption("--nightly") or ("full" if full else "quick"))
-            )
 
 
 def pytest_collection_finish() -> None:

@@ -34,7 +34,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from durations import commit_of
+from forms import commit_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile

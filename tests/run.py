@@ -11,7 +11,6 @@ tools.
 `--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions;
 `--integrations-4` does with Transformers 4, `--integrations-titan-0.3` with torchtitan.
 `--torch=2.14.1` runs any of these with that release of PyTorch, in an environment of its own.
-`--durations-csv=FILE` appends the seconds and CPU seconds of each test file, as in docs/results/test_durations.csv.
 """
 
 import os
@@ -28,7 +27,7 @@ import environment  # noqa: E402
 
 def nightly(asked: str, arguments: list[str]) -> int:
     """Each part in a process of its own, which goes on where one before it failed; rows are of whole parts."""
-    from durations import PARTS, add_part, commit_of
+    from forms import PARTS, add_part, commit_of
 
     if asked and asked not in PARTS:
         sys.exit(f"--nightly: expected one of {', '.join(PARTS)}, got {asked}")

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
-from durations import cpu_seconds
 from poison import poisoned
 from ranks import Pool, RankFailure, device, mesh, on_ranks, refused
 from torch import Tensor
@@ -292,23 +289,3 @@ def test_a_pool_of_its_own_ends_with_close():
     pids = alone.run(crowd) and [process.pid for process in alone.processes]
     alone.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not alone.folder.exists()
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
-@pytest.mark.full
-def test_cpu_seconds_are_those_of_all_processes(pool):
-    """Of ranks, which go on, and of a process that has ended; seconds without work are none."""
-    pool(2).run(busy, 0.0)
-    begin = cpu_seconds()
-    time.sleep(0.5)
-    idle = cpu_seconds()
-    pool(2).run(busy, 0.5)
-    of_ranks = cpu_seconds()
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
-    assert idle - begin < 0.3 and 0.9 < of_ranks - idle < 1.6 and 0.4 < cpu_seconds() - of_ranks < 1.0
-
-
-def busy(rank: int, seconds: float) -> None:
-    begin = time.process_time()
-    while time.process_time() - begin < seconds:
-        pass
