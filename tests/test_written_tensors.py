@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import gap
 from dense import make_qkv
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor
 
 from cp_mesh import Mask, ZigZag, attention, balance
@@ -55,14 +55,12 @@ def step(rank: int, name: str, how: str) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def steps(rank: int, name: str) -> list[float]:
-    plain, *others = ([x for x in step(rank, name, how)] for how in ("not at all", "by NumPy", "by torch"))
-    return [max(map(gap, plain, other)) for other in others]
-
-
 @pytest.mark.parametrize("name", MADE_OF)
-def test_the_backward_is_that_of_the_forwards_mask(pool: Any, name: str) -> None:
-    assert all(max(gaps) <= 1e-12 for gaps in pool(2).run(steps, name))
+@on_ranks(2)
+def test_the_backward_is_that_of_the_forwards_mask(rank: int, name: str) -> None:
+    plain, *others = (step(rank, name, how) for how in ("not at all", "by NumPy", "by torch"))
+    for other in others:
+        assert max(map(gap, plain, other)) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["documents", "key_padding", "blocks"])
@@ -76,8 +74,10 @@ def test_a_mask_owns_its_tensors(name: str) -> None:
     assert getattr(moved, name).data_ptr() == getattr(mask, name).data_ptr()
 
 
-def written(rank: int, name: str) -> str:
-    """What the backward says if a tensor of the scores was written by torch, as of every op's inputs."""
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "bias", "dropout_seed"])
+@on_ranks(2)
+def test_scores_written_in_place_are_refused(rank: int, axis: Any, name: str) -> None:
+    """As of every op's inputs."""
     rows = ZigZag().positions(S, 2, rank)
     q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, H, K, S, D))
     made = {"sinks": torch.zeros(H), "alibi_slopes": torch.ones(H)}
@@ -85,16 +85,7 @@ def written(rank: int, name: str) -> str:
     x = made[name].double() if name != "dropout_seed" else made[name]
     options = {name: x} | ({"dropout_p": 0.5} if name == "dropout_seed" else {})
     leaves = [y.clone().requires_grad_() for y in (q, k, v)]
-    out = attention(*leaves, mesh=mesh((2,), ("cp",)), **options)
+    out = attention(*leaves, mesh=axis, **options)
     x.add_(1)
-    try:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out, leaves, dout)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "bias", "dropout_seed"])
-def test_scores_written_in_place_are_refused(pool: Any, name: str) -> None:
-    for words in pool(2).run(written, name):
-        assert "modified by an inplace operation" in words
