@@ -123,6 +123,7 @@ def test_padded_tiles_are_those_of_the_reference(score: str, of_mask: str) -> No
 BYTES, SIGNED = (ROWS * 9).to(torch.uint8), (ROWS * 9).to(torch.int8)
 FAR_OFF, THIRD = torch.tensor(2**33), torch.tensor(2**25 + 1).double()
 OFFSET, TABLE = torch.tensor(3), torch.linspace(-1, 1, 700, dtype=torch.float64).sin()
+OF_ONE = TABLE[: H * 64].view(1, H, 1, 64)
 UNUSUAL = {
     "a fraction in an index": lambda s, b, h, i, j: s + TABLE[(torch.where(i > j, (i - j) * 0.5, 1.5) * 2).long()],
     "a filled tensor in an index": lambda s, b, h, i, j: s + TABLE[torch.minimum(j, torch.full_like(i, 31))],
@@ -141,6 +142,7 @@ UNUSUAL = {
     "no tensor for a limit": lambda s, b, h, i, j: s + TABLE[torch.nn.functional.hardtanh(i - j, 3, 5) + i],
     "an index of the score": lambda s, b, h, i, j: s + TABLE[(s.tanh() * 8).long()],
     "detached": lambda s, b, h, i, j: s + TABLE[i + j].detach() * TABLE[j],
+    "dims of one": lambda s, b, h, i, j: s * OF_ONE[0, h, 0, j],
     "compared alone": lambda s, b, h, i, j: torch.where(TABLE[j] > 0, s, s * 2),
     "of what is read alone, detached": lambda s, b, h, i, j: TABLE[j].detach(),
     "large numbers in an index": lambda s, b, h, i, j: s + TABLE[(i + 2**40 - 2**40) % 8 + (j - 7 + 7) % 8],
