@@ -14,7 +14,7 @@ from cases import LAYOUTS, gap
 from checks import TOLERANCE, lies_as
 from dense import make_qkv
 from inside import inner, make_schedule, path_of, room
-from ranks import mesh, on_ranks
+from ranks import on_ranks, refused
 from recording import recording
 from torch import Tensor
 
@@ -71,23 +71,24 @@ def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
         assert stages.choose_head_chunks(0, q, k, k, make_schedule(Contiguous(), Mask(causal=True), 192, 1, 0)) == 1
 
 
+NO_COUNT = "a positive int up to 1048576 or None, got"
+
+
+@pytest.mark.parametrize(
+    ("head_chunks", "words"),
+    [(3, "a divisor of the 4 kv heads, got 3; head_chunks=2 works"), *((n, NO_COUNT) for n in (0, 2.0, True, 2**70))],
+)
 @on_ranks(2)
-def test_what_cannot_be_divided_is_refused(rank: int, axis: Any) -> None:
-    words = []
-    for head_chunks in (3, 0, 2.0, True, 2**70):
-        q, k, v, _ = local_inputs(rank, "zigzag")
-        try:
-            cp_mesh.attention(q, k, v, mesh=axis, layout=ZigZag(), mask=Mask(), seq_len=S, head_chunks=head_chunks)
-        except ArgumentError as error:
-            words.append(str(error))
-    assert len(words) == 5
-    assert words[0] == "head_chunks: expected a divisor of the 4 kv heads, got 3; head_chunks=2 works"
-    assert all(x.startswith("head_chunks: expected a positive int up to 1048576 or None, got") for x in words[1:])
+def test_what_cannot_be_divided_is_refused(rank: int, axis: Any, head_chunks: Any, words: str) -> None:
+    q, k, v, _ = local_inputs(rank, "zigzag")
+    with refused(f"head_chunks: expected {words}", ArgumentError):
+        cp_mesh.attention(q, k, v, mesh=axis, layout=ZigZag(), mask=Mask(), seq_len=S, head_chunks=head_chunks)
 
 
-def verified(rank: int) -> list[str]:
+@on_ranks(2)
+def test_verify_proves_the_settings_that_it_is_given(axis: Any) -> None:
     """Kernel calls of `verify` by its own settings: chunks are taken, and settings that do not exist are refused."""
-    axis, real, seen = mesh((2,), ("cp",)), plan.make_plan, []
+    real, seen = plan.make_plan, []
 
     def spied(*args, **kwargs):
         made = real(*args, **kwargs)
@@ -109,21 +110,9 @@ def verified(rank: int) -> list[str]:
     report = cp_mesh.tools.verify(axis, seq_len=31, scores=tensors | {"dropout_p": 0.2, "dropout_seed": 3})
     assert set(report.errors) == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in tensors)}
     with mock.patch(f"{path_of('ring_loop')}.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
-        try:
+        with pytest.raises(cp_mesh.tools.VerificationError) as raised:
             cp_mesh.tools.verify(axis, seq_len=31, scores={"sinks": sinks})
-        except cp_mesh.tools.VerificationError as error:
-            assert [name for name, ratio in error.report.ratios.items() if ratio > 1] == ["dsinks"]
-        else:
-            return ["a wrong gradient of sinks passed"]
-    del seen[3:]
-    try:
+    assert [name for name, ratio in raised.value.report.ratios.items() if ratio > 1] == ["dsinks"]
+    with pytest.raises(ArgumentError, match="head_chunks: expected a divisor of the 2 kv heads, got 3"):
         cp_mesh.tools.verify(axis, seq_len=31, head_chunks=3)
-    except ArgumentError as error:
-        return [str(error), *map(str, sorted(set(seen)))]
-    return ["not refused"]
-
-
-def test_verify_proves_the_settings_that_it_is_given(pool):
-    for words in pool(2).run(verified):
-        assert words[0].startswith("head_chunks: expected a divisor of the 2 kv heads, got 3")
-        assert words[1:] == ["(2, 'all_gather', 'functional', True)"]
+    assert set(seen[:3]) == {(2, "all_gather", "functional", True)}
