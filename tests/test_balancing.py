@@ -159,7 +159,7 @@ def test_weights_are_the_keys_that_a_position_sees(name):
     if "key_padding" in options or "scattered" in name:
         return
     want = dense_mask(S, **options).sum((0, 2))
-    assert room("balance").pairs_between(np.arange(S + 1), Mask(**options), S).tolist() == want.tolist()
+    assert room("pair_counts").pairs_between(np.arange(S + 1), Mask(**options), S).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if "padding" not in name and name != "everything"])

@@ -46,21 +46,6 @@ class Band:
         return keep
 
 
-def pairs_from(bound: Any, num_q: Any, num_k: Any) -> Any:
-    """Return the number of (i, j) with ``i - j >= bound``: the sum over keys j of clip(num_q - bound - j, 0, num_q).
-
-    Of integers, or of arrays, entry by entry.
-    """
-
-    def triangle(n: Any) -> Any:
-        return n * (n + 1) // 2 * (n > 0)
-
-    def ramp(n: Any) -> Any:  # sum over j in range(num_k) of max(0, n - j)
-        return triangle(n) - triangle(n - num_k)
-
-    return ramp(num_q - bound) - ramp(-bound)
-
-
 FULL = Band()
 CAUSAL = Band(None, 0)
 PARTIAL: Literal["partial"] = "partial"  # only Mask.allowed tells which pairs

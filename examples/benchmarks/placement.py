@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 from report import append, git_commit  # noqa: E402
 
 from cp_mesh import Contiguous, Layout, Mask, ZigZag, balance  # noqa: E402
-from cp_mesh.geometry.balance import pairs_between  # noqa: E402
+from cp_mesh.geometry.pair_counts import pairs_between  # noqa: E402
 from cp_mesh.geometry.schedule import make_schedule  # noqa: E402
 from cp_mesh.geometry.survey import of_many_ranks  # noqa: E402
 

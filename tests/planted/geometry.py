@@ -418,6 +418,9 @@ plant("the last document of a tile is left out", "schedule:make_schedule", "segm
 plant("keys are not counted where they lie in the buffer", "schedule:make_schedule", "segments")(
     of_tiles(lambda tile, local: tile if local else replace(tile, k=(0, tile.k[1] - tile.k[0])))
 )
+plant("a document that is cut is computed with the rank's own keys alone", "schedule:make_schedule", "segments")(
+    of_tiles(lambda tile, local: tile if local else None)
+)
 
 
 # --- balanced layouts
@@ -427,24 +430,37 @@ plant = in_area("balanced layouts")
 plant("documents are dealt out by tokens alone", "balance:balance", "balance")(
     lambda balance: with_arguments(balance, mask=lambda mask: replace(mask, documents=None))
 )
-plant("excluded tokens count as work", "balance:pairs_between", "balance")(
+plant("excluded tokens count as work", "pair_counts:pairs_between", "balance")(
     lambda pairs_between: with_arguments(pairs_between, mask=without_exclusion)
 )
-plant("keys of blocks count as no work", "balance:pairs_between", "balance")(
+plant("keys of blocks count as no work", "pair_counts:pairs_between", "balance")(
     lambda pairs_between: with_arguments(pairs_between, mask=lambda mask: replace(mask, blocks=None))
 )
-plant("every key of a document counts as work of every query", "balance:pairs_between", "balance")(
+plant("every key of a document counts as work of every query", "pair_counts:pairs_between", "balance")(
     lambda pairs_between: with_arguments(pairs_between, mask=lambda mask: replace(mask, causal=False, blocks=None))
 )
 
 
-@plant("a row is given to two ranks where a document is cut", "balance:Shards._give", "balance")
-def _(original: Any) -> Any:
-    def mutant(*args: Any) -> Any:
-        rest = original(*args)
-        return rest._replace(begin=rest.begin - 1, end=rest.end - 1) if rest.num else rest
+@plant("a row is given to two ranks where a document is cut", "balance:_deal", "balance")
+def _(deal: Any) -> Any:
+    def mutant(parts: Any, *others: Any) -> Any:
+        most, shards = deal(parts, *others)
+        starts = {part.begin for part in parts}
+        early = [[(x - (n > 0 and x not in starts), n) for x, n in runs] for runs in shards]  # of later parts
+        return most, early
 
     return mutant
+
+
+@plant("a document is cut though a rank has room for it", "balance:_parts", "balance")
+def _(parts_of: Any) -> Any:
+    def halves(part: Any) -> Any:
+        num = part.num // 2
+        first = part._replace(num=num, pairs=part.pairs * num / part.num - part.rise * num * (part.num - num) / 2)
+        rest = part._replace(begin=part.begin + num, num=part.num - num, pairs=part.pairs - first.pairs)
+        return [x for x in (first, rest) if x.num]
+
+    return with_result(parts_of, lambda parts: [half for part in parts for half in halves(part)])
 
 
 plant("a hole is filled with the wrong document", "balance:_adding_up", "balance")(

@@ -19,10 +19,11 @@ from cp_mesh.call.method import as_one_tile
 from cp_mesh.call.plan import METHODS, choose_schedule, request_of
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.balance import PAIRS_PER_TOKEN, pairs_between
+from cp_mesh.geometry.balance import PAIRS_PER_TOKEN
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.pair_counts import pairs_between
 from cp_mesh.geometry.schedule import Fetch, Schedule, enclosing, num_rows
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
