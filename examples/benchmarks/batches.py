@@ -375,9 +375,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             facts = about | {"heads": heads, "layout": layout, "fa4_caches": caches}
             case = heads, mask, layout
             rows.append(written(args, ranks, facts, mask, figures, ahead[case], status[case]))
-        shown = (
-            "layout mask tokens_per_s rate_ratio ahead_ratio first_s median_s worst_stall stalls late status".split()
-        )
+        shown = [
+            "layout",
+            "mask",
+            "tokens_per_s",
+            "ahead_ratio",
+            "first_s",
+            "median_s",
+            "worst_stall",
+            "late",
+            "status",
+        ]
         print(markdown(shown, [[str(row.get(column, "")) for column in shown] for row in rows]), flush=True)
     if any(text != "ok" for text in status.values()):
         sys.exit(1)

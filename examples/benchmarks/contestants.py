@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh.call.method import Plan
 from cp_mesh.call.plan import METHODS, make_plan
-from cp_mesh.call.spec import AttentionSpec, Operand, Tensors
+from cp_mesh.call.spec import AttentionSpec, Call, Operand, Tensors
 from cp_mesh.comm.exchange import TRANSPORTS, symmetric_memory_bytes
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.kernels.table import KERNELS
@@ -375,7 +375,8 @@ class CPMesh(Contestant):
         layout, mask = self.layout(case), case.mask
         options = AttentionSpec(layout.spec(), mask.spec(), case.scale, **self._options)
         tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
-        return make_plan(*self.operands(case), tensors, case.seq_len, self._mesh.get_group(), options)
+        call = Call(tensors, case.seq_len, 2, "", options)
+        return make_plan(*self.operands(case), call, self._mesh.get_group(), frozenset())
 
     def operands(self, case: Case) -> tuple[Operand, Operand, Operand]:
         """q, k and v of its calls."""

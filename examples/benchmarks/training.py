@@ -68,7 +68,7 @@ from tables import steps_table  # noqa: E402
 
 import cp_mesh  # noqa: E402
 from cp_mesh.call.plan import make_plan  # noqa: E402
-from cp_mesh.call.spec import AttentionSpec, Tensors  # noqa: E402
+from cp_mesh.call.spec import AttentionSpec, Call, Tensors  # noqa: E402
 from cp_mesh.comm.exchange import choose_transport, release, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
@@ -322,7 +322,7 @@ class CPMeshVariant:
             transport=args.transport,
         )
         group = self.mesh.get_group()
-        plan = make_plan(q, k, k, Tensors(), seq_len, group, options)
+        plan = make_plan(q, k, k, Call(Tensors(), seq_len, 2, "", options), group, frozenset())
         transport = choose_transport(args.transport, group, device)
         return f"kernel={plan.kernel.name} transport={transport} head_chunks={plan.settings.head_chunks}"
 
