@@ -142,16 +142,13 @@ def run_first(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call that passed its checks; it is known from now on, if the next one needs none."""
     group, options, (q, k, v) = call.group, call.options, qkv
-    plan, scores, kind = begin(q, k, v, call, group)
+    plan, _, kind = begin(q, k, v, call, group)
     given = {name: x for name, x in call.tensors._asdict().items() if x is not None}
     read = [given.pop(name) for name in Tensors._fields[:NUM_READ] if name in given]
-    scored, bare = (*given.values(), *call.captured), call
-    if scored:
-        bare = call._replace(tensors=Tensors(*call.tensors[:NUM_READ]), captured=())
-        scores = bare.scores(q)
+    bare = call._replace(tensors=Tensors(*call.tensors[:NUM_READ]), captured=())
     calls = state_of(group, Calls)
-    ready = Ready(plan, scores, bare, tuple(given), read, weakref.ref(group), calls)
-    results: tuple[Tensor, Tensor] = _Node.apply(ready, q, k, v, *scored)
+    ready = Ready(plan, bare.scores(q), bare, tuple(given), read, weakref.ref(group), calls)
+    results: tuple[Tensor, Tensor] = _Node.apply(ready, q, k, v, *given.values(), *call.captured)
     if options.score_mod or options.mask_mod or options.dropout_p or not all(isinstance(x, _PLAIN) for x in key):
         return results
     if kind not in calls.kinds:

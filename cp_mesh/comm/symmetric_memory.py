@@ -84,8 +84,7 @@ class Workspace:
 
     def bound(self, to: Freight | Swap, what: Any, place: Callable[[], Any]) -> Any:
         """Return views of this memory as ``place`` made them in the first call; kept as long as ``to`` lives."""
-        if (kept := self._bound.get(to)) is None:
-            kept = self._bound.setdefault(to, {})
+        kept = self._bound.setdefault(to, {})
         if what not in kept:
             kept[what] = place()
         return kept[what]
