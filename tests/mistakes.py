@@ -1,10 +1,9 @@
 """What finds each mistake of a training set-up, in each set-up: makes docs/results/mistakes.csv and the page of it.
 
-    python tests/mistakes.py --label before                     # every cell, two files in docs/results
-    python tests/mistakes.py --label before --probe             # the same with the probe, into columns of its own
-    python tests/mistakes.py --label trial --out /tmp/x.csv --only labels --set-ups eager FSDP2
+    python tests/mistakes.py                                                      # every cell of three columns
+    python tests/mistakes.py --out /tmp/x.csv --only labels --set-ups eager FSDP2 --columns guard
 
-A cell is two gloo ranks, or four. Rows of the same label and cell are replaced; others stay.
+A cell is two gloo ranks, or four. Cells that were run are replaced; others stay.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mistaken import GROUPS, MISTAKES, TRACED
+from mistaken import GROUPS, MISTAKES, RIGHT, TRACED
 from poison import poisoning
 from ranks import Pool, join_anew
 from set_ups import SET_UPS
@@ -34,8 +34,9 @@ import cp_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-COLUMNS = ["label", "commit", "torch", "mistake", "set_up", "found", "class", "message", "off"]
-COLUMNS += ["probe", "probe_class", "probe_message"]
+LOOKS = ("guard", "probe", "verify")
+"""What looks for mistakes, and so the columns: the guard alone, the probe without it, and `verify_model` without it."""
+FIELDS = ["mistake", "set_up", "commit", "torch", "off"] + [f"{look}{part}" for look in LOOKS for part in ("", "_says")]
 TIMEOUT = 25.0
 """Seconds of the groups: a rank that waits as long, hangs."""
 SAME = 1e-5
@@ -43,28 +44,42 @@ SAME = 1e-5
 PATIENCE = 20.0
 """Seconds that ranks are given after another has raised."""
 ENDED = "the process ended"
-SKIPPED = "cp_mesh: the probe"
-"""How warnings begin of a probe that compared nothing, which is nothing found."""
-QUIET = ("warned", "silent", "same")
+SKIPPED, FOUND = "cp_mesh: the probe", "cp_mesh.probe: expected the same rows"
+"""How warnings begin of a probe that compared nothing, and its errors."""
+QUIET = ("warned", "silent", "same", "skipped")
 WAITED = re.compile("never came|[Tt]imed out|[Tt]imeout")
 """What the error of a rank says that waited for another in vain."""
 REFUSALS = ("ArgumentError", "UnsupportedError", "RankMismatchError")
 WORDS = {
-    "refused": "an error of cp_mesh in the forward or the loss",
-    "at step": "an error of cp_mesh in the backward or at the first optimizer step",
-    "warned": "a warning",
-    "crashes": "an error of PyTorch, or a process that ends",
-    "hangs": "a rank waits until its group's timeout",
-    "check mode": "nothing is said, but an error with CP_MESH_CHECK=1",
-    "silent": "nothing is said, and the loss or gradients are wrong",
-    "same": "nothing is said, and loss and gradients are those of one rank",
-    "-": "does not exist in the set-up, or is run in others",
+    "found": ("F", "an error of the probe, or of `verify_model`"),
+    "refused": ("R", "an error of cp_mesh in the forward or the loss; without the guard, of what is no check of it"),
+    "at step": ("S", "an error of cp_mesh in the backward or at the first optimizer step"),
+    "partly": ("P", "an error of cp_mesh on some ranks, and nothing on others"),
+    "warned": ("W", "a warning"),
+    "crashes": ("C", "an error of PyTorch, or a process that ends"),
+    "hangs": ("H", "a rank waits until its group's timeout"),
+    "check mode": ("M", "nothing, but an error with CP_MESH_CHECK=1"),
+    "skipped": ("s", "the probe compares nothing, and says why"),
+    "silent": ("o", "nothing"),
+    "same": ("=", "nothing, and loss and gradients are those of one rank"),
+    "-": ("-", "not run"),
 }
+"""Of outcomes, most telling first: the mark in the page, and what is said."""
 
-INTRODUCTION = """Each row is a mistake of a training set-up, each column a set-up that is otherwise right. A small
-decoder is trained over two cp ranks, or over four with dp, tp or stages of a pipeline; each column differs from the
-first in one thing. Messages and differences from one rank are in [the file](mistakes.csv). `tests/mistakes.py` makes
-both, from the mistakes in `tests/mistaken.py` and the set-ups in `tests/set_ups.py`."""
+INTRODUCTION = """Each row is a mistake in training. A small decoder is trained over two cp ranks, or over four with
+dp, tp or stages of a pipeline. Each column has a mark for each of the set-ups, in this order:
+{set_ups}. Each differs from the first in one thing.
+
+- **guard**: a first step, with all [checks](../guard.md).
+- **probe**: `cp_mesh.probe` with these checks turned off. It needs a `ShardedModel`.
+- **verify**: [`verify_model`](../verify.md) with these checks turned off, in set-ups without compile and pipelines.
+
+{counts}
+
+Nothing is said of {right} set-ups that are right, which the counts include. Messages, and differences from one rank,
+are in [the file](mistakes.csv). `tests/mistakes.py` makes both, from the mistakes in `tests/mistaken`, on CPUs, at
+{commits}.
+"""
 
 
 class Said(NamedTuple):
@@ -76,7 +91,7 @@ class Said(NamedTuple):
     off: float
 
 
-def attempt(rank: int, mistake: str, set_up: str, probe: bool, check: bool) -> Said:
+def attempt(rank: int, mistake: str, set_up: str, look: str, check: bool) -> Said:
     """One cell on a rank, whose groups are new."""
     join_anew(rank)
     said, training, checking = io.StringIO(), None, cp_mesh.check_mode() if check else contextlib.nullcontext()
@@ -84,29 +99,37 @@ def attempt(rank: int, mistake: str, set_up: str, probe: bool, check: bool) -> S
         warnings.simplefilter("always")
         try:
             training = MISTAKES[mistake](rank, SET_UPS[set_up])
-            training.run(probe)
+            getattr(training, look)()
             error = None
         except Exception as raised:
             error = raised
-    warned = [str(x.message) for x in caught if str(x.message).startswith("cp_mesh:")]
-    skipped = next((text for text in warned if text.startswith(SKIPPED)), "")
-    warned = [text for text in warned if not text.startswith(SKIPPED)]
+    ours = [x for x in caught if str(x.message).startswith("cp_mesh:")]
+    warned = [str(x.message) for x in ours]
     while (
         error and error.__cause__ and type(error).__name__ not in REFUSALS
     ):  # as a pipeline's error holds that of a stage
         error = error.__cause__
+    if isinstance(error, cp_mesh.tools.VerificationError):
+        return Said("found", "VerificationError", error.report.verdict, 0.0)
     kind, message = (type(error).__name__, str(error)) if error else ("", "")
     if kind not in REFUSALS:  # of the library, as Dynamo quotes it
         kind = next((x for x in REFUSALS if f"{x}(" in message), kind)
     if error and WAITED.search(message):
         return Said("hangs", kind, message, 0.0)
+    if message.startswith(FOUND):
+        return Said("found", kind, message, 0.0)
     if kind in REFUSALS:
         return Said("refused" if training is None or training.at == "forward" else "at step", kind, message, 0.0)
     if error:
         return Said("crashes", kind, message, 0.0)
-    if warned:
-        return Said("warned", "UserWarning", warned[0], training.off)
-    return Said("silent" if not training.off <= SAME else "same", "", skipped, training.off)
+    if skipped := [text for text in warned if text.startswith(SKIPPED)]:
+        return Said("skipped", "", skipped[0], 0.0)
+    if warned and look == "guard":
+        places = {Path(x.filename).parent for x in ours}  # the user's line, through modules, hooks and modes
+        inside = "from inside: " * (not places <= {Path(__file__).parent, Path(__file__).parent / "mistaken"})
+        again = "repeated: " * (len({*warned}) < len(warned))
+        return Said("warned", "UserWarning", inside + again + "; ".join(warned), training.off)
+    return Said("silent" if look != "guard" or not training.off <= SAME else "same", "", "", training.off)
 
 
 class Ranks(Pool):
@@ -153,23 +176,23 @@ class Runner:
         for pool in self.pools.values():
             pool.close()
 
-    def run(self, mistake: str, set_up: str, probe: bool = False) -> Said:
-        """What is said of a cell; in check mode too if that is silent and ranks do unlike things."""
-        said = self.run_once(mistake, set_up, probe, False)
-        if said.found != "silent" or not MISTAKES[mistake].unlike:
+    def run(self, mistake: str, set_up: str, look: str = "guard") -> Said:
+        """What is said of a cell; in check mode too if the guard is silent and ranks do unlike things."""
+        if not is_run(mistake, set_up, look):
+            return Said("-", "", "", 0.0)
+        said = self.run_once(mistake, set_up, look, False)
+        if look != "guard" or said.found != "silent" or not MISTAKES[mistake].unlike:
             return said
-        checked = self.run_once(mistake, set_up, probe, True)
+        checked = self.run_once(mistake, set_up, look, True)
         return checked._replace(found="check mode", off=said.off) if checked.kind in REFUSALS else said
 
-    def run_once(self, mistake: str, set_up: str, probe: bool, check: bool) -> Said:
-        training, whole = MISTAKES[mistake], SET_UPS[set_up].compiled == "whole"
-        if not training.of(SET_UPS[set_up]) or (whole and mistake not in TRACED):
-            return Said("-", "", "", 0.0)
-        (a, b), _ = training.axes(SET_UPS[set_up])
+    def run_once(self, mistake: str, set_up: str, look: str, check: bool) -> Said:
+        (a, b), _ = MISTAKES[mistake].axes(SET_UPS[set_up])
         pool = self.pools[a * b]
-        answers = pool.cell(mistake, set_up, probe, check)
+        answers = pool.cell(mistake, set_up, look, check)
         said = [x for x in answers if x is not None]
-        if len({x and x.found for x in answers}) > 1 or not {x.found for x in said} <= {*QUIET, "refused", "at step"}:
+        whole = {*QUIET, "refused", "at step", "found"}
+        if len({x and x.found for x in answers}) > 1 or not {x.found for x in said} <= whole:
             pool.close()
         hung = len(said) < len(answers) or any(x.found == "hangs" for x in said)
         if set_up == "pipeline" and hung:  # the other stage waits for rows, as docs/pipelining.md says
@@ -184,59 +207,60 @@ class Runner:
         if ended := next((x for x in said if x.message == ENDED), None):
             return ended
         found = min(said, key=lambda x: (x.kind not in REFUSALS, order.index(x.found), x.kind == "RankMismatchError"))
+        if found.kind in REFUSALS and set_up != "pipeline" and any(x.found in QUIET for x in said):
+            found = found._replace(found="partly")
         return found._replace(off=max(x.off for x in said), found="hangs" if hung else found.found)
 
 
-def shortened(text: str) -> str:
-    return " ".join(text.split())[:100]
+def is_run(mistake: str, set_up: str, look: str) -> bool:
+    """Whether a column has the cell."""
+    one, training = SET_UPS[set_up], MISTAKES[mistake]
+    if not training.of(one) or (one.compiled == "whole" and mistake not in TRACED):
+        return False
+    if look in training.blind or (look in training.slow and set_up != next(iter(SET_UPS))):
+        return False
+    return {"guard": True, "probe": one.root, "verify": not one.compiled and one.beside != "pp"}[look]
 
 
-def read(path: Path) -> list[dict[str, str]]:
+def read(path: Path) -> dict[tuple[str, str], dict[str, str]]:
     if not path.exists():
-        return []
+        return {}
     with path.open() as file:
-        return list(csv.DictReader(file))
+        return {(row["mistake"], row["set_up"]): row for row in csv.DictReader(file)}
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> None:
-    labels, names, columns = [*dict.fromkeys(row["label"] for row in rows)], [*MISTAKES], [*SET_UPS]
-    rows.sort(key=lambda row: (labels.index(row["label"]), names.index(row["mistake"]), columns.index(row["set_up"])))
+def write(path: Path, rows: dict[tuple[str, str], dict[str, str]]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(
+            rows[cell] for mistake in MISTAKES for set_up in SET_UPS if (cell := (mistake, set_up)) in rows
+        )
 
 
-def page(rows: list[dict[str, str]]) -> str:
-    """The table as Markdown: what each label says where they differ, and the probe where it says something else."""
-    labels = [*dict.fromkeys(row["label"] for row in rows)]
-    cells = {(row["mistake"], row["set_up"], row["label"]): row for row in rows}
-    lines = ["# What finds which mistake", "", INTRODUCTION, ""]
-    for label in labels:
-        commits = sorted({f"{row['commit']}, torch {row['torch']}" for row in rows if row["label"] == label})
-        found = [row["found"] for row in rows if row["label"] == label]
-        counts = ", ".join(f"{word} {found.count(word)}" for word in WORDS if word != "-")
-        lines.append(f"- {label}, at {'; '.join(commits)}: {counts}")
-    lines += ["", "| word | meaning |", "|---|---|", *(f"| {shown(word)} | {text} |" for word, text in WORDS.items())]
-    for group, names in {"Right": ["right"], **GROUPS}.items():
-        lines += ["", f"## {group}", "", "| | " + " | ".join(SET_UPS) + " |", "|---" * (1 + len(SET_UPS)) + "|"]
+def page(rows: dict[tuple[str, str], dict[str, str]]) -> str:
+    """The table as Markdown."""
+    counts = {look: Counter(row[look] for row in rows.values()) for look in LOOKS}
+    lines = ["| mark | what is said | " + " | ".join(LOOKS) + " |", "|---" * (2 + len(LOOKS)) + "|"]
+    for word, (mark, text) in WORDS.items():
+        if word != "-":
+            lines.append(f"|`{mark}`|{text}|" + "|".join(str(counts[look][word]) for look in LOOKS) + "|")
+    commits = sorted({f"{row['commit']} with torch {row['torch']}" for row in rows.values() if row["commit"]})
+    given = {
+        "set_ups": ", ".join(SET_UPS),
+        "counts": "\n".join(lines),
+        "commits": ", ".join(commits),
+        "right": len(GROUPS[RIGHT]),
+    }
+    lines = ["# What finds which mistake", "", INTRODUCTION.format(**given)]
+    lines += ["| | " + " | ".join(LOOKS) + " |", "|---" * (1 + len(LOOKS)) + "|"]
+    for group, names in ((group, names) for group, names in GROUPS.items() if group != RIGHT):
+        lines.append(f"|**{group}**|" + "|" * len(LOOKS))
         for name in names:
-            said = [summary([cells.get((name, set_up, label)) for label in labels]) for set_up in SET_UPS]
-            lines.append(f"| {name} | " + " | ".join(said) + " |")
+            found = [(rows.get((name, set_up)) or dict.fromkeys(LOOKS, "-")) for set_up in SET_UPS]
+            marks = ["".join(WORDS[row[look] or "-"][0] for row in found) for look in LOOKS]
+            lines.append(f"|{name}|" + "|".join(f"`{x}`" for x in marks) + "|")
     return "\n".join(lines) + "\n"
-
-
-def summary(rows: list[dict[str, str] | None]) -> str:
-    """Of one cell, oldest label first."""
-    found = [row["found"] for row in rows if row and row["found"]]
-    words = [x for i, x in enumerate(found) if i == 0 or x != found[i - 1]]
-    text = " → ".join(map(shown, words))
-    probe = next((row["probe"] for row in reversed(rows) if row and row["probe"]), "")
-    return text if probe in ("", found[-1] if found else "") else f"{text}; probe: {shown(probe)}"
-
-
-def shown(word: str) -> str:
-    return f"**{word}**" if word == "silent" else word
 
 
 @functools.cache
@@ -249,33 +273,28 @@ def commit() -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "mistakes.csv", help="gets rows; a page beside it")
-    parser.add_argument("--label", default="trial", help="of the library that runs, such as before or after")
-    parser.add_argument("--probe", action="store_true", help="run cells with the probe, into columns of their own")
     parser.add_argument("--only", nargs="*", default=[""], help="mistakes with one of these texts in their names")
     parser.add_argument("--set-ups", nargs="*", default=[*SET_UPS], choices=[*SET_UPS])
+    parser.add_argument("--columns", nargs="*", default=[*LOOKS], choices=LOOKS)
     options = parser.parse_args(arguments)
-    if options.probe and not hasattr(cp_mesh, "probe"):
-        parser.error("this cp_mesh has no probe")
-    rows = {(x["label"], x["mistake"], x["set_up"]): x for x in read(options.out)}
+    rows = {key: row for key, row in read(options.out).items() if key[0] in MISTAKES}
     begin = time.monotonic()
     with Runner() as runner:
         for mistake in (name for name in MISTAKES if any(text in name for text in options.only)):
             line = []
             for set_up in options.set_ups:
-                start = time.monotonic()
-                said = runner.run(mistake, set_up, options.probe)
-                row = rows.setdefault((options.label, mistake, set_up), dict.fromkeys(COLUMNS, ""))
-                row |= {"label": options.label, "mistake": mistake, "set_up": set_up}
-                row |= {"commit": commit(), "torch": torch.__version__}
-                if options.probe:
-                    row |= {"probe": said.found, "probe_class": said.kind, "probe_message": shortened(said.message)}
-                else:
-                    row |= {"found": said.found, "class": said.kind, "message": shortened(said.message)}
-                    row["off"] = f"{said.off:.0e}" if said.found in ("silent", "warned") else ""
-                line.append(f"{set_up}: {said.found}({time.monotonic() - start:.1f}s {said.off:.0e})")
+                start, row = time.monotonic(), rows.setdefault((mistake, set_up), dict.fromkeys(FIELDS, ""))
+                row |= {"mistake": mistake, "set_up": set_up, "commit": commit(), "torch": torch.__version__}
+                for look in options.columns:
+                    said = runner.run(mistake, set_up, look)
+                    row |= {look: said.found, f"{look}_says": " ".join(said.message.split())[:100]}
+                    if look == "guard":
+                        row["off"] = f"{said.off:.0e}" if said.found in ("silent", "warned") else ""
+                found = " ".join(WORDS[row[look]][0] for look in options.columns)
+                line.append(f"{set_up} {found} {time.monotonic() - start:.1f}s")
             print(f"{time.monotonic() - begin:5.0f} s  {mistake}: {', '.join(line)}", flush=True)
-            write(options.out, [*rows.values()])
-    options.out.with_suffix(".md").write_text(page([*rows.values()]))
+            write(options.out, rows)
+    options.out.with_suffix(".md").write_text(page(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Set-ups of training that are right: a small decoder in fp32 under each way of running it, one way at a time.
 
-`mistaken.py` overrides one part of one for each mistake; `mistakes.py` runs all of them and writes the table.
+`mistaken.py` overrides one part of one for each mistake. Three things look for it: the guard in a first step, the probe
+with the guard off, and `verify_model` with the guard off. `mistakes.py` runs all of them and writes the table.
 
 B batch, S sequence, T rows that a module is given, H query heads, K kv heads, D head dim, C model dim, V vocabulary.
 """
@@ -8,14 +9,18 @@ B batch, S sequence, T rows that a module is given, H query heads, K kv heads, D
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import model as decoder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from inside import path_of
 from model import C, D, V, overlapped_plan
 from ranks import mesh
 from torch import Tensor, nn
@@ -173,9 +178,10 @@ Batch = dict[str, Any]
 
 
 class Training:
-    """Steps of a set-up done right: ``run`` takes them. A mistake is a subclass that overrides one part.
+    """Steps of a set-up done right. A mistake is a subclass that overrides one part.
 
     Attributes:
+        watch: False with the guard off.
         at: what runs: "forward", which includes the plan, "backward" or "step".
         off: how far loss and gradients of the last step are from those of one rank, relative to the largest.
     """
@@ -186,6 +192,8 @@ class Training:
     length: ClassVar[int | None] = None  # of the sequence object
     sums: ClassVar[bool] = True
     unlike: ClassVar[bool] = False  # ranks make calls of attention that do not belong together
+    blind: ClassVar[tuple[str, ...]] = ()  # what cannot look at it
+    slow: ClassVar[tuple[str, ...]] = ()  # what looks for it in the first set-up alone
     deep: ClassVar[bool] = False  # two layers where one is compiled, which takes half the time
 
     @classmethod
@@ -208,32 +216,61 @@ class Training:
         self.data = self.grid["dp", "cp"]._flatten("data") if "dp" in names else self.axis
         self.first, self.last = self.number in (None, 0), self.number in (None, 1)
 
-    # What is trained.
+    # What looks for mistakes.
 
-    def run(self, probe: bool = False) -> None:
+    def guard(self) -> None:
         self.build()
-        if probe:
-            self.probe()
+        self.before()
         for number in range(self.steps):
             self.at = "forward"
             self.step(number)
 
+    def before(self) -> None:
+        """What is done after the plan and before the first step."""
+
     def probe(self) -> None:
-        cp_mesh.probe(self.model, self.given(self.batch(0, self.replica)))
+        with guard_off(self):
+            self.build()
+            cp_mesh.probe(self.model, self.given(self.batch(0, self.replica)))
+
+    def verify(self, **options: Any) -> None:
+        with guard_off(self):
+            self.sequence = self.make_sequence()
+            given: dict[str, Any] = {
+                "loss": lambda _, data: self.loss(self.forward(self.given(data)), self.labels(data)),
+                "reduce_gradients": lambda _: self.reduce(),
+                "total": "sum",
+                "make_reference": functools.partial(self.net, plain=True),
+                "reference_loss": self.loss_of_one_rank,
+                "probes": False,
+            }
+            batch = {name: x for name, x in self.batch(0, self.replica).items() if x is not None}
+            make = functools.partial(self.net, plain=False)
+            cp_mesh.verify_model(make, self.spread, batch, self.grid, **given | options)
+
+    # What is trained.
+
+    watch: bool = True
 
     def build(self) -> None:
         self.sequence = self.make_sequence()
-        self.model = self.net(plain=False)
+        self.spread(self.net(plain=False))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), RATE)
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """All of the trainer's parallelism, as in `verify_model`."""
+        assert isinstance(model, Net)
+        self.model = model
         if self.number is not None:
             self.model.stage(self.number)
         self.prepare(self.model)
         if self.set_up.beside == "tp":
             cp_mesh.parallelize(self.model, self.grid["tp"], self.tp_plan())
-        cp_mesh.parallelize(self.model, self.axis, self.plan())
+        cp_mesh.parallelize(self.model, self.axis, self.plan(), watch=self.watch)
         self.module = self.distribute()
         for part in {"blocks": self.model.layers, "whole": [self.model]}.get(self.set_up.compiled, ()):
             part.compile(backend="eager")
-        self.optimizer = torch.optim.SGD(self.model.parameters(), RATE)
+        return self.module
 
     def make_sequence(self) -> ShardedSequence:
         return ShardedSequence(self.axis, length=S if self.number is not None else self.length)
@@ -263,7 +300,8 @@ class Training:
         return {"mask": Mask(causal=False)} if self.set_up.flex else {}
 
     def root_options(self) -> dict[str, Any]:
-        return {"inputs": ("tokens",) if self.first else (), "positions": "positions" if self.positioned else None}
+        positions = "positions" if self.positioned else None
+        return {"inputs": ("tokens",) if self.first else (), "positions": positions, "watch": self.watch}
 
     positioned: ClassVar[bool] = True  # the model's forward takes positions
 
@@ -368,11 +406,7 @@ class Training:
         plain = self.net(plain=True)
         batches = [self.right(number, replica) for replica in range(self.replicas)]
         whole = {name: torch.cat([x[name] for x in batches]) for name, x in batches[0].items() if x is not None}
-        labels = whole.pop("labels")
-        whole.setdefault("positions", torch.arange(labels.shape[1]))
-        if not self.positioned:
-            del whole["positions"]
-        want = F.cross_entropy(self.of_one_rank(plain, whole).flatten(0, 1), labels.flatten())
+        want = self.loss_of_one_rank(plain, whole)
         want.backward()
         off = 0.0
         if self.last and losses:
@@ -386,11 +420,42 @@ class Training:
             grad = whole_of(torch.zeros_like(x) if x.grad is None else x.grad)
             right = wanted[name].grad
             right = torch.zeros_like(wanted[name]) if right is None else right
-            off = max(off, ((grad - right).abs().max() / right.abs().max().clamp(min=1e-3)).item())
+            apart = (grad - right).abs().max() / right.abs().max().clamp(min=1e-3)
+            off = max(off, apart.nan_to_num(math.inf).item())
         return off
+
+    def loss_of_one_rank(self, plain: Any, whole: dict[str, Any]) -> Tensor:
+        whole = dict(whole)
+        labels = whole.pop("labels")
+        whole.setdefault("positions", torch.arange(labels.shape[1]))
+        if not self.positioned:
+            del whole["positions"]
+        return F.cross_entropy(self.of_one_rank(plain, whole).flatten(0, 1), labels.flatten())
 
     def of_one_rank(self, plain: Net, whole: dict[str, Any]) -> Tensor:
         return plain(**whole)
+
+
+GUARD = {
+    "context_parallel": ("check_mask_read", "check_reach", "check_scores_stated", "check_rows"),
+    "training.sharded_model": ("_check_masks", "ShardedModel._check_inputs"),
+    "sharded_sequence": ("is_cut",),
+    "call.passes": ("check_mark",),
+    "training.loss": ("check_labels",),
+}
+"""Checks of the guard that `check_mode(False)` and ``watch=False`` do not turn off, or that `verify_model` turns on."""
+
+
+@contextmanager
+def guard_off(training: Training) -> Iterator[None]:
+    """All checks of the guard pass, so that what comes is found by something else."""
+    training.watch = False
+    with ExitStack() as stack:
+        stack.enter_context(cp_mesh.check_mode(False))
+        for room, names in GUARD.items():
+            for name in names:
+                stack.enter_context(mock.patch(f"{path_of(room)}.{name}", lambda *_, **__: None))
+        yield
 
 
 def local(x: Any) -> Tensor:

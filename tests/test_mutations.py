@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -43,13 +44,13 @@ import test_flex_sharded
 import test_flex_sources
 import test_fuzz
 import test_gradients
-import test_guard
 import test_hybrid
 import test_known
 import test_log_probs
 import test_loss
 import test_loss_terms
 import test_masks
+import test_mistakes
 import test_mixers
 import test_op
 import test_parity
@@ -71,6 +72,8 @@ import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
 from inside import path_of
 from interpreted import require_interpreter
+from mistaken import MISTAKES
+from mistakes import attempt
 from planted import MUTATIONS, Mutation, SeamLost
 from planted.pools import Bug, infected_pools
 from planted.ranks import (
@@ -83,6 +86,7 @@ from planted.ranks import (
     outcomes,
 )
 from planted.seams import modules, with_arguments
+from set_ups import SET_UPS
 
 from cp_mesh import ZigZag
 
@@ -178,6 +182,18 @@ def on(num_ranks: int, *given: Any, **options: Any) -> Callable[[Any], None]:
 def alone(*tests: tuple[Callable[..., None], tuple[Any, ...]]) -> Callable[[Any], None]:
     """Tests that need no other rank, with their arguments."""
     return on(1, outcomes, tests)
+
+
+def mistake(name: str, set_up: str = "eager") -> Callable[[Any], None]:
+    """What the guard says of a mistake, or of what is right, on every rank; see mistakes.py."""
+    training, want = MISTAKES[name], test_mistakes.CELLS[name, set_up]["guard"]
+    size = math.prod(training.axes(SET_UPS[set_up])[0])
+
+    def check(pool: Any) -> None:
+        found = pool(size).run(attempt, name, set_up, "guard", False)
+        report([[f"{want} became {said}"] for said in found if said.found != want])
+
+    return check
 
 
 def few(pool: Any, cases: list[Case], num_ranks: int = 3) -> None:
@@ -336,12 +352,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sharded queries": of(test_decoding.test_sharded_queries, False),
     "cache": test_decoding.test_a_few_caches,
     "what a core asks": test_watching.test_what_a_core_asks_that_is_not_traced,
-    "rows of the root": of(
-        test_watching.test_cores_that_attend_to_other_rows_are_refused,
-        "blocks in place",
-        test_watching.part_of_rows,
-        False,
-    ),
+    "rows of the root": mistake("half of the rows in the core", "blocks"),
     "copies": of(test_copies.test_copies_have_the_style_and_their_own_attributes, test_copies.OwnReduce, "deepcopy"),
     "compiled cores": test_watching.test_compiled_cores_of_one_class_are_told_apart,
     "symmetric memory": race,
@@ -352,27 +363,25 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "NaN": of(test_faults.test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank, "ring"),
     "first calls": of(test_agreement.test_first_calls_of_a_sequence_are_compared, "gradients"),
     "lost plans": of(test_agreement.test_a_plan_that_one_rank_lost_is_no_first_call, False),
-    "labels of other rows": of(test_guard.test_labels_of_other_rows, True),
+    "labels of other rows": mistake("labels by chunk"),
     "labels of log-probabilities": test_log_probs.test_labels_of_other_rows,
-    "sharded twice": of(test_guard.test_what_is_sharded_twice, False),
-    "positions of a root": of(test_guard.test_positions_of_a_root, False),
-    "unread masks": of(test_guard.test_a_mask_that_no_style_reads, False),
-    "windows of modules": of(
-        test_guard.test_what_the_module_says_and_the_style_does_not, "a window of its layer", False
-    ),
-    "whole tokens": of(test_guard.test_what_is_refused_without_a_root, "whole", False),
-    "ranks of the loss": of(test_guard.test_gradients_of_a_wrong_scale_are_refused, "FSDP, loss of cp"),
-    "gradients that are reduced": of(test_guard.test_gradients_of_a_wrong_scale_are_refused, "none"),
-    "gathered losses": of(test_guard.test_a_loss_of_gathered_logits_has_the_right_scale, "cp", False),
-    "models in turn": of(test_first_steps.test_models_in_turn_have_a_first_step_each, True, False),
+    "sharded twice": mistake("inputs sharded twice", "cores"),
+    "positions of a root": mistake("positions that nobody gives"),
+    "unread masks": mistake("a Mask that no style reads", "cores"),
+    "windows of modules": mistake("a window of its layer in a config"),
+    "whole tokens": mistake("whole inputs without a root", "cores"),
+    "ranks of the loss": mistake("a loss over cp alone", "FSDP2"),
+    "gradients that are reduced": mistake("gradients that nobody reduces"),
+    "gathered losses": mistake("a loss of gathered logits"),
+    "models in turn": mistake("the mean of a second model's rows"),
     "words in the store": of(test_first_steps.test_a_word_that_nobody_came_to_read_is_taken_back, "refused"),
-    "rows of cores": test_guard.test_rows_that_were_not_cut,
-    "tokens without a root": test_guard.test_tokens_that_differ_without_a_root,
+    "rows of cores": mistake("rows that nobody cut", "cores"),
+    "tokens without a root": mistake("another batch on each rank", "cores"),
     "gradients of a step": lambda pool: (
-        test_first_steps.test_optimizers_that_step_in_the_backward(pool, False),
-        test_first_steps.test_accumulated_gradients_that_are_right(pool, 1, 2),
+        mistake("an optimizer in the backward, after sums")(pool),
+        mistake("accumulated gradients of four ranks, averaged", "DDP")(pool),
     ),
-    "verify_model": test_verify_model.look,
+    "verify_model": on(2, test_verify_model.looked_at, timeout=120.0),
     "runs": alone((test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
     "round trip": of(test_sequence.test_round_trip_and_its_gradient, "zigzag", 3),
     "loss": of(test_sequence.test_cross_entropy, "ragged", 3, 1),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import mesh
-from test_guard import raised, warned
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +32,20 @@ SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 CONFIG = llama.LlamaConfig(vocab_size=32, dim=32, num_layers=4, num_heads=4, num_kv_heads=2)
 B, S, MICROBATCHES, CLIP = 4, 22, 2, 0.5
 """Rows of a batch; tokens, of which cp ranks need padding; the largest norm, which gradients exceed."""
+
+
+def raised(pool: Any, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """What each rank raised; all must, and soon."""
+    errors = pool(world_size).run_expecting_error(fn, *args, timeout=20.0)
+    assert all(errors), errors
+    return errors
+
+
+def warned(fn: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fn()
+    return [str(x.message) for x in caught if str(x.message).startswith("cp_mesh:")]
 
 
 def model_of(core: type[nn.Module]) -> llama.Llama:

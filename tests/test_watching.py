@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -343,37 +342,6 @@ def part_of_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([out, q[:, :, n:]], 2)
 
 
-def other_format(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def other_rows(rank: int, attend: Callable[..., Tensor], compiled: str, padded: bool) -> None:
-    sequence = ShardedSequence(mesh((2,), ("cp",)), length=S if padded else None)
-    model = parallel(ByHeads(attend), planned="layers.0.core", sequence=sequence)
-    compile_parts(model, compiled, backend="eager", fullgraph=True)(tokens_of())
-
-
-@pytest.mark.parametrize(
-    ("compiled", "attend", "padded"),
-    # In the quick form each function once, with a length once, eager and compiled.
-    [
-        pytest.param(
-            compiled, attend, padded, id=f"{compiled}-{attend.__name__}{'-length' * padded}",
-            marks=[pytest.mark.full] * (compiled not in COMPILED[:2] or padded != (attend is other_format)),
-        )
-        for compiled, attend, padded in product(COMPILED, (part_of_rows, other_format), (False, True))
-    ],
-)  # fmt: skip
-@pytest.mark.quick(without="blocks")
-def test_cores_that_attend_to_other_rows_are_refused(
-    pool: Any, compiled: str, attend: Callable[..., Tensor], padded: bool
-) -> None:
-    for error in pool(2).run_expecting_error(other_rows, attend, compiled, padded):
-        assert error is not None and error.num_collectives == 0
-        assert padded or f"expected attention over the root's {S} tokens" in error.message
-
-
 def two_lengths(rank: int) -> None:
     """A core of a sequence with a length of its own, in a plan of its own, is not the root's."""
     axis = mesh((2,), ("cp",))
@@ -444,46 +412,6 @@ def test_a_watch_sees_into_checkpoints(pool: Any, compiled: str, skips: bool) ->
     """Whatever Dynamo's setting, whose default is False."""
     pool(2).run(checkpointed_blocks, compiled, "layers.*.core", skips)
     for error in pool(2).run_expecting_error(checkpointed_blocks, compiled, "layers.0.core", skips):
-        assert error is not None and "every self-attention in a ContextParallel module" in error.message
-
-
-class FastInEvaluation(Core):
-    """Attends by a path of its own in evaluation: outside of the core that the plan names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core = Core()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.core(q, k, v) if self.training else super().forward(q, k, v)
-
-
-def changed_later(rank: int, how: str, root: bool) -> None:
-    """A right forward, then one in which a layer attends outside of the plan."""
-    core = FastInEvaluation() if how == "evaluation" else Core()
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    planned = "layers.0.core.core" if how == "evaluation" else "layers.*.core"
-    model = Model(core) if how == "evaluation" else Model(core, Core())
-    plan: dict[str, Any] = {"": ShardedModel(sequence, positions=None)} if root else {}
-    tokens = tokens_of() if root else sequence.shard({"tokens": tokens_of()})["tokens"]
-    model = cp_mesh.parallelize(model.double(), sequence.mesh, plan | {planned: ContextParallel(sequence)})
-    for _ in range(3):
-        model(tokens)
-    if how == "evaluation":
-        model.eval()
-    if how == "a copy":
-        model = copy.deepcopy(model)
-    if how == "a layer":
-        model.layers.insert(1, Block(Core()).double())
-    elif how != "evaluation":
-        model.layers[1].core = Core()
-    model(tokens)
-
-
-@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
-@pytest.mark.parametrize("how", ["evaluation", "a copy", "a layer", "another core"])
-def test_what_changes_after_the_first_forward_is_watched_again(pool: Any, how: str, root: bool) -> None:
-    for error in pool(2).run_expecting_error(changed_later, how, root):
         assert error is not None and "every self-attention in a ContextParallel module" in error.message
 
 
