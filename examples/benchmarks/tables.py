@@ -191,7 +191,7 @@ def placement_table() -> str:
     }
     lines = []
     for commit, layout, *case in found:
-        if commit == "015fed3":
+        if commit == "eb9e298":
             old, zigzag = found["7cb2a68", layout, *case], found["7cb2a68", "zigzag", *case]
             row, name = found[commit, layout, *case], f"{case[0]}, {short(int(case[1]))}, {case[2]}"
             moved = [f"{float(x['mib']):.1f}" for x in (zigzag, old, row)]
