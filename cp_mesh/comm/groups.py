@@ -119,23 +119,19 @@ def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:
         got = "two, which would mix up group names"
         refuse("groups within the cp group", "one thread at a time", got, hint, UnsupportedError)
     try:
-        return _make_alone(group, inner_size)
+        size = group.size()
+        inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
+        outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]
+        # PyTorch names a new group by the number of groups that a rank has; ranks with different names never connect.
+        counts: list[int] = [0] * size
+        dist.all_gather_object(counts, len(world().pg_names), group)
+        if len(set(counts)) > 1:
+            hint = 'pass a mesh of two axes, mesh=mesh["cp_ring", "cp_ulysses"], whose groups are used'
+            got, expected = f"ranks that are in {counts} groups", "ranks that are in equally many groups"
+            refuse("groups within the cp group", expected, got, hint, UnsupportedError)
+        return Parts(_split(group, outer), _split(group, inner))
     finally:
         _MAKING.release()
-
-
-def _make_alone(group: dist.ProcessGroup, inner_size: int) -> Parts:
-    size = group.size()
-    inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
-    outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]
-    # PyTorch names a new group by the number of groups that a rank has; ranks with different names never connect.
-    counts: list[int] = [0] * size
-    dist.all_gather_object(counts, len(world().pg_names), group)
-    if len(set(counts)) > 1:
-        hint = 'pass a mesh of two axes, mesh=mesh["cp_ring", "cp_ulysses"], whose groups are used'
-        got = f"ranks that are in {counts} groups"
-        refuse("groups within the cp group", "ranks that are in equally many groups", got, hint, UnsupportedError)
-    return Parts(_split(group, outer), _split(group, inner))
 
 
 def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGroup:
