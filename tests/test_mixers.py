@@ -368,20 +368,21 @@ def test_what_travels_is_as_large_as_states(pool: Any) -> None:
 def repeated(rank: int) -> list[str]:
     """Calls that were checked though they are known, or are known though something changed, or are wrong."""
     rules, S, problems = room("mixers.rules"), 44, []
-    sequences = [ShardedSequence(mesh((2,), ("cp",)), length=S) for _ in range(2)]
+    axis, zigzag = mesh((2,), ("cp",)), ZigZag()
+    sequences = [ShardedSequence(axis, layout, length=S) for layout in (zigzag, zigzag, Contiguous())]
     documents = [[i // n for i in range(S)] for n in (5, 7, 9)]
     masks = [Mask(documents=torch.tensor(x)) for x in documents]
     x = batch_of(S, 1)
-    local = sequences[0].shard(given("gated_delta_rule", x))
+    shards = [each.shard(given("gated_delta_rule", x)) for each in sequences]
 
     def compare(
         what: str, which: int, is_known: bool, mask: Mask | None = None, sequence: int = 0, **more: Any
     ) -> None:
         options = {"sequence": sequences[sequence], "mask": masks[which] if mask is None else mask, **more}
         with mock.patch.object(rules, "_pieces", wraps=rules._pieces) as checked:
-            out, _ = mixers.gated_delta_rule(*local, **options)
+            out, _ = mixers.gated_delta_rule(*shards[sequence], **options)
         want, _ = expected("gated_delta_rule", x, documents[which], None)
-        if (sequences[0].unshard(out) - want).abs().max() > 1e-12:
+        if (sequences[sequence].unshard(out) - want).abs().max() > 1e-12:
             problems.append(f"{what}: wrong")
         if checked.called is is_known:
             problems.append(f"{what}: {'known' if is_known else 'checked'} expected")
@@ -391,7 +392,8 @@ def repeated(rank: int) -> list[str]:
     compare("another mask", 1, False)
     compare("the first mask", 0, True)
     compare("an equal mask", 0, False, mask=Mask(documents=torch.tensor(documents[0])))
-    compare("an equal sequence", 0, False, sequence=1)
+    compare("an equal sequence, as of each layer", 0, True, sequence=1)
+    compare("another layout", 0, False, sequence=2)
     compare("another method", 0, False, method="states")
     compare("that again", 0, True, method="states")
     compare("a third mask", 2, False)
@@ -404,6 +406,119 @@ def repeated(rank: int) -> list[str]:
 
 def test_repeated_calls_are_one_look_up(pool: Any) -> None:
     assert pool(2).run(repeated) == [[], []]
+
+
+class Copied(Sent):
+    """Also the bytes of what copies as many numbers as these rows have."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.least, self.copied = rows.numel(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        copies = ("cat", "index", "clone", "_to_copy", "constant_pad_nd", "index_select", "copy_", "index_copy")
+        if func.__name__.partition(".")[0] in copies and found.numel() >= self.least:
+            self.copied += found.numel() * found.element_size()
+        return found
+
+
+WHOLE: dict[str, tuple[Any, list[int], list[int]]] = {
+    "some": (Joint(*[9] * 10), 10 * [1, 2, 6], 10 * [1, 2]),  # a stream of nine gives three to each rank, the last none
+    "all": (Joint(*[9] * 10), 10 * [3, 1, 2, 3], 10 * [3]),
+    "some, long": (Contiguous(), [20, 26, 138], [20, 26]),
+}
+"""Layouts on four ranks, documents, and those of the first rank, which are whole."""
+
+
+def of_whole_documents(rank: int, what: str, which: str) -> tuple[float, list[list[int]], int, int]:
+    """The largest error, calls of the kernel by their lengths, collectives of both passes, and bytes of copied rows."""
+    (layout, lens, _), S = WHOLE[which], sum(WHOLE[which][1])
+    documents = [i for i, n in enumerate(lens) for _ in range(n)]
+    sequence = ShardedSequence(mesh((4,), ("cp",)), layout=layout, length=S, pad=False)
+    options: dict[str, Any] = {"sequence": sequence, "mask": Mask(documents=torch.tensor(documents))}
+    x, calls = {name: y.requires_grad_() for name, y in batch_of(S, 1).items()}, list[list[int]]()
+    kernel, double = room("mixers.kernels").chunked, False
+
+    def counting(inputs: Any, initial: Tensor, lens: list[int], scale: float) -> Any:
+        calls.append([*lens])
+        return (instantly if double else kernel)(inputs, initial, lens, scale)
+
+    if what == "causal_conv1d":
+        taps = x["weight"].detach() * torch.arange(1.0, W + 1, dtype=torch.float64)
+        inputs, run = [x["x"]], partial(mixers.causal_conv1d, weight=taps, **options)
+        want = torch.zeros_like(x["x"])
+        for _, begin, end in runs_of(documents, 1, S):
+            padded = F.pad(x["x"][0, begin:end], (0, 0, W - 1, 0))
+            rows = sum(taps[:, j] * padded[j : j + end - begin] for j in range(W))
+            want = want.index_put((torch.tensor(0), torch.arange(begin, end)), rows)
+    else:
+        inputs, want = given(what, x), expected(what, x, documents, None)[0]
+        one = getattr(mixers, what.split()[0])
+        run = lambda *rows: one(*rows, method="states", **options)[0]  # noqa: E731
+    local, grad = sequence.shard(inputs), torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator())
+    with mock.patch.object(room("mixers.rules"), "choose_kernel", lambda *args: counting), Sent() as sent:
+        out = run(*local)
+        seen, calls = calls, []
+        grads = torch.autograd.grad(out, local, sequence.shard(grad), retain_graph=True)
+    worst = [(sequence.unshard(out) - want).abs().max()]
+    for own, whole in zip(grads, torch.autograd.grad((want * grad).sum(), inputs), strict=True):
+        worst.append((sequence.unshard(own) - whole).abs().max())
+    double = True
+    with Copied(local[0]) as copied:
+        run(*local)
+    return float(max(worst).detach()), seen, len(sent.calls), copied.copied
+
+
+@pytest.mark.parametrize("what", [*RULES, "causal_conv1d"])
+def test_whole_documents_are_one_local_call(pool: Any, what: str) -> None:
+    """On rows as they lie. Where other ranks have cut documents, this one takes part in their collectives, no more."""
+    for which, (_, _, lens) in WHOLE.items():
+        found = pool(4).run(of_whole_documents, what, which)
+        assert max(error for error, *_ in found) < 1e-12, (which, found)
+        assert {collectives for _, _, collectives, _ in found} == {0 if which == "all" else 2}, which
+        _, calls, _, copied = found[0]
+        assert calls == ([] if what == "causal_conv1d" else [lens]), (which, calls)
+        assert copied == 0 or "long" not in which, (which, copied)
+
+
+def beside_alone(rank: int) -> tuple[float, int]:
+    """A gradient of the rows before documents alone, where the last rank has no rows: error, collectives backward."""
+    sequence = ShardedSequence(mesh((3,), ("cp",)), layout=Contiguous(), length=4, pad=False)
+    made = torch.Generator().manual_seed(0)
+    x, taps, initial = (torch.randn(*s, dtype=torch.float64, generator=made) for s in ((1, 4, 6), (6, W), (1, 6, W)))
+    initial.requires_grad_()
+    rows = torch.cat([initial[0].t(), x[0]])
+    want = sum(taps[:, j] * rows[j + 1 : j + 5] for j in range(W))
+    out = mixers.causal_conv1d(sequence.shard(x), taps, sequence=sequence, initial_state=initial)
+    with Sent() as sent:
+        own = torch.autograd.grad(out.square().sum(), initial)[0].contiguous()
+    torch.distributed.all_reduce(own)
+    whole = torch.autograd.grad(want.square().sum(), initial)[0]
+    return float((own - whole).abs().max()), len(sent.calls)
+
+
+def test_gradients_of_the_rows_before_documents_alone(pool: Any) -> None:
+    for error, collectives in pool(3).run(beside_alone):
+        assert error < 1e-12 and collectives == 0
+
+
+def without_a_batch(rank: int, what: str, alone: bool) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=16)
+    x = {name: y if name == "weight" or (alone and rank) else y[:0] for name, y in batch_of(16, 1).items()}
+    if what == "causal_conv1d":
+        mixers.causal_conv1d(sequence.shard(x["x"]), x["weight"], sequence=sequence)
+    elif what == "token_shift":
+        mixers.token_shift(sequence.shard(x["x"]), sequence=sequence)
+    else:
+        getattr(mixers, what)(*sequence.shard(given(what, x)), sequence=sequence)
+
+
+@pytest.mark.parametrize("what", ["gated_delta_rule", "causal_conv1d", "token_shift"])
+def test_no_batch_is_refused_on_every_rank(pool: Any, what: str) -> None:
+    for alone in (False, True):
+        for error in pool(2).run_expecting_error(without_a_batch, what, alone, timeout=20.0):
+            assert error is not None and f"{what}: batch: expected 1 row or more, got 0" in error.message
 
 
 class Left(TorchDispatchMode):

@@ -102,15 +102,16 @@ def test_strong_decays(kernels: None, rule: str, strong: float) -> None:
 
 
 def of_rank(
-    rank: int, rule: str, layout: Layout, lens: list[int], with_states: bool, kernel: str, dtype: torch.dtype
-) -> list[Tensor]:
+    rank: int, rule: str, layout: Layout, lens: list[int], with_states: bool, kernel: str, dtype: torch.dtype,
+    size: int = 2, of_states_alone: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """Outputs, states, and gradients of a rank, as float64."""
     if kernel == "fla":
         in_interpreter(setattr)
     given, name = halves(sum(lens), rule, slow=True), {"simple_gla": "gla"}.get(rule.split()[0], rule)
     made, shape = torch.Generator().manual_seed(1), (len(lens), specified.HV, 16, 8)
     initial, of_states = (torch.randn(*shape, dtype=torch.float64, generator=made) for _ in range(2))
-    sequence = ShardedSequence(mesh((2,), ("cp",)), length=sum(lens), layout=layout, pad=False)
+    sequence = ShardedSequence(mesh((size,), ("cp",)), length=sum(lens), layout=layout, pad=False)
     grad = torch.randn(1, *given[2].shape, dtype=torch.float64, generator=made)
     *shards, grad = sequence.shard([*(x[None] for x in given if x is not None), grad])
     inputs = [x.to(dtype).requires_grad_() for x in shards]
@@ -122,7 +123,9 @@ def of_rank(
         options["initial_state"] = initial.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     outs = [x for x in getattr(mixers, name)(*rows, **options) if x is not None]
     wanted = [*inputs, options["initial_state"]] if with_states else inputs
-    grads = [y.to(x.dtype) for x, y in zip(outs, (grad, of_states / 2), strict=False)]
+    grads = [y.to(x.dtype) for x, y in zip(outs, (grad, of_states / size), strict=False)]
+    if of_states_alone:
+        wanted, outs, grads = wanted[1:], outs[1:], grads[1:]
     return [x.detach().double() for x in (*outs, *torch.autograd.grad(outs, wanted, grads))]
 
 
@@ -142,6 +145,25 @@ def test_states_of_other_ranks(pool: Pools, rule: str, layout: Layout, lens: lis
     )
     for own, want in zip(found, exact, strict=True):
         assert max(float((x - y).norm() / y.norm()) for x, y in zip(own, want, strict=True)) < 1.5e-3
+
+
+@needs_interpreter
+@pytest.mark.parametrize("form", ["outputs", "states", "states alone"])
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_without_rows(pool: Pools, rule: str, form: str) -> None:
+    """The last of three has none. One document is cut, or none; gradients of outputs, of final states too, or alone.
+
+    Of few numbers, so what rounds to float16 does not even out.
+    """
+    for lens in ([1, 3], [2, 2]):
+        given = rule, Contiguous(), lens, form != "outputs"
+        found, exact = (
+            pool(3).run(of_rank, *given, kernel, dtype, 3, form == "states alone", timeout=120)
+            for kernel, dtype in (("fla", torch.float16), ("reference", torch.float64))
+        )
+        for own, want in zip(found, exact, strict=True):
+            for x, y in zip(own, want, strict=True):
+                assert float((x - y).norm() / y.norm().clamp(min=1e-3)) < 3e-3
 
 
 def convolved(rank: int, kernel: str, dtype: torch.dtype, activation: str | None) -> list[Tensor]:
@@ -222,7 +244,7 @@ def test_convolutions_that_it_does_not_compute(monkeypatch: pytest.MonkeyPatch, 
 @is_that_run
 @pytest.mark.nightly("interpreted")
 def test_interpreted(interpreted: Interpreted) -> None:
-    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 3) + 5
+    assert interpreted(__file__) >= len(RULES) * (len(PACKINGS) + 6) + 5
 
 
 LACKING = {
@@ -292,8 +314,8 @@ def a_of_calls(rank: int) -> list[Tensor]:
     shards = sequence.shard([x[None] for x in halves(140, "gated_delta_rule") if x is not None])
     made = calls.__init__
 
-    def seeing(self: Any, *given: Any) -> None:
-        made(self, *given)
+    def seeing(self: Any, *given: Any, **rows: Any) -> None:
+        made(self, *given, **rows)
         seen.append(self)
 
     with mock.patch.object(calls, "__init__", seeing):

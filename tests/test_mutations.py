@@ -428,6 +428,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "the guard after a probe": test_probe.test_the_guard_looks_as_without,
     "recurrent layers": of(test_mixers.some_rules, "states"),
     "recurrent layers by heads": of(test_mixers.some_rules, "heads"),
+    "whole documents": of(test_mixers.test_whole_documents_are_one_local_call, "gated_delta_rule"),
     "convolutions": of(test_mixers.test_convolutions_and_shifts_are_those_of_one_rank, 2, "zigzag"),
     "states of convolutions": of(test_mixers.test_states_of_convolutions_are_those_of_one_rank, 2, "zigzag"),
     "mixers over heads": of(test_mixers.test_dtensors_over_heads, "causal_conv1d", "both"),

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cp_mesh.geometry.host_tensors import lasting
@@ -75,29 +76,29 @@ def by_fla(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute sequences that lie one after another; as `recurrence`, also of inputs [1, T, ...].
 
-    With ``between``, states of other ranks are added to the initial ones. They are part of no graph: the backward
-    passes their gradients on. Initial states may be None, zeros; so are final ones that nobody asks for.
+    Of whole documents this is one call of the package. Where ``between`` sends states, those of other ranks are added
+    to the initial ones. They are part of no graph: the backward passes their gradients on. Initial states may be None,
+    zeros; so are final ones that nobody asks for.
     """
     q, k, v, g, beta = inputs if inputs.v.ndim == 4 else inputs.of_each(lambda x: x[None])
-    if not v.shape[1]:
-        return inputs.v.clone(), None if initial is None else initial.float()
+    sends = between is not None and between.sends
     rule = _RULES[0 if g is None else g.ndim - 2][beta is not None]
-    if between is not None and rule == "delta_rule":  # which has no seam
+    if sends and rule == "delta_rule":  # which has no seam
         rule, g = "gated_delta_rule", torch.zeros(v.shape[:3], device=v.device)
     groups = v.shape[2] // q.shape[2]
     if groups > 1 and rule not in ("gated_delta_rule", "kda"):  # the others take as many heads of q and k as of v
         q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
     rows: dict[str, Any] = {"q": q, "k": k, "v": v, "scale": scale, "output_final_state": final}
     if g is not None:
-        rows["g"] = g.float().clamp(min=_LOWEST)
+        rows["g"] = F.threshold(g.float(), _LOWEST, _LOWEST)  # of the backward of `clamp` the host takes three steps
     if beta is not None:
         rows["beta"] = beta
     rows["initial_state"] = None if initial is None else initial.float()
     rows["cu_seqlens_cpu"], rows["cu_seqlens"] = _ends(tuple(lens), v.device)
-    if between is None:
-        out, states = of_package(f"fla.ops.{rule}", f"chunk_{rule}")(**rows)
-    else:
+    if sends or not v.shape[1]:
         out, states = with_seam(rule, rows, between)
+    else:
+        out, states = of_package(f"fla.ops.{rule}", f"chunk_{rule}")(**rows)
     return out if inputs.v.ndim == 4 else out[0], states
 
 

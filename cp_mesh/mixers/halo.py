@@ -7,115 +7,117 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cp_mesh.mixers.fla import convolve
-from cp_mesh.mixers.moving import Group, gather, gather_rows, padded, scatter_sum
-from cp_mesh.mixers.pieces import Index, Ints, Pieces, Sent, index_on
+from cp_mesh.mixers.moving import Group, gather_rows, scatter_sum
+from cp_mesh.mixers.pieces import Index, Pieces, index_on
 
 
-def with_halo(
-    x: Tensor, pieces: Pieces, before: int, after: int, group: Group, fill: float = 0, initial: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Rows [B * rows, ...] piece by piece, each between its neighbours of the same document; ``fill`` where are none.
+def rolled(x: Tensor, shifts: int, pieces: Pieces, group: Group, fill: float) -> Tensor:
+    """Of each row [B * rows, ...] the one ``shifts`` before it in its document; ``fill`` where there is none."""
 
-    Args:
-        initial: the rows before each document, [num_documents * before, ...]; None: these are ``fill``.
+    def found() -> tuple[int, Index, Index]:
+        sent, near = pieces.beside(max(shifts, 0), max(-shifts, 0))
+        near = len(x) + np.minimum(near, len(pieces.shard_lens) * sent.most)
+        *rows, rest = np.split(np.arange(len(x)), pieces.lens.cumsum())
+        whole = (np.r_[at, own] if shifts > 0 else np.r_[own, at] for own, at in zip(rows, near, strict=True))
+        each = (x[: len(own)] if shifts > 0 else x[-len(own) :] for x, own in zip(whole, rows, strict=True))
+        return sent.most, index_on(device, sent.own), index_on(device, np.concatenate([*each, rest]))
 
-    Returns:
-        The rows, and where among them each row of this rank is.
-    """
-    sent, index = pieces.beside(before, after)
-    own, source, rows = pieces.once(("halo", before, after, x.device), lambda: _halo(pieces, sent, index, before, x))
-    gathered = gather_rows(x[own], sent.most, group)
-    return _rows([x, gathered], initial, source.long(), fill), rows.long()
-
-
-def _halo(pieces: Pieces, sent: Sent, index: Ints, before: int, x: Tensor) -> tuple[Index, Tensor, Tensor]:
-    """Rows that are sent; of all with their halos the index among own rows and what is gathered; and where own are."""
-    num_own, ends, after = len(x), pieces.lens.cumsum(), index.shape[1] - before
-    beside = np.r_[np.repeat(ends, after), np.repeat(ends - pieces.lens, before)]
-    near = num_own + np.r_[index[:, before:].ravel(), index[:, :before].ravel()]
-    moved = before + np.arange(len(ends)) * index.shape[1]
-    found = np.insert(np.arange(num_own), beside, near), np.arange(num_own) + np.repeat(moved, pieces.lens)
-    source, rows = (torch.from_numpy(each.astype(np.int32)).to(x.device) for each in found)
-    return index_on(x.device, sent.own), source, rows
-
-
-def _rows(known: list[Tensor], initial: Tensor | None, index: Tensor, fill: float = 0) -> Tensor:
-    """Rows of what is known, then of one of ``fill``, then of ``initial``, for which ``fill`` stands if it is None."""
-    one = known[0].new_full((1, *known[0].shape[1:]), fill)
-    if initial is None:
-        return torch.cat([*known, one])[index.clamp(max=sum(map(len, known)))]
-    return torch.cat([*known, one, initial.to(one.dtype)])[index]
+    device = x.device
+    most, sent, index = pieces.once(("rolled", shifts, device), found)
+    return torch.cat([x, gather_rows(x[sent], most, group), x.new_full((1, *x.shape[1:]), fill)])[index]
 
 
 def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces, group: Group, initial: Tensor | None = None,
     activation: str | None = None, by_fla: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Causal, of each channel by itself: x [B, rows, D], weight [D, W], initial [num_documents, D, W]."""
-    before = weight.shape[1] - 1
+    """Causal, of each channel by itself: x [B, rows, D], weight [D, W], initial [num_documents, D, W].
+
+    All rows are convolved as they lie. Those before pieces are states [pieces, D, W]; None: zeros.
+    """
+    width, key = weight.shape[1], (weight.shape[1], initial is not None, x.device)
+    at, lens, first, windows = pieces.once(("states", *key), lambda: _states(pieces, *key))
     begins = None if initial is None else initial[..., 1:].transpose(1, 2).flatten(0, 1)
-    if by_fla and before and x.shape[1]:
-        key = before, begins is not None, x.device
-        at = pieces.once(("states", *key), lambda: _states(pieces, *key))
-        rows, states = _Beside.apply(x, begins, len(at[0]) * (1 + before), at[1:], group)
-        states = states if states is None else states.unflatten(0, (-1, 1 + before)).transpose(1, 2)
-        return convolve(rows, weight, bias, activation, states, at[0]).view(x.shape)
-    rows, at = with_halo(x.flatten(0, 1), pieces, before, 0, group, initial=begins)
-    rows = rows if len(rows) else F.pad(rows, (0, 0, 0, before + 1))  # of a rank that holds none
-    # by another name than conv1d, which watches read as one over the rows of this rank alone
-    found = torch.convolution(rows.t()[None], weight[:, None], bias, [1], [0], [1], False, [0], len(weight))
-    out = found[0].t()[at - before].unflatten(0, x.shape[:2])
+    rows, states = x if len(x) == 1 else x.flatten(0, 1)[None], None
+    if at[0] or begins is not None:
+        rows, states = _Beside.apply(rows, begins, len(pieces.lens) * width, at, group)
+    if by_fla and width > 1 and x.shape[1]:
+        states = states if states is None else states.unflatten(0, (-1, width)).transpose(1, 2)
+        out = convolve(rows, weight, bias, activation, states, lens)
+        return out if len(x) == 1 else out.view(x.shape)
+
+    def convolved(x: Tensor, padding: int) -> Tensor:
+        """By another name than conv1d, which watches read as one over the rows of this rank alone."""
+        return torch.convolution(x, weight[:, None], bias, [1], [padding], [1], False, [0], len(weight))
+
+    flat = rows[0] if len(rows[0]) else F.pad(rows[0], (0, 0, 0, 1))
+    out = convolved(flat.t()[None], width - 1)[0].t()[: rows.shape[1]]
+    states = rows.new_zeros(len(pieces.lens) * width, x.shape[2]) if states is None else states
+    near = torch.cat([states, rows[0, first]])[windows]  # [first rows, W, D]
+    out = out.index_copy_(0, first, convolved(near.transpose(1, 2), 0)[..., 0]).view(x.shape)
     return out if activation is None else F.silu(out)
 
 
-def _states(pieces: Pieces, before: int, given: bool, device: torch.device) -> tuple[Any, ...]:
-    """Where the rows before the pieces of this rank are, for kernels that take them as states [pieces, D, 1 + before].
+def _states(pieces: Pieces, width: int, given: bool, device: torch.device) -> tuple[Any, ...]:
+    """Where the rows before the pieces of this rank are, which are states [pieces * width, D].
 
     Returns:
-        Rows of each piece; those that a rank sends at most, and those of this rank; the rows of states [pieces * (1 +
-        before), D] that are known; and of these the index among what is gathered, then the rows before documents.
+        The rows that a rank sends at most, those of this rank, the rows of states that are known (the first of a state
+        is not read), and of these the index among what is gathered, then the rows before documents. Then the rows that
+        read states, and what each reads, [W]: of all states, then of these rows.
     """
-    sent, index = pieces.beside(before, 0)
+    sent, index = pieces.beside(width - 1, 0)
     zero = len(pieces.shard_lens) * sent.most
     places = np.flatnonzero((index < zero) | ((index > zero) & given))
-    index = index.ravel()[places]
-    found = sent.own, places + 1 + places // before, index - (index > zero)  # the first row of a state is not read
-    return tuple(pieces.lens.tolist()), sent.most, *(index_on(device, x) for x in found)
+    index, states = index.ravel()[places], np.arange(len(pieces.lens) * width).reshape(-1, width)
+    at = sent.own, states[:, 1:].ravel()[places], index - (index > zero)
+    rows = [own[: width - 1] for own in np.split(np.arange(pieces.lens.sum()), pieces.lens.cumsum())]
+    first = np.concatenate(rows)
+    read = np.split(states.size + np.arange(len(first)), np.cumsum([*map(len, rows)])[:-1])
+    windows = (sliding_window_view(np.r_[x, own], width)[1:] for x, own in zip(states, read, strict=False))
+    found = first, np.concatenate([*windows, states[:0]])
+    lens = tuple(pieces.lens.tolist())
+    return (sent.most, *(index_on(device, x) for x in at)), lens, *(torch.from_numpy(x).to(device) for x in found)
 
 
 class _Beside(torch.autograd.Function):
-    """All rows [1, B * rows, D]; and without a copy of them the ``num`` rows of `_states`, None if all are zeros.
+    """Rows [1, rows, D], and without a copy of them the ``num`` rows of `_states`; None if all are zeros.
 
-    Gradients of these are added to that of all in place: `convolve` made it for nobody else.
+    Gradients of these are added to that of all in place: what convolves made it for nobody else.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, initial: Tensor | None, num: int, at: Any, group: Group) -> Any:
-        (most, sent, places, index), rows, states = at, x.flatten(0, 1), None
-        ctx.given = x.shape, initial, at, group
-        found = gather(padded(rows[sent], most), group) if most else rows[:0]
+        (most, sent, places, index), states = at, None
+        ctx.given = initial, at, group
+        ctx.save_for_backward(x.new_empty(0))  # as in `moving`
+        found = gather_rows(x[0, sent], most, group)
         if initial is not None:
             found = torch.cat([found, initial.to(x.dtype)])
         if places != slice(0, 0):
-            states = rows.new_zeros(num, x.shape[2])
+            states = x.new_zeros(num, x.shape[2])
             states[places] = found[index]
-        return rows[None], states
+        return x.view_as(x), states
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_states: Tensor | None) -> tuple[Tensor | None, ...]:
-        shape, initial, (most, sent, places, index), group = ctx.given
+        initial, (most, sent, places, index), group = ctx.given
+        _ = ctx.saved_tensors
         num, of_initial = group[0] * most, None
-        found = grad.new_zeros(num + (0 if initial is None else len(initial)), shape[2])
+        found = grad.new_zeros(num + (0 if initial is None else len(initial)), grad.shape[2])
         if of_states is not None:
             _add(found, index, of_states[places])
-        if most and ctx.needs_input_grad[0]:  # ranks without rows gather x alone
-            _add(grad[0], sent, scatter_sum(found[:num], group))
+        if most and ctx.needs_input_grad[0]:
+            _add(grad[0], sent, scatter_sum(found[:num], group) if group[0] > 1 else found[:num])
         if initial is not None:
             of_initial = found[num:].to(initial.dtype)
-        return grad.view(shape), of_initial, None, None, None
+        return grad, of_initial, None, None, None
 
 
 def _add(x: Tensor, index: Index, rows: Tensor) -> None:
@@ -129,6 +131,8 @@ def last_rows(x: Tensor, width: int, initial: Tensor | None, pieces: Pieces, gro
     """The last rows of each document, [num_documents, D, width], on every rank; x and ``initial`` as `convolution`."""
     sent, index = pieces.tails(width)
     own = x[pieces.on(x.device, ("tails", width, "sent"), lambda: sent.own)]
-    gathered = gather_rows(own, sent.most, group)
-    begins = None if initial is None else initial.transpose(1, 2).flatten(0, 1)
-    return _rows([gathered], begins, pieces.on(x.device, ("tails", width), lambda: index)).transpose(1, 2)
+    known = [gather_rows(own, sent.most, group), x.new_zeros(1, x.shape[1])]
+    at = pieces.on(x.device, ("tails", width), lambda: index)
+    if initial is None:
+        return torch.cat(known)[at.clamp(max=len(known[0]))].transpose(1, 2)
+    return torch.cat([*known, initial.to(x.dtype).transpose(1, 2).flatten(0, 1)])[at].transpose(1, 2)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_mesh._torch import funcol
+from cp_mesh._torch import below_autograd, funcol
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.mixers.pieces import Pieces
 
@@ -20,46 +20,41 @@ Group = tuple[int, str, str]
 """Size and name of a group, and the call, for messages."""
 
 
-class _Linear(torch.autograd.Function):
+class Linear(torch.autograd.Function):
     """``there`` of a tensor, and ``back`` of the gradient, which is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
+        ctx.ways = back, there
         ctx.save_for_backward(x.new_empty(0))  # so a checkpoint computes all again first, on every rank alike
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors
-        return ctx.back(grad), None, None
+        return Linear.apply(grad, *ctx.ways), None, None
 
 
-def gather(x: Tensor, group: Group) -> Tensor:
-    """Rows [n, ...] of all ranks, each of as many, rank after rank."""
-    x, (size, name, what) = x.contiguous(), group  # it lives until the end
-    return wait_for(funcol.all_gather_into_tensor(x, size, name), f"{what}: rows of other ranks", name)
-
-
-def scatter_sum(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows of the sum over ranks: the transpose of `gather`."""
-    x, (size, name, what) = x.contiguous(), group
-    return wait_for(funcol.reduce_scatter_tensor(x, "sum", size, name), f"{what}: rows of other ranks", name)
-
-
-def padded(x: Tensor, most: int) -> Tensor:
-    """Rows [n, ...], and zeros behind them: [most, ...]."""
-    return x if len(x) == most else F.pad(x, [0, 0] * (x.ndim - 1) + [0, most - len(x)])
+def _moved(collective: Any, x: Tensor, group: Group, *options: Any) -> Tensor:
+    """What a collective of rows gives; PyTorch's own formulas for its gradient would take as long as it does."""
+    x, (_, name, what) = x.contiguous(), group  # it lives until the end
+    with below_autograd():
+        return wait_for(collective(x, *options, name), f"{what}: rows of other ranks", name)
 
 
 def gather_rows(x: Tensor, most: int, group: Group) -> Tensor:
     """Rows [n, ...] of all ranks, ``most`` of each, the missing ones zeros; nothing is sent if there are none."""
     if not most or group[0] == 1:
         return x
-    x = padded(x, most)
+    x = x if len(x) == most else F.pad(x, [0, 0] * (x.ndim - 1) + [0, most - len(x)])
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return gather(x, group)
-    return cast(Tensor, _Linear.apply(x, lambda x: gather(x, group), lambda grad: scatter_sum(grad, group)))
+        return _moved(funcol.all_gather_into_tensor, x, group, group[0])
+    return cast(Tensor, Linear.apply(x, lambda x: gather_rows(x, most, group), lambda x: scatter_sum(x, group)))
+
+
+def scatter_sum(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the sum over ranks: the transpose of `gather_rows`."""
+    return _moved(funcol.reduce_scatter_tensor, x, group, "sum", group[0])
 
 
 class _After(torch.autograd.Function):
@@ -83,16 +78,15 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Group) ->
     """Blocks of rows, ``sent`` to each rank and ``received`` from each."""
 
     def exchange(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        x, (_, name, what) = x.contiguous(), group
-        return wait_for(funcol.all_to_all_single(x, received, sent, name), what, name)
+        return _moved(funcol.all_to_all_single, x, group, received, sent)
 
-    found = _Linear.apply(x, lambda x: exchange(x, sent, received), lambda grad: exchange(grad, received, sent))
+    found = Linear.apply(x, lambda x: exchange(x, sent, received), lambda grad: exchange(grad, received, sent))
     return cast(Tensor, found)
 
 
 def _ordered(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Rows in another order; gradients go ``back``. The backward of `index_select` would add them row by row."""
-    return cast(Tensor, _Linear.apply(x, lambda x: x.index_select(0, order), lambda grad: grad.index_select(0, back)))
+    return cast(Tensor, Linear.apply(x, lambda x: x.index_select(0, order), lambda grad: grad.index_select(0, back)))
 
 
 def to_heads(x: Tensor, pieces: Pieces, group: Group) -> Tensor:

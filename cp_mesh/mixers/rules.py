@@ -18,7 +18,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.fla import by_fla, normalize
-from cp_mesh.mixers.halo import convolution, last_rows, with_halo
+from cp_mesh.mixers.halo import convolution, last_rows, rolled
 from cp_mesh.mixers.kernels import Kernel, choose_kernel, convolves_by_fla, folds
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
@@ -314,9 +314,7 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
 
     pieces, group, _, given, wrap = decide(checked, what, place, {"x": x}, {"shifts": shifts, "fill": fill_value})
     own: Any = given["x"]
-    before, after = max(shifts, 0), max(-shifts, 0)
-    rows, at = with_halo(own.flatten(0, 1), pieces, before, after, group, fill_value)
-    return wrap.rows(rows[at - shifts].unflatten(0, own.shape[:2]))
+    return wrap.rows(rolled(own.flatten(0, 1), shifts, pieces, group, fill_value).unflatten(0, own.shape[:2]))
 
 
 @untraced
@@ -327,6 +325,8 @@ def agreed_pieces(what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | 
 
 
 def _pieces(what: str, place: Place, x: Tensor, initial: Tensor | None) -> Pieces:
+    if not len(x):
+        refuse(f"{what}: batch", "1 row or more", 0, "leave the call out, on all ranks")
     pieces = place.pieces(what, *x.shape[:2])
     if initial is not None and len(initial) != pieces.num_documents:
         refuse(f"{what}: initial_state", pieces.num_documents, len(initial), "one state for each document")

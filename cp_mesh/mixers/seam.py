@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.mixers.between import Between
+from cp_mesh.mixers.moving import Linear, after
 from cp_mesh.wrap import with_names
 
 _FUNCTIONS = {
@@ -31,9 +32,14 @@ _CHUNK, _DELTA = 64, "fla.ops.common.chunk_delta_h"
 class Call:
     """One call: the context that the package hands to our functions for delta rules; others find it in `_BACK`."""
 
-    def __init__(self, between: Between, *shape: int) -> None:
-        self.between, self.shape = between, shape  # [HV, K, V], of states
-        self.a: Tensor | None = None  # of own pieces [HV, 1 or K, 1]; of delta rules `through` a piece, [HV, K, K]
+    def __init__(
+        self, between: Any, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, **_: Any
+    ) -> None:
+        K, heads, V = k.shape[3], *v.shape[2:]
+        self.between, self.shape = between, (heads, K, V)  # of states
+        of_decays = (1, 1) if g is None or g.ndim == 3 else (K, 1)
+        self.of_a = (heads, *(of_decays if beta is None else (K, K)))
+        self.a: Tensor | None = None  # of own pieces; of delta rules of those `through` which a document goes
 
     def taken(self) -> Tensor | None:
         """A, which is not kept here any longer."""
@@ -45,10 +51,11 @@ class Call:
 
         Of pieces that no document goes through, nobody reads A: it may be of the others alone.
         """
-        between, way, (heads, K, V) = self.between, self.between.ways[back], self.shape
-        of_b = b[0] if len(b) == 1 else torch.cat([*b, torch.empty(0, heads, K, V, device=between.device)])
+        between, way = self.between, self.between.ways[back]
+        b = b or [torch.empty(0, *self.shape, dtype=torch.float32, device=between.device)]
+        of_b = b[0] if len(b) == 1 else torch.cat(b)
         if between.passes and (a is None or len(a) < len(way.senders)):
-            whole = of_b.new_zeros(len(way.senders), heads, K, K)
+            whole = of_b.new_zeros(len(way.senders), *self.of_a)
             if a is not None:
                 whole[way.through] = a
             a = whole
@@ -66,15 +73,23 @@ def of_package(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def with_seam(rule: str, rows: dict[str, Any], between: Between) -> tuple[Tensor, Tensor | None]:
+def with_seam(rule: str, rows: dict[str, Any], between: Between | None) -> tuple[Tensor, Tensor | None]:
     """Compute pieces, from the states that they are due.
 
     Args:
         rule: a name of `_FUNCTIONS`.
         rows: arguments of the package's function by name, of all pieces of this rank one after another.
     """
+    call, v, known = Call(between, **rows), rows["v"], rows["initial_state"]
+    rows["cp_context"] = call
+    if not v.shape[1]:  # takes part in what the others gather, in both passes
+        known = torch.zeros(0, *call.shape, dtype=torch.float32, device=v.device) if known is None else known
+        known = after(known, *(x for x in rows.values() if isinstance(x, Tensor)))
+        if between is not None and between.sends:
+            joins = partial(call.pass_on, None, [])
+            known = Linear.apply(known, joins, partial(joins, back=True))
+        return after(v, known), known
     function, scan, defaults = _function(rule)
-    call = rows["cp_context"] = Call(between, rows["v"].shape[2], rows["k"].shape[3], rows["v"].shape[3])
     if "beta" not in rows:
         rows["initial_state"] = scan(call, **rows)
     given = defaults | rows
@@ -99,7 +114,7 @@ def _function(rule: str) -> tuple[type[torch.autograd.Function], Any, dict[str, 
         @staticmethod
         def forward(ctx: Any, call: Call, *given: Any) -> Any:
             found = forward(ctx, *given)
-            ctx.call, ctx.shape = call, found[0].shape
+            ctx.call, ctx.shape, ctx.dtype = call, found[0].shape, found[0].dtype
             ctx.set_materialize_grads(False)  # no zeros for states that nobody reads
             return found
 
@@ -107,7 +122,7 @@ def _function(rule: str) -> tuple[type[torch.autograd.Function], Any, dict[str, 
         def backward(ctx: Any, dout: Tensor | None, dstates: Tensor | None) -> Any:
             if dout is None:
                 assert dstates is not None
-                dout = dstates.new_zeros(ctx.shape)
+                dout = dstates.new_zeros(ctx.shape, dtype=ctx.dtype)
             token = _BACK.set(ctx.call)
             try:
                 return None, *backward(ctx, dout, dstates)
@@ -190,8 +205,8 @@ def _after(
     return due, initial_state if context.between.given else None
 
 
-def _adjacent(call: Call, which: str, chunk_size: int) -> list[tuple[slice, slice, dict[str, Any]]]:
-    """Runs of this rank's pieces that lie one after another: which, their rows, and where each begins among these.
+def _adjacent(call: Call, which: str, chunk_size: int) -> list[tuple[slice, slice | None, dict[str, Any]]]:
+    """Runs of this rank's pieces that lie one after another: which, their rows (None: all), where each begins.
 
     ``which``: of a document that also lies "behind" them, "before" them, or on both sides, "through" them.
     """
@@ -207,16 +222,18 @@ def _adjacent(call: Call, which: str, chunk_size: int) -> list[tuple[slice, slic
             given: dict[str, Any] = {"cu_seqlens": torch.from_numpy(bounds.astype(np.int32)).to(device)}
             given |= {"chunk_offsets": torch.from_numpy(offsets).to(device)}
             given |= {"chunk_indices": range(offsets[-1])}  # the package asks for their number alone
-            yield slice(run[0], run[-1] + 1), slice(ends[run[-1]] - lens.sum(), ends[run[-1]]), given
+            rows = slice(ends[run[-1]] - lens.sum(), ends[run[-1]])
+            yield slice(run[0], run[-1] + 1), None if len(run) == len(all_lens) else rows, given
 
     found: list[Any] = between.once(("adjacent", which, chunk_size), lambda: [*runs()])
     return found
 
 
-def _part(rows: slice, **given: Any) -> dict[str, Any]:
-    """The rows of some pieces, of each argument that the kernel knows."""
+def _part(rows: slice | None, **given: Any) -> dict[str, Any]:
+    """The rows of some pieces, None: of all, of each argument that the kernel knows."""
     names = "q", "k", "w", "u", "g", "gk", "do", "dv"
-    return {name: x[:, rows] for name, x in given.items() if name in names and x is not None}
+    known = {name: x for name, x in given.items() if x is not None and name in names}
+    return known if rows is None else {name: x[:, rows] for name, x in known.items()}
 
 
 def _held(states: Tensor | None, context: Call) -> Tensor | None:

@@ -23,7 +23,7 @@ from cp_mesh.mixers.between import Between
 from cp_mesh.mixers.chunks import CHUNK
 from cp_mesh.mixers.kernels import folds
 from cp_mesh.mixers.moving import Group, after, gather_rows
-from cp_mesh.mixers.pieces import Pieces
+from cp_mesh.mixers.pieces import Pieces, index_on
 from cp_mesh.mixers.recurrence import Inputs, Run
 
 
@@ -42,7 +42,7 @@ def by_states(
     device, (heads, V), K = inputs.v.device, inputs.v.shape[-2:], inputs.k.shape[-1]
     given = device, initial is not None, group
     between: Between = pieces.once(("between", *given), lambda: Between(pieces, *given))
-    fused, lens, dtype = folds(run) and all(pieces.shard_lens), between.lens, accumulation_dtype(inputs.v.dtype)
+    fused, lens, dtype = folds(run), between.lens, accumulation_dtype(inputs.v.dtype)
     begin: Any = None
     batch, summaries = len(inputs.v), None
     if batch > 1 or not fused:
@@ -53,7 +53,7 @@ def by_states(
     elif not fused:
         begin = torch.zeros(len(lens), heads, K, V, dtype=dtype, device=device)
     if fused:
-        out, states_after = run(inputs, begin, lens, between=between if between.sends else None, final=final)
+        out, states_after = run(inputs, begin, lens, between=between, final=final)
     elif between.sends:
         compute = _superpose if inputs.beta is None else _prepend
         out, states_after, summaries = compute(run, inputs, begin, lens, between, scale)
@@ -78,14 +78,15 @@ def _prepend(
 ) -> tuple[Tensor, Any, Tensor]:
     """A delta rule: pieces that are sent compute the identity beside their state, then all from what they are due."""
     (heads, V), K, way = inputs.v.shape[1:], inputs.k.shape[2], between.ways[0]
-    sent, ends = way.senders, np.cumsum([0, *lens])[1:]
-    rows = np.concatenate([*(np.arange(ends[i] - lens[i], ends[i]) for i in sent), ends[:0]])
-    part = inputs.at(between.on(begin.device, "rows", lambda: rows))
-    eye = torch.eye(K, K * between.passes, dtype=begin.dtype, device=begin.device).expand(len(sent), heads, -1, -1)
-    v = torch.cat([part.v, part.v.new_zeros(len(rows), heads, eye.shape[-1])], -1)
-    initial = torch.cat([begin[way.sent], eye], -1)
-    _, found = run(part._replace(v=v), initial, [lens[i] for i in sent])  # columns of a state do not know of each other
-    b, a = found.split([V, eye.shape[-1]], -1)
+    eye = torch.eye(K, K * between.passes, dtype=begin.dtype, device=begin.device)
+    found = torch.cat([begin[way.sent], eye.expand(len(way.senders), heads, -1, -1)], -1)
+    if of := [lens[i] for i in way.senders]:
+        ends = np.cumsum(lens)
+        rows = np.concatenate([np.arange(ends[i] - lens[i], ends[i]) for i in way.senders])
+        part = inputs.at(between.once(("rows", begin.device), lambda: index_on(begin.device, rows)))
+        v = F.pad(part.v, (0, eye.shape[1]))
+        _, found = run(part._replace(v=v), found, of)  # columns of a state do not know of each other
+    b, a = found.split([V, eye.shape[1]], -1)
     due, gathered = between.pass_on(a, after(b, *inputs.at(slice(0))))
     return *run(inputs, between.add(begin, due), lens), gathered
 
@@ -94,20 +95,23 @@ def _superpose(
     run: Run, inputs: Inputs, begin: Tensor, lens: list[int], between: Between, scale: float
 ) -> tuple[Tensor, Any, Tensor]:
     """Another rule: what a state adds to later rows is known without them, so these are computed once."""
-    dtype = inputs.v.dtype
-    if not folds(run):  # what is read twice has a gradient of two parts, which round once, as what is added to rows
+    dtype, way = inputs.v.dtype, between.ways[0]
+    if any(
+        between.reached
+    ):  # what is read twice has a gradient of two parts, which round once, as what is added to rows
         q, v, g = (x if x is None else x.to(begin.dtype) for x in (inputs.q, inputs.v, inputs.g))
         inputs = Inputs(q, inputs.k, v, g, None)  # type: ignore[arg-type]
     q, g = inputs.q, inputs.g
     out, ends = run(inputs, begin, lens)
-    decays, way = between.decays_of(g, begin), between.ways[0]
+    decays = between.decays_of(g, begin)
     due, gathered = between.pass_on(decays[way.sent], after(ends[way.sent], *inputs.at(slice(0))))
+    if not len(way.receivers):
+        return out.to(dtype), ends, gathered
     parts = [*out.split(lens)]
     for i, state in zip(way.receivers, due * scale, strict=True):
         rows = slice(sum(lens[:i]), sum(lens[: i + 1]))
         parts[i] = parts[i] + exactly(_of_state, state, q[rows], None if g is None else g[rows])
-    found = between.add(ends, decays[way.due] * due)
-    return torch.cat([*parts, out[:0]]).to(dtype), found, gathered
+    return torch.cat(parts).to(dtype), between.add(ends, decays[way.due] * due), gathered
 
 
 def _of_state(state: Tensor, q: Tensor, g: Tensor | None) -> Tensor:

@@ -48,8 +48,19 @@ plant("a state goes on over the start of a document", "mixers.pieces:pieces_of",
 plant("rows beside a piece are zeros", "mixers.moving:gather_rows", "convolutions")(
     of_states(lambda found: found * 0, states=False)
 )
-plant("rows beside a piece lose their gradient", "mixers.moving:gather_rows", "convolutions")(
-    of_states(lambda found: found.detach(), states=False)
+plant("rows beside a piece lose their gradient", "mixers.moving:scatter_sum", "convolutions")(
+    lambda scatter_sum: lambda x, group: 0 * scatter_sum(x, group)
+)
+plant("a document is convolved with the end of the one before it", "mixers.halo:_states", "convolutions")(
+    lambda states: with_result(states, lambda found: (*found[:2], found[2][:0], found[3][:0]))
+)
+plant("ranks whose documents are whole add a state", "mixers.between:Between.add", "whole documents")(
+    lambda add: (
+        lambda self, states, due, back=False: add(self, states, due, back) if self.reached.count(True) else states + 1
+    )
+)
+plant("whole documents are computed with the pieces of others first", "mixers.states:_prepend", "whole documents")(
+    lambda prepend: lambda run, *given: prepend(lambda *args: run(*args) and run(*args), *given)
 )
 plant("heads come back to other rows", "mixers.moving:to_rows", "recurrent layers by heads")(
     lambda to_rows: with_result(to_rows, lambda out: out.flip(1))
