@@ -10,6 +10,9 @@ the device only between two steps. Each layer has its own tensors; layers share 
   without communication: the floor.
 
     torchrun --nproc-per-node 2 examples/benchmarks/layers.py --rows 1024 4096 --csv layers.csv
+
+With ``--one-gpu``, ranks share the first GPU and take turns on it: only times of the host tell something, and both
+passes of ways in which ranks do not wait for each other.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ def step(make: Callable[[], Layer], inputs: Sequence[Sequence[Tensor]], dout: Te
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--rows", type=int, nargs="+", default=[4096], help="rows per rank")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
@@ -79,9 +83,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args(argv)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    if options.one_gpu:
+        sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+        from ranks import join_on_gpus
+
+        join_on_gpus(one_gpu=True)
+    else:
+        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device(options.device, rank if options.device == "cuda" else 0)
+    device = torch.device(options.device, 0 if options.one_gpu or options.device == "cpu" else rank)
     if options.device == "cuda":
         torch.cuda.set_device(device)
     about = machine(device, size, options.commit)
