@@ -91,8 +91,7 @@ REFUSED = {
     "an unknown kernel": (["--kernel", "fa5"], "invalid choice: 'fa5' (choose from 'auto', 'fa4'"),
     "an unknown dtype": (["--dtype", "float8"], "invalid choice: 'float8'"),
     "heads": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "x"],
-        "expected query heads/kv heads such as 32/8, got",
+        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "x"], "expected query heads/kv heads such as 32/8, got"
     ),
     "no argument": (["explain", "--seq-len", "64"], "required: --cp"),
     "a method": (
@@ -118,10 +117,9 @@ REFUSED = {
         "transport='symmetric_memory': expected CUDA devices of one host, got device='cpu'; transport='functional' w",
     ),
     "no heads": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"],
-        "expected query heads/kv heads such as 32/8",
+        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"], "expected query heads/kv heads such as 32/8"
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -273,33 +271,25 @@ def test_a_row_has_every_figure_and_what_is_wrong() -> None:
 FACTORY_ERRORS = {
     "without a colon": ("{file}", "expected module:function or file.py:function, got "),
     "a path": (
-        "../../x:good",
-        "expected module:function or file.py:function, got ../../x:good; for example my_trainer:",
+        "../../x:good", "expected module:function or file.py:function, got ../../x:good; for example my_trainer:"
     ),
     "a folder": ("{folder}:good", "expected module:function or file.py:function, got "),
     "two colons": ("my_trainer:Trainer:good", "expected module:function or file.py:function, got my_trainer:Trainer"),
-    "another dot": (
-        "{folder}/my.trainer.py:good",
-        "expected a file name that is a module name, got my.trainer.py;",
-    ),
+    "another dot": ("{folder}/my.trainer.py:good", "expected a file name that is a module name, got my.trainer.py;"),
     "another module": ("{folder}/json.py:good", "json.py as module json, got "),
     "a built-in module": ("{folder}/sys.py:good", "sys.py as module sys, got a built-in module; rename the file"),
     "a class of C": (
-        "{file}:mapping",
-        "'make_model': expected a function without arguments that returns the plain mod",
+        "{file}:mapping", "'make_model': expected a function without arguments that returns the plain mod"
     ),
     "no such file": ("{file}x.py:good", "expected a module that can be imported, got no file "),
     "no such module": (
-        "my_trainer_that_is_not:good",
-        "got No module named 'my_trainer_that_is_not'; start in its folder",
+        "my_trainer_that_is_not:good", "got No module named 'my_trainer_that_is_not'; start in its folder"
     ),
     "another import": (
-        "{folder}/imports.py:good",
-        "got ModuleNotFoundError: No module named 'nowhere_at_all'; see its",
+        "{folder}/imports.py:good", "got ModuleNotFoundError: No module named 'nowhere_at_all'; see its"
     ),
     "an import that exits": (
-        "{folder}/exits.py:good",
-        "expected a module that can be imported, got SystemExit: 0; see its",
+        "{folder}/exits.py:good", "expected a module that can be imported, got SystemExit: 0; see its"
     ),
     "no such function": ("{file}:goof", "expected a function, got no such name in my_cp_factories; similar: good"),
     "no function that is near": (
@@ -309,35 +299,30 @@ FACTORY_ERRORS = {
     "a module of imports": ("{folder}/borrowed.py:verification", "no such name in borrowed; it defines none"),
     "a number": ("{file}:number", "expected a function, got int; "),
     "arguments": (
-        "{file}:takes",
-        "expected a function that needs no arguments, got missing a required argument: 'mesh'",
+        "{file}:takes", "expected a function that needs no arguments, got missing a required argument: 'mesh'"
     ),
     "it raises": ("{file}:raises", "expected a dict of verify_model's arguments, got KeyError: 'corpus'; see its"),
     "it exits": ("{file}:leaves", "expected a dict of verify_model's arguments, got SystemExit: 0; see its"),
     "a list": ("{file}:not_a_dict", "expected a dict of verify_model's arguments, got list; return {{'make_model'"),
     "a name": (
-        "{file}:misspelt",
-        "'bacth': expected the name of an argument of verify_model, got bacth; similar: batch",
+        "{file}:misspelt", "'bacth': expected the name of an argument of verify_model, got bacth; similar: batch"
     ),
     "a name that is not near": (
-        "{file}:unknown",
-        "'steps': expected the name of an argument of verify_model, got steps; its",
+        "{file}:unknown", "'steps': expected the name of an argument of verify_model, got steps; its"
     ),
     "none": (
         "{file}:no_batch",
         "'batch': expected a dict of whole tensors by the names of the model's arguments, got only ['",
     ),
     "a model": (
-        "{file}:a_model",
-        "'make_model': expected a function without arguments that returns the plain model, got M",
+        "{file}:a_model", "'make_model': expected a function without arguments that returns the plain model, got M"
     ),
     "a tensor": (
-        "{file}:a_tensor",
-        "'batch': expected a dict of whole tensors by the names of the model's arguments, got T",
+        "{file}:a_tensor", "'batch': expected a dict of whole tensors by the names of the model's arguments, got T"
     ),
     "a plan": ("{file}:a_list", "'plan': expected a plan, a function of the model, or None, got list; "),
     "a mesh": ("{file}:a_size", "'mesh': expected a DeviceMesh of all ranks, or None, got int; "),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -249,22 +249,16 @@ def test_a_config_is_a_file_a_folder_or_its_content(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no file": ("llama-4", {}, "model: expected a config.json of Transformers, or its folder, got llama-4; llama-3-8b"),
     "experts": (
-        SMALL | {"model_type": "mixtral"},
-        {},
-        "model_type: expected one of llama, mistral, qwen2, got 'mixtral'",
+        SMALL | {"model_type": "mixtral"}, {}, "model_type: expected one of llama, mistral, qwen2, got 'mixtral'"
     ),
     "no family": ({"hidden_size": 4}, {}, "model_type: expected one of llama, mistral, qwen2, got None"),
     "a size": (
-        {k: x for k, x in SMALL.items() if k != "vocab_size"},
-        {},
-        "model: expected the key vocab_size, got ['h",
+        {k: x for k, x in SMALL.items() if k != "vocab_size"}, {}, "model: expected the key vocab_size, got ['h"
     ),
     "no layers": (SMALL | {"num_hidden_layers": None}, {}, "expected the key num_hidden_layers"),
     "half a layer": (SMALL | {"num_hidden_layers": 2.5}, {}, "num_hidden_layers: expected an int of 1 to"),
     "text for a size": (
-        SMALL | {"hidden_size": "64"},
-        {},
-        "hidden_size: expected an int of 1 to 1099511627776, got '64'",
+        SMALL | {"hidden_size": "64"}, {}, "hidden_size: expected an int of 1 to 1099511627776, got '64'"
     ),
     "text for a switch": (SMALL | {"tie_word_embeddings": "yes"}, {}, "tie_word_embeddings: expected true or false"),
     "less than no memory": (SMALL, {"gpu_memory": -3}, "gpu_memory: expected a number above 0, in GiB, got -3"),
@@ -275,7 +269,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "the host's alone": (SMALL, {"host_memory": 4.0}, "host_memory: expected gpu_memory with it"),
     "cp": (SMALL, {"cp_size": 0}, "cp_size: expected an int of 1 to 8192, got 0"),
     "a kernel": (SMALL, {"kernel": "fa5"}, "kernel: expected"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
