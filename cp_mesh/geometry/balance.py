@@ -18,19 +18,18 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import accumulate
 from math import ceil, inf, sqrt
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cp_mesh.errors import UnsupportedError, check_int, refuse, typed
-from cp_mesh.geometry.block_table import Array, run_begins
+from cp_mesh.geometry.block_table import run_begins
 from cp_mesh.geometry.layouts import Balanced, chunk_bounds
 from cp_mesh.geometry.mask import NONE, Mask
-from cp_mesh.geometry.pair_counts import documents_of, pairs_between
+from cp_mesh.geometry.pair_counts import Part, documents_of, parts_between
 
 PAIRS_PER_TOKEN = 15_000
 """Of Llama-3-8B: the linears of a token are 1.3 GFLOP at 600 TFLOP/s, a pair is 57 kFLOP at 400 (H200, both passes)."""
@@ -84,12 +83,12 @@ def balance(mask: Mask, seq_len: int, cp_size: int, *, pairs_per_token: float = 
     if not 0 <= pairs_per_token < NONE:
         refuse("balance: pairs_per_token", f"a number of 0 to {NONE}", pairs_per_token, "leave it out")
     rows, bounds = documents_of(mask, seq_len), [chunk_bounds(seq_len, cp_size, rank) for rank in range(cp_size)]
-    changes = [(reach.begin, reach.end) for reach in mask.reaches(seq_len)]
-    parts = _parts(np.concatenate([[0, seq_len], *changes, *(documents.edges for documents in rows)]), mask, seq_len)
+    edges = [0, seq_len, *(x for reach in mask.reaches(seq_len) for x in (reach.begin, reach.end))]
+    parts = parts_between(np.concatenate([edges, *(documents.edges for documents in rows)]), mask, seq_len)
     share = sum(part.pairs for part in parts) / cp_size
     slack = SLACK * (pairs_per_token * seq_len / cp_size + share)
     if len(rows) > 1:  # a part is hardly ever a document of all rows, so it is no loss to cut parts
-        chunks = _parts(np.array(bounds), mask, seq_len)
+        chunks = parts_between(np.array(bounds), mask, seq_len)
         parts = chunks if all(chunk.pairs <= share + slack for chunk in chunks) else parts
     parts.sort(key=lambda part: -part.pairs / part.num)
     tried = []
@@ -104,20 +103,6 @@ def balance(mask: Mask, seq_len: int, cp_size: int, *, pairs_per_token: float = 
 
 
 Runs = list[tuple[int, int]]  # first position and length of each
-
-
-class Part(NamedTuple):
-    """Adjacent positions from ``begin`` on, within one document of every batch row.
-
-    Attributes:
-        pairs: of their queries with keys, in all batch rows.
-        rise: how many more keys a query sees than the one before, about.
-    """
-
-    pairs: float
-    begin: int
-    num: int
-    rise: float
 
 
 def _deal(parts: list[Part], room: list[int], share: float, slack: float, weight: float) -> tuple[float, list[Runs]]:
@@ -159,7 +144,7 @@ def _deal(parts: list[Part], room: list[int], share: float, slack: float, weight
                 first = part.pairs / part.num - part.rise * part.num / 2 - lighter  # what the first row costs
                 head, tail = _rows(first, part.rise, gap), _rows(first + part.rise * part.num, -part.rise, gap)
                 num = head if head < part.num - tail else tail
-                if head > room[rank]:  # first rows alone never fill this rank's share
+                if head > room[rank]:  # first rows alone are less than this rank's share
                     num = max(tail, part.num // max(1, ceil((price - slack) / gap)))
                 num = min(num, room[rank], part.num)
             else:
@@ -175,8 +160,7 @@ def _deal(parts: list[Part], room: list[int], share: float, slack: float, weight
         for part in taken:
             give(rank, part, part.num)
         change = [part for part in change if part not in taken]
-    heap = [(-num, rank) for rank, num in enumerate(room)]  # the rank with most room first
-    heapify(heap)
+    heap = sorted((-num, rank) for rank, num in enumerate(room))  # the rank with most room first
     for part in left + change:
         while part.num:
             rank = heap[0][1]
@@ -215,16 +199,3 @@ def _adding_up(numbers: Sequence[int], total: int) -> set[int]:
             taken.add(i)
             total -= numbers[i]
     return taken
-
-
-def _parts(edges: Array, mask: Mask, seq_len: int) -> list[Part]:
-    """Return the parts between positions, which may be in any order."""
-    edges = np.unique(edges)
-    begin, end = edges[:-1], edges[1:]
-    middle = (begin + end) // 2
-    points = np.unique(np.concatenate([edges, middle]))
-    before = np.append(0, pairs_between(points, mask, seq_len).cumsum())
-    at_begin, at_middle, at_end = (before[np.searchsorted(points, x)] for x in (begin, middle, end))
-    gain = (at_end - at_middle) / (end - middle) - (at_middle - at_begin) / np.maximum(middle - begin, 1)
-    rise = np.where(middle > begin, 2 * gain / (end - begin), 0)
-    return [*map(Part, (at_end - at_begin).tolist(), begin.tolist(), (end - begin).tolist(), rise.tolist())]

@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.mask import Documents, Mask
+
+
+class Part(NamedTuple):
+    """Adjacent positions from ``begin`` on, within one document of every batch row.
+
+    Attributes:
+        pairs: of their queries with keys, in all batch rows.
+        rise: how many more keys a query sees than the one before, about.
+    """
+
+    pairs: float
+    begin: int
+    num: int
+    rise: float
+
+
+def parts_between(edges: Array, mask: Mask, seq_len: int) -> list[Part]:
+    """Return the parts between positions, which may be in any order and repeated."""
+    edges = np.unique(edges)
+    begin, end = edges[:-1], edges[1:]
+    middle = (begin + end) // 2
+    points = np.unique(np.concatenate([edges, middle]))
+    before = np.append(0, pairs_between(points, mask, seq_len).cumsum())
+    at_begin, at_middle, at_end = (before[np.searchsorted(points, x)] for x in (begin, middle, end))
+    gain = (at_end - at_middle) / (end - middle) - (at_middle - at_begin) / np.maximum(middle - begin, 1)
+    rise = np.where(middle > begin, 2 * gain / (end - begin), 0)
+    return [*map(Part, (at_end - at_begin).tolist(), begin.tolist(), (end - begin).tolist(), rise.tolist())]
 
 
 def documents_of(mask: Mask, seq_len: int) -> tuple[Documents, ...]:

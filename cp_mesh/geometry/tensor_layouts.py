@@ -129,10 +129,11 @@ class Balanced(OfTensor):
         self._check_length(seq_len, before[-1], "the length of its runs", hint)
         begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
         first, last = bisect_right(before, begin) - 1, bisect_left(before, end)
-        cut = [
-            rows[i].slice(max(0, begin - before[i]), min(rows[i].length, end - before[i])) for i in range(first, last)
-        ]
-        return non_empty(*cut)
+        found = rows[first:last]
+        if found:  # shards may begin and end within a run
+            found[-1] = found[-1].slice(0, end - before[last - 1])
+            found[0] = found[0].slice(begin - before[first], found[0].length)
+        return non_empty(*found)
 
     def spec(self) -> str:
         return "balanced"

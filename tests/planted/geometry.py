@@ -452,7 +452,7 @@ def _(deal: Any) -> Any:
     return mutant
 
 
-@plant("a document is cut though a rank has room for it", "balance:_parts", "balance")
+@plant("a document is cut though a rank has room for it", "pair_counts:parts_between", "balance")
 def _(parts_of: Any) -> Any:
     def halves(part: Any) -> Any:
         num = part.num // 2
