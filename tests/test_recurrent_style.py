@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -795,3 +796,42 @@ def test_what_is_refused_without_a_root(pool: Any) -> None:
     assert all("a module with RecurrentParallel" in error.message for error in errors), errors
     errors = pool(2).run_expecting_error(without_a_root, False, True, timeout=60.0)
     assert all("without sequence=" in error.message for error in errors), errors
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.taps = nn.Parameter(torch.ones(2 * H * D, W, dtype=torch.float64))
+
+    def forward(self, x: Tensor, mask: Mask, layout: Any) -> Tensor:
+        y = mixers.causal_conv1d(x, self.taps).unflatten(2, (2 * H, D))
+        return x + mixers.gla(y, y, y, method="auto")[0].flatten(2)
+
+
+def plans_of_batches(rank: int, with_layouts: bool) -> list[tuple[int, int, int]]:
+    """Of two batches: calls that were checked, pieces and passes between them that were made, over three layers."""
+    rules, pieces, states, found = room("mixers.rules"), room("mixers.pieces"), room("mixers.states"), []
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis, length=S)
+    own = {"layout": lambda x, mask, layout: layout} if with_layouts else {}
+    style = RecurrentParallel(sequence, mask=lambda x, mask, layout: mask, **own)
+    model = parallelize(nn.ModuleList(Mixing() for _ in range(3)), axis, {"*": style}, watch=False)
+    for lens in ([6, 18], [10, 2, 12]):
+        mask = Mask.from_cu_seqlens(torch.tensor([0, *lens]).cumsum(0))
+        batch = sequence.balanced(mask) if with_layouts else sequence
+        x, made = batch.shard(torch.ones(1, S, 2 * H * D, dtype=torch.float64)), pieces._find.cache_info().misses
+        wraps = [
+            mock.patch.object(at, name, wraps=getattr(at, name))
+            for at, name in ((rules, "_pieces"), (states, "Between"))
+        ]
+        with wraps[0] as checked, wraps[1] as between:
+            for layer in model:
+                x = layer(x, mask, batch.layout)
+        found.append((checked.call_count, pieces._find.cache_info().misses - made, between.call_count))
+    return found
+
+
+@pytest.mark.parametrize("with_layouts", [False, True])
+def test_layers_of_a_batch_are_planned_once(pool: Any, with_layouts: bool) -> None:
+    """The convolution and the recurrence of the first layer are checked; those of later layers are known."""
+    assert pool(2).run(plans_of_batches, with_layouts) == [[(2, 1, 1)] * 2] * 2
