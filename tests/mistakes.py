@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import csv
 import functools
+import gc
 import io
 import pickle
 import re
@@ -94,6 +95,7 @@ class Said(NamedTuple):
 def attempt(rank: int, mistake: str, set_up: str, look: str, check: bool) -> Said:
     """One cell on a rank, whose groups are new."""
     join_anew(rank)
+    gc.collect()  # models of earlier cells would wait for their first steps beside this one
     said, training, checking = io.StringIO(), None, cp_mesh.check_mode() if check else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(said), checking:
         warnings.simplefilter("always")

@@ -186,12 +186,14 @@ def alone(*tests: tuple[Callable[..., None], tuple[Any, ...]]) -> Callable[[Any]
 
 def mistake(name: str, set_up: str = "eager") -> Callable[[Any], None]:
     """What the guard says of a mistake, or of what is right, on every rank; see mistakes.py."""
-    training, want = MISTAKES[name], test_mistakes.CELLS[name, set_up]["guard"]
-    size = math.prod(training.axes(SET_UPS[set_up])[0])
+    training, cell = MISTAKES[name], test_mistakes.CELLS[name, set_up]
+    size, want, says = math.prod(training.axes(SET_UPS[set_up])[0]), cell["guard"], cell["guard_says"][:40]
 
     def check(pool: Any) -> None:
         found = pool(size).run(attempt, name, set_up, "guard", False)
         report([[f"{want} became {said}"] for said in found if said.found != want])
+        if not any(" ".join(said.message.split()).startswith(says) for said in found):
+            report([[f"nobody says {says}: {found}"]])
 
     return check
 

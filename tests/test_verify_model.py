@@ -338,19 +338,21 @@ def test_probes_find_mistakes(pool: Any, name: str) -> None:
 
 def looked_at(rank: int) -> list[str]:
     """A few mistakes, by the reference and by probes, for bugs of `verify_model` itself."""
-    problems = [
-        said for name in ("labels by chunk", "no layer in the plan, watch=False") for said in probed(rank, name)
-    ]
-    for name in (
-        "gradients that nobody reduces",
-        "one parameter that nobody reduces",
-        "a window under a name of its own",
-    ):
+    check, text, leaks = OF_ONE_RANK["a model that leaks"]
+    problems = wrong_of(lambda: verify_model(**leaks(mesh((2,), ("cp",))) | {"reference": False}), check, text)
+    for name in ("labels by chunk", "no layer in the plan, watch=False", "gradients that nobody reduces"):
+        problems += probed(rank, name)
+    for name, words in {
+        "gradients that nobody reduces": "each rank has a partial gradient: nothing sums them over cp",
+        "one parameter that nobody reduces": "gradients: head.weight; ",
+        "a layer left out of the plan, watch=False": "forward: layers.0.core, output, position 6",  # of rank 1
+    }.items():
         try:
             MISTAKES[name](rank, SET_UPS["eager"]).verify()
             problems.append(f"{name}: passed")
         except VerificationError as error:
-            problems += [f"{name}: {error}"] * (not error.report.verdict.startswith("WRONG: "))
+            said = error.report.verdict
+            problems += [f"{name}: {said}"] * (not said.startswith("WRONG: ") or words not in said)
     return problems + [f"right: {said}" for said in passed(rank, ["a plan"]).values()]
 
 
