@@ -157,7 +157,7 @@ def _deal(parts: list[Part], room: list[int], share: float, slack: float, weight
     for rank in sorted(range(len(room)), key=room.__getitem__):
         some = change[-2 * CHANGE :]
         taken = {some[i] for i in _adding_up([part.num for part in some], room[rank])}
-        for part in taken:
+        for part in sorted(taken):
             give(rank, part, part.num)
         change = [part for part in change if part not in taken]
     heap = sorted((-num, rank) for rank, num in enumerate(room))  # the rank with most room first
