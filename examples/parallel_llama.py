@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,24 +23,12 @@ from torch.distributed.tensor.parallel import (
 
 import cp_mesh
 
-# "balanced" is a new layout for every batch; Contiguous pads the sequence in the same way.
 LAYOUTS = {
-    "balanced": cp_mesh.Contiguous(),
+    "auto": "auto",  # zigzag, and a new layout for every batch of documents
     "contiguous": cp_mesh.Contiguous(),
     "zigzag": cp_mesh.ZigZag(),
     "striped": cp_mesh.Striped(),
 }
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Wraps documents on their way through the model.
-
-    FSDP2 moves tensor arguments of a model to the device, where the host cannot read them; it leaves this object alone.
-    """
-
-    mask: cp_mesh.Mask
-    layout: cp_mesh.Layout
 
 
 def check_sizes(model: Llama, tp: DeviceMesh, *sizes: str) -> None:
@@ -95,24 +82,20 @@ def apply_overlapped(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> N
 def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
     """Shard the sequence over the cp axis: the root takes whole batches, and attention cores see all tokens.
 
+    The model then takes a mask as its documents: FSDP2 would move a tensor to the device, away from the host.
+
     Args:
         model: The model, tensor parallel or not; changed in place.
         cp: 1-D mesh.
         sequence: Which rank holds which tokens.
     """
 
-    def mask(q, k, v, packed):  # called with the arguments of the core
-        return packed.mask
-
-    def layout(q, k, v, packed):
-        return packed.layout
-
-    def layout_of_inputs(documents, **others):  # called with the arguments of the model, by name
-        return documents.layout
+    def mask(q, k, v, documents):  # called with the arguments of the core
+        return documents
 
     plan = {
-        "": cp_mesh.ShardedModel(sequence, layout=layout_of_inputs, probe=True),
-        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask, layout=layout),
+        "": cp_mesh.ShardedModel(sequence, probe=True),
+        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask),
     }
     cp_mesh.parallelize(model, cp, plan)
 

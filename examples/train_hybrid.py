@@ -97,8 +97,9 @@ def train(mesh: DeviceMesh | ProcessGroup, corpus: Corpus, steps: int, device: s
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3), []
     for step in range(steps):
         batch = corpus.batch(step)
-        labels = sequence.shard({"labels": batch["labels"].to(device)})["labels"]
-        logits = model(batch["tokens"].to(device), Mask(documents=batch["documents"]))
+        mask = Mask(documents=batch["documents"])
+        labels = sequence.for_batch(corpus.seq_len, mask).shard({"labels": batch["labels"].to(device)})["labels"]
+        logits = model(batch["tokens"].to(device), mask)
         loss = cross_entropy(logits, labels, sequence.mesh)  # this rank's part
         loss.backward()
         total = loss.detach().clone()

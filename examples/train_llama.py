@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--microbatches", type=int, metavar="N", help="with --pp: microbatches per batch; default: one per row")
     add("--sequence-parallel", action="store_true", help="with --tp: also shard the sequence over tp for the norms")
     add("--overlapped", action="store_true", help="with --tp: use the linears of cp_mesh")
-    add("--layout", choices=("balanced", "contiguous", "striped", "zigzag"), default="zigzag")
+    add("--layout", choices=("auto", "contiguous", "striped", "zigzag"), default="auto")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dim", type=int, default=256)
     add("--layers", type=int, default=4)
@@ -83,8 +83,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.restart_positions and not args.documents:
         parser.error("--restart-positions needs --documents")
-    if args.pp > 1 and (args.save or args.resume or args.dump or args.sequence_parallel or args.layout == "balanced"):
-        parser.error("--pp does not work with --save, --resume, --dump, --sequence-parallel and --layout balanced")
+    if args.pp > 1 and (args.save or args.resume or args.dump or args.sequence_parallel):
+        parser.error("--pp does not work with --save, --resume, --dump and --sequence-parallel")
     if args.plain and (args.dp or 1) * args.cp * args.tp * args.pp > 1:
         parser.error("--plain runs on one rank")
     if args.overlapped and (args.tp == 1 or args.pp > 1):
@@ -185,11 +185,9 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
 
     def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
         mask = cp_mesh.Mask(documents=batch.pop("documents", None))
-        spread = sequence.balanced(mask) if args.layout == "balanced" else sequence
+        labels = sequence.for_batch(args.seq_len, mask).shard({"labels": batch.pop("labels").to(device)})["labels"]
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        labels = spread.shard({"labels": batch.pop("labels")})["labels"]
-        logits = model(**batch, documents=parallel.Packed(mask, spread.layout))
-        return cp_mesh.cross_entropy(logits, labels, data, ignore_index=IGNORE)
+        return cp_mesh.cross_entropy(model(**batch, documents=mask), labels, data, ignore_index=IGNORE)
 
     if args.pp > 1:
         share_of_loss = parallel.pipeline(model, mesh["pp"], sequence, data, device, args.microbatches or rows)

@@ -32,7 +32,7 @@ def make_model(core: type[nn.Module], device: torch.device) -> Llama:
 
 
 def setup(
-    layout: str = "zigzag",
+    layout: str = "auto",
     cp: int = 2,
     tp: int = 1,
     documents: bool = False,
@@ -62,9 +62,8 @@ def setup(
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         mask = cp_mesh.Mask(documents=batch.pop("documents", None))
-        own = sequence.balanced(mask) if layout == "balanced" else sequence
-        labels = own.shard({"labels": batch.pop("labels")})["labels"]
-        return cp_mesh.cross_entropy(model(**batch, documents=parallel.Packed(mask, own.layout)), labels, data)
+        labels = sequence.for_batch(seq_len, mask).shard({"labels": batch.pop("labels")})["labels"]
+        return cp_mesh.cross_entropy(model(**batch, documents=mask), labels, data)
 
     corpus = Corpus(tokenize(read_text(None)), seq_len, ROWS * dp, documents, restart_positions=documents)
     first = ROWS * mesh.get_local_rank("dp")
@@ -80,8 +79,8 @@ def setup(
 
 
 zigzag = setup
-packed = partial(setup, "balanced", documents=True)
-one_group = partial(setup, "balanced", cp=1024, documents=True)  # each sequence is sharded over all ranks
+packed = partial(setup, documents=True)
+one_group = partial(setup, cp=1024, documents=True)  # each sequence is sharded over all ranks
 checkpointed = partial(setup, "contiguous", checkpoint_activations=True)
 tensor_parallel = partial(setup, "striped", tp=2, documents=True)
 overlapped = partial(setup, tp=2, sequence_parallel=True, overlapped=True, seq_len=128)

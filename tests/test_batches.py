@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +136,8 @@ def padded_batch(rank: int) -> list[Tensor]:
     for layout in (Contiguous(), ZigZag(), Striped(), None):
         sequence = ShardedSequence(mesh((3,), ("cp",)), layout or ZigZag())
         mask = batch_mask(attention_mask=PADDING)
-        of_batch = sequence.for_batch(6, mask if layout is None else None)
+        of_batch = sequence.for_batch(6, mask)
+        of_batch = of_batch.balanced(mask) if layout is None else of_batch
         assert (type(of_batch.layout) is Balanced) == (layout is None)
         out = attention(
             *(of_batch.shard(x, dim=2) for x in (q, k, v)), mesh=of_batch.mesh, seq_len=of_batch.seq_len,
@@ -174,13 +176,17 @@ def sequences_of_batches(rank: int) -> None:
         assert batch.for_batch(7).length == 7
     assert sequence.length is None and num_collectives() == before
     documents = torch.arange(23) // 9
-    balanced = sequence.for_batch(23, batch_mask(documents=documents))
-    assert balanced == sequence.for_batch(23).balanced(Mask(documents=documents)) and balanced.seq_len == 24
+    mask = batch_mask(documents=documents)
+    assert sequence.for_batch(23, mask) == sequence.for_batch(23)
+    auto, balanced = ShardedSequence(axis).for_batch(23, mask), sequence.for_batch(23).balanced(mask)
+    assert auto == replace(balanced, ulysses_degree=None) and balanced.seq_len == 24
+    for one in (None, torch.zeros(23, dtype=torch.int64), torch.tensor([0] * 20 + [-1] * 3), torch.arange(23) // 23):
+        assert ShardedSequence(axis).for_batch(23, Mask(documents=one)) == ShardedSequence(axis, ZigZag(), length=23)
     for length in (0, 4.0, True):
         with pytest.raises(ArgumentError, match="length: expected"):
             sequence.for_batch(length)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="expected 22"):
-        sequence.for_batch(22, batch_mask(documents=documents))
+        ShardedSequence(axis).for_batch(22, mask)
 
 
 def test_sequences_of_batches(pool: Any) -> None:

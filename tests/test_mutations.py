@@ -24,6 +24,7 @@ import planted
 import pytest
 import test_agreement
 import test_allocations
+import test_auto_layout
 import test_balancing
 import test_batches
 import test_blocks
@@ -344,6 +345,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "deterministic": of(test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward, True),
     "changing layouts": of(test_changing_layouts.test_whole_model, 24, False),
+    "packed steps": of(test_auto_layout.test_steps_are_those_of_one_rank, 2, "plain"),
+    "labels of batches": test_auto_layout.test_labels_and_outputs_of_another_layout_are_refused,
+    "ranks with layouts": of(test_auto_layout.test_ranks_with_other_layouts_are_refused, True),
     "layouts agree": test_changing_layouts.test_a_core_in_another_layout_than_its_root_is_refused,
     "outside of the plan": on(2, test_watching.found, "not", False, ("MHA",)),
     "outside of the plan, compiled": on(2, test_watching.found, "blocks in place", True, ("SDPA",)),

@@ -102,7 +102,7 @@ OPTIONAL_TENSORS = {"sinks", "alibi_slopes", "bias", "documents", "key_padding",
 def junk(rank: int) -> list[str]:
     """Options and values that were neither refused in this library's words nor meant anything."""
     make_meshes()
-    of_masks = [field.name for field in fields(Mask)]
+    of_masks = [field.name for field in fields(Mask) if field.name != "layout"]
     public = [name for name in inspect.signature(attention).parameters if not name.startswith("_")]
     options = [*public, *of_masks]
     problems = []

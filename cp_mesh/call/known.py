@@ -127,8 +127,11 @@ def run_again(
     for x, times in found.read:
         if times_written(x) != times:
             return None
-    if ready.call.options.of_root and (root := ROOT.get()) is not None and root.seq_len != ready.call.seq_len:
-        return None
+    if (root := ROOT.get()) is not None:
+        if ready.call.options.of_root and root.seq_len != ready.call.seq_len:
+            return None
+        if root.differs(ready.plan.layout, ready.plan.seq_len, ready.call.group_name):
+            return None
     if not q.dtype == k.dtype == v.dtype == found.dtype:  # by autocast
         q, k, v = autocast(q, k, v)
     if ready.plan.reads_tensors:

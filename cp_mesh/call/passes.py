@@ -113,6 +113,9 @@ def begin(
             check_length(call.seq_len, root.seq_len)
         scores = call.scores(q)
         plan = make_plan(q, k, v, call, group, scores.features)
+        if root is not None and root.differs(plan.layout, plan.seq_len, call.group_name):
+            hint = "pass layout=mask.layout, of the mask that reaches the module, or ShardedSequence(mesh, ZigZag())"
+            refuse("layout", f"{root.sequence.layout.spec()}, of the root's batch", plan.layout.spec(), hint)
 
     def told() -> dict[str, str]:
         note_callers()

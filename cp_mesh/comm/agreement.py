@@ -251,14 +251,17 @@ def compare_batch(
     kind: Hashable,
     tensors: Mapping[str, Tensor | None],
     contents: Callable[[Tensor | None], str] = fingerprint,
+    **said: str,
 ) -> None:
     """Compare shapes and dtypes of a batch in every call, and ``contents`` as `compare` does, and in each 2^n-th call.
+
+    ``said`` by other names is compared in every call.
 
     A comparison takes a few requests to the store. Without it, unequal numbers of rows would end the process in gloo.
     """
 
     def told(words: Callable[[Tensor | None], str]) -> dict[str, str]:
-        return {"call": "batch"} | {name: words(x) for name, x in tensors.items()}
+        return {"call": "batch"} | said | {name: words(x) for name, x in tensors.items()}
 
     if compare(group, kind, lambda: told(contents)) or backward_number() != -1:
         return  # in a backward a checkpoint recomputes; its forward was compared

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse, warn
 from cp_mesh.geometry.host_tensors import is_owned, lasting, owned, read_once
+from cp_mesh.geometry.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class Mask:
         blocks: integer ids [B, S] or [S] of the whole sequence, like ``documents``: tokens with one id, such as those
             of an image, see each other, even with ``causal`` (window, documents and the rest still apply). A negative
             id is no block. Within a document the tokens of a block must be adjacent, or calls are refused.
+        layout: the batch's layout, which styles with this mask take: `ShardedModel` and `ShardedSequence.mask` set it,
+            `dataclasses.replace` keeps it. None: that of the styles' sequence. It hides no pair.
 
     Raises:
         ArgumentError: on negative bounds, wrong shapes or dtypes, or a prefix or blocks without causal.
@@ -133,6 +136,7 @@ class Mask:
     prefix: int = 0
     length: int | None = None
     blocks: Tensor | None = None
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", *NUMBERS):
@@ -161,6 +165,8 @@ class Mask:
         if self.blocks is not None and window is not None and window[1] == 0:
             hint = f"with blocks use window=({window[0]}, None) as a causal one"
             refuse("Mask", "a window that lets blocks see later keys", f"window={window}", hint)
+        if not isinstance(self.layout, Layout | None):
+            refuse("Mask", "a Layout", repr(self.layout), "ShardedModel and ShardedSequence.mask set it")
         for name, (dtypes, expected, hint) in TENSORS.items():
             if (x := getattr(self, name)) is None:
                 continue

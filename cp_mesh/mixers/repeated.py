@@ -43,7 +43,8 @@ def decide(
     known = slot[0] if slot else None
     same = known is not None and known[1] == written and all(x() is y for x, y in zip(known[2], read, strict=True))
     pieces = known[0]() if known is not None and same else None
-    if known is None or pieces is None or (root is not None and root.seq_len != pieces.seq_len):
+    differs = root is not None and sequence is not None and root.differs(sequence.layout, root.seq_len, place.name)
+    if known is None or pieces is None or differs or (root is not None and root.seq_len != pieces.seq_len):
         with refusing(group):
             states = options.get("output_final_state") or tensors.get("initial_state") is not None
             tensors, wrap = to_local(what, tensors, sequence, states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -61,6 +61,10 @@ class Place(NamedTuple):
         if root is not None and of_root and pieces.seq_len != root.seq_len:
             hint = "call it on this rank's rows, without cuts or padding of your own"
             refuse(f"{what}: tokens", f"{root.seq_len} of the root's sequence", pieces.seq_len, hint)
+        layout = None if self.sequence is None else self.sequence.layout
+        if root is not None and layout is not None and root.differs(layout, root.seq_len, self.name):
+            expected, hint = root.sequence.layout.spec(), "pass the batch's mask, as it reaches the module"
+            refuse(f"{what}: layout", f"{expected}, of the root's batch", layout.spec(), hint)
         if self.stated is not None and pieces_of(self.sequence, self.stated, batch, rows).digest != pieces.digest:
             hint = "let RecurrentParallel(mask=) give those of the batch, or leave it out of the call"
             refuse(f"{what}: mask or cu_seqlens", "the documents of the style's mask", "others", hint)
@@ -77,6 +81,8 @@ def place_of(
         UnsupportedError: in a checkpoint that begins inside of the module.
     """
     scope, root = SCOPE.get(), ROOT.get()
+    if isinstance(sequence, ShardedSequence) and isinstance(mask, Mask) and mask.layout is not None:
+        sequence = replace(sequence, layout=mask.layout)
     given = Place(sequence, mask, None, method, kernel)
     if scope is not None and scope.sequence is not None:
         scope.called.add(what)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from cp_mesh.errors import describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import EXCLUDED, TENSORS, Mask
+from cp_mesh.sequence.auto import is_auto
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 """Names of leaves with tokens, whose labels are usually the next tokens."""
@@ -95,6 +96,9 @@ class Cuts:
         gathered: length of the whole that `ShardedSequence.gather` made since tokens were sharded last; 0 if none.
         batches: digests of all batches.
         rows: floating-point tensors that `shard` returned, with their sequence dim and layout.
+        labels: labels that `shard` returned, with their layout.
+        outputs: rows that models returned, with their layout.
+        roots: layouts in which models sharded their last batches.
     """
 
     last: tuple[tuple[Layout, int], ...] = ()
@@ -107,6 +111,9 @@ class Cuts:
     gathered: int = 0
     batches: _Batches = field(default_factory=_Batches)
     rows: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    labels: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    outputs: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    roots: tuple[Layout, ...] = ()
 
 
 def check_mark(x: Tensor, dim: int, layout: Layout, group: dist.ProcessGroup) -> None:
@@ -116,6 +123,33 @@ def check_mark(x: Tensor, dim: int, layout: Layout, group: dist.ProcessGroup) ->
         refuse("seq_dim", f"{cut}, the dim in which shard cut", dim, f"pass seq_dim={cut}")
     if of_shard != layout:
         refuse("layout", f"{of_shard.spec()}, in which shard cut", layout.spec(), "pass layout=sequence.layout")
+
+
+def note_output(output: Any, layout: Layout, group: dist.ProcessGroup) -> None:
+    """Record the layout in which a root has sharded its batch, and the rows that its model returned."""
+    own = state_of(group, Cuts)
+    own.roots = (*[x for x in own.roots if x is not layout][-7:], layout)
+    if isinstance(output, Tensor):
+        own.outputs[output] = layout
+
+
+def check_output(what: str, output: Any, layout: Layout, group: dist.ProcessGroup) -> None:
+    """Refuse to take rows that a model returned for those of another layout.
+
+    Of other tensors, as those that code makes of an output, refuse the layout of layout="auto" where no batch had it.
+    """
+    own, made = state_of(group, Cuts), isinstance(output, Tensor)
+    expected = (own.outputs[output],) if made and output in own.outputs else own.roots if is_auto(layout) else ()
+    if expected and layout not in expected:
+        hint = "sequence.for_batch(length, mask) is the sequence of a batch, for its labels and outputs"
+        refuse(what, f"the layout of the model's output, {expected[-1].spec()}", layout.spec(), hint)
+
+
+def check_loss(logits: Any, labels: Tensor) -> None:
+    """Refuse labels in another layout than logits, if they are the tensor that `shard` returned."""
+    for group, own in groups_with(Cuts):
+        if (layout := own.labels.get(labels)) is not None:
+            check_output("labels", logits, layout, group)
 
 
 def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:

@@ -24,9 +24,10 @@ from cp_mesh.comm.whole import gather, scatter_sum
 from cp_mesh.errors import as_int, check_int, refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.host_tensors import lasting
-from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
+from cp_mesh.geometry.layouts import Contiguous, Layout
 from cp_mesh.geometry.mask import EXCLUDED, Mask
-from cp_mesh.sequence.cuts import TOKENS, Cuts, is_cut, note_cut
+from cp_mesh.sequence.auto import AUTO, layout_of
+from cp_mesh.sequence.cuts import TOKENS, Cuts, check_output, is_cut, note_cut
 
 WHOLE = ("documents", "blocks", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` does not shard: masks read them by position, on every rank."""
@@ -49,7 +50,9 @@ class ShardedSequence:
     Args:
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup, from which a mesh is made; or a 2-D mesh of an outer and
             an inner axis whose names begin with "cp", which is flattened.
-        layout: which positions each rank holds.
+        layout: which positions each rank holds. "auto": zigzag, and for a batch whose mask has several documents in a
+            row the layout of `balanced`. `for_batch` returns the sequence of such a batch, for its labels and outputs;
+            a `ShardedModel` finds the mask itself.
         length: tokens in the whole sequence. Needed if it is not a multiple of ``layout.multiple(cp_size)``: it is then
             padded, or with ``pad=False`` sharded unequally. None: any multiple, read from the tensors.
         pad: pad the sequence at its end to a multiple, so that shards are equal.
@@ -66,7 +69,7 @@ class ShardedSequence:
     """
 
     mesh: DeviceMesh
-    layout: Layout = ZigZag()  # noqa: RUF009 - frozen
+    layout: Layout = "auto"  # type: ignore[assignment]  # a Layout once it is made
     length: int | None = None
     pad: bool = True
     ulysses_degree: int | None = None
@@ -88,9 +91,11 @@ class ShardedSequence:
                 refuse("ShardedSequence.ulysses_degree", expected, self.ulysses_degree, "leave it out")
             object.__setattr__(self, "ulysses_degree", inner)
             object.__setattr__(self, "mesh", flat(self.mesh))
+        if self.layout == "auto":
+            object.__setattr__(self, "layout", AUTO)
         if not isinstance(self.layout, Layout):
             got = repr(self.layout) if isinstance(self.layout, str) else self.layout
-            refuse("ShardedSequence.layout", "a Layout", got, "pass an instance: ZigZag(), with parentheses")
+            refuse("ShardedSequence.layout", 'a Layout or "auto"', got, "pass an instance: ZigZag(), with parentheses")
         if self.length is not None and (isinstance(self.length, bool) or not isinstance(self.length, int)):
             refuse("ShardedSequence.length", "an int, tokens in the whole sequence", self.length, "None leaves it open")
         if self.length is not None and self.length < 1:
@@ -121,21 +126,27 @@ class ShardedSequence:
 
         Args:
             length: tokens of the batch, without padding.
-            mask: the mask of the batch without padding, as `cp_mesh.batch_mask` makes it: the layout is then that of
-                `balanced`. None: the layout stays.
+            mask: the mask of the batch without padding, as `cp_mesh.batch_mask` makes it, for layout="auto"; another
+                layout stays.
 
         Raises:
             ArgumentError: on a length below 1, or a mask as in `balanced`.
 
         Example:
-            >>> batch = sequence.for_batch(tokens.shape[1])  # doctest: +SKIP
+            >>> batch = sequence.for_batch(tokens.shape[1], mask)  # doctest: +SKIP
             >>> rows = batch.shard({"tokens": tokens, "labels": labels})  # doctest: +SKIP
         """
         length = as_int(length)
         if isinstance(length, bool) or not isinstance(length, int):
             refuse("for_batch: length", "an int, tokens of the batch", length, "pass tokens.shape[1]")
         sequence = replace(self, length=length)
-        return sequence if mask is None else sequence.balanced(mask)
+        return sequence if mask is None else sequence.of_mask(mask)
+
+    def of_mask(self, mask: Mask) -> ShardedSequence:
+        """Return this sequence in the layout of the batch that a mask describes, by the rule of layout="auto"."""
+        place = self.length, self.pad, self.cp_size
+        layout = layout_of(mask, self.layout, place, lambda mask: self.balanced(mask).layout)
+        return self if layout is self.layout else replace(self, layout=layout)
 
     def balanced(self, mask: Mask) -> ShardedSequence:
         """Return this sequence in the layout that `cp_mesh.balance` makes for one batch's mask.
@@ -208,6 +219,8 @@ class ShardedSequence:
         return self._unshard(x, dim, 1.0 / self.cp_size)
 
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
+        if not torch.compiler.is_compiling():
+            check_output("unshard" if scale == 1 else "gather", x, self.layout, self.mesh.get_group())
         seq_len = self._len_of_local(x.shape[dim])
         shape = list(x.shape)
         shape[dim] = -1
@@ -289,10 +302,14 @@ class ShardedSequence:
     def mask(self, mask: Mask, layout: Layout | None = None) -> Mask:
         """Return the mask of the padded sequence: tensors padded, and padding keys hidden if a query could see them.
 
+        It has this sequence's layout, if that is the layout of one batch.
+
         Args:
             mask: of the sequence without padding, or with it.
             layout: decides the padding; None: the sequence's own.
         """
+        if layout is None and self.layout.tensor is not None:
+            mask = replace(mask, layout=self.layout)
         seq_len = self.seq_len_in(self.layout if layout is None else layout)
         if self.length is None or seq_len == self.length:
             return mask
@@ -382,8 +399,12 @@ class ShardedSequence:
         if not torch.compiler.is_compiling() and self.cp_size > 1:
             note_cut(str(name), leaf, self.layout, whole.shape[dim], self.mesh.get_group())
         rows = whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
-        if not torch.compiler.is_compiling() and rows.is_floating_point() and self.cp_size > 1:
-            state_of(self.mesh.get_group(), Cuts).rows[rows] = dim, self.layout
+        if not torch.compiler.is_compiling() and self.cp_size > 1:
+            own = state_of(self.mesh.get_group(), Cuts)
+            if rows.is_floating_point():
+                own.rows[rows] = dim, self.layout
+            elif padding == IGNORED:
+                own.labels[rows] = self.layout
         return rows
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
@@ -409,6 +430,13 @@ class Root:
     sequence: ShardedSequence
     seq_len: int
     packed: dict[str, bool] = field(default_factory=dict)
+
+    def differs(self, layout: Layout, seq_len: int, group_name: str) -> bool:
+        """Whether a call takes rows of a batch that has its own layout for those of another one."""
+        own = self.sequence
+        if own.layout.tensor is None or seq_len != self.seq_len or own.mesh.get_group().group_name != group_name:
+            return False
+        return own.layout != layout
 
 
 ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)

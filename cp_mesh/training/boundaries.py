@@ -21,6 +21,7 @@ from cp_mesh.comm.agreement import compare_batch
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sharded_model import POSITIONS
@@ -37,9 +38,9 @@ class _Boundary(ParallelStyle):
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
         """Return the sequence with the layout of one call of the module, whose arguments these are."""
-        sequence = self.sequence
-        if self.layout is not None:
-            sequence = replace(sequence, layout=layout_of_call(self, *args, **kwargs))
+        mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, Mask)), None)
+        sequence, layout = self.sequence, layout_of_call(self, mask, *args, **kwargs)
+        sequence = sequence if layout is sequence.layout else replace(sequence, layout=layout)
         root = None if torch.compiler.is_compiling() else ROOT.get()
         if root is not None and root.sequence.mesh == sequence.mesh:
             check_layout_of_root(root.sequence, sequence.layout, type(self).__name__)
@@ -57,6 +58,7 @@ class ShardInput(_Boundary):
         inputs: names or positions of the forward arguments to shard; an argument that is None stays None.
         dim: sequence dim of these tensors.
         layout: for layouts that change with the batch, a function of the module's arguments, as in `ContextParallel`.
+            None: that of a `Mask` among them, else that of the sequence.
 
     Raises:
         ArgumentError: at application, if the module has no such argument; in the forward, if the call has none of the
@@ -167,6 +169,7 @@ class GatherOutput(_Boundary):
             None: the output is one tensor.
         dim: sequence dim of these tensors.
         layout: for layouts that change with the batch, a function of the module's arguments, as in `ContextParallel`.
+            None: that of a `Mask` among them, else that of the sequence.
 
     Raises:
         ArgumentError: at application, if ``gradient`` is neither; in the forward, if the output lacks these entries or

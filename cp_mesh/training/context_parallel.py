@@ -107,8 +107,8 @@ class ContextParallel(ParallelStyle):
             ``dropout_seed`` here that differs in every layer and step; head 0 is the first head of this tp rank.
         layout: for layouts that change with the batch, a function of the core's call arguments that returns the layout:
             ``layout=lambda q, k, v, packed: packed.layout``. It must depend on its arguments alone. Pass the layout
-            inside an object, because FSDP2 moves tensors to the device. None: the layout of the sequence. Data, labels
-            and `ShardedModel` need the same layout (`ShardedSequence.balanced`).
+            inside an object, because FSDP2 moves tensors to the device. None: the layout of the batch that its mask
+            has (`Mask.layout`), else that of the sequence.
         kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`. None
             for the degree: the sequence's ulysses_degree, or its inner mesh axis.
 
@@ -175,9 +175,9 @@ class ContextParallel(ParallelStyle):
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """Return the arguments of attention for one call of the wrapped module, whose call arguments these are."""
-        layout = layout_of_call(self, *args, **kwargs)
-        check_root(self.sequence, layout)
         mask = mask_of_call(self, *args, **kwargs)
+        layout = layout_of_call(self, mask, *args, **kwargs)
+        check_root(self.sequence, layout)
         check_documents(self, mask)
         if isinstance(self.scores, Mapping):  # Dynamo cannot evaluate callable() on a dict
             scores = self.scores

@@ -23,7 +23,7 @@ from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.store_messages import leave_word, read_word
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, typed
-from cp_mesh.sequence.cuts import apart, is_whole, waits_for_labels
+from cp_mesh.sequence.cuts import apart, check_loss, is_whole, waits_for_labels
 from cp_mesh.sequence.losses import note_loss
 from cp_mesh.training.checks.labels import check_labels
 from cp_mesh.training.token_losses import LazyLogits, check_ids, prepare_losses
@@ -122,6 +122,7 @@ def _cross_entropy(
     try:
         if not torch.compiler.is_compiling():
             _check_count(count)
+            check_loss(logits, labels)
         losses = prepare_losses("cross_entropy", logits, labels, ignore_index, weight, bias, *options)
     except (ArgumentError, UnsupportedError) as error:
         if not torch.compiler.is_compiling():

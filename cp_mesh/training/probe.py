@@ -31,7 +31,7 @@ from cp_mesh._torch import active_ddp, constant_in_traces, loaded_dynamo, meshes
 from cp_mesh.comm.agreement import check_mode, exchange, refusing
 from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse, typed, warn
-from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.sharded_sequence import WHOLE, ShardedSequence
@@ -280,7 +280,7 @@ class _Probe:
     def _tell(self, mesh: DeviceMesh | None) -> None:
         """Set styles and sequences to the piece and, for a whole run, to the mesh of this rank alone."""
         options = {"kernel": "auto"} if mesh is None else _ALONE  # FlashAttention has no float32
-        others = {"layout": None, "watch": False, "probe": False, "of_batch": False}
+        others = {"layout": None, "watch": False, "probe": False}
         for own in (style.__dict__ for style in self.styles):
             own.update({name: x for name, x in others.items() if name in own})
             if "options" in own:
@@ -289,6 +289,7 @@ class _Probe:
                 own["mask"] = _cut_mask(own["mask"], self.length)
         for own in (sequence.__dict__ for sequence in self.sequences):
             own["_kept"] = {}  # cached positions depend on the mesh
+            own["layout"] = ZigZag() if own["layout"] == ZigZag() else own["layout"]  # of all batches
             own.update({} if own["length"] is None else {"length": self.length})
             own.update({} if mesh is None else {"mesh": mesh, "ulysses_degree": None})
 
@@ -349,7 +350,7 @@ def _cut_mask(mask: Mask, length: int) -> Mask:
     tensors = {name: x for name in WHOLE if isinstance(x := getattr(mask, name, None), Tensor)}
     cut: dict[str, Any] = {name: x[..., :length] for name, x in tensors.items()}
     end = None if mask.length is None else min(mask.length, length)
-    return replace(mask, **cut, length=end, prefix=min(mask.prefix, length))
+    return replace(mask, **cut, length=end, prefix=min(mask.prefix, length), layout=None)
 
 
 def _rows_of(output: Any) -> Tensor:

@@ -96,10 +96,10 @@ class RecurrentParallel(ParallelStyle):
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Scope:
         """Return what calls in one forward of the module take, from the arguments of the forward."""
-        layout = layout_of_call(self, *args, **kwargs)
+        mask = mask_of_call(self, *args, **kwargs)
+        layout = layout_of_call(self, mask, *args, **kwargs)
         check_root(self.sequence, layout)
         sequence = self.sequence if layout is self.sequence.layout else replace(self.sequence, layout=layout)
-        mask = mask_of_call(self, *args, **kwargs)
         check_documents(self, mask)
         return Scope(sequence, mask, self.method, self.kernel)
 

@@ -17,8 +17,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh._torch import constant_in_traces
 from cp_mesh.comm.agreement import compare_batch
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
+from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.cuts import note_output
 from cp_mesh.sequence.losses import any_ran, note_callers
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
@@ -62,9 +64,11 @@ class ShardedModel(ParallelStyle):
             style knows, and `F.conv1d` over as many columns as a rank has tokens; in a root that is compiled as a whole
             `nn.RNNBase` too. Pass False for models that also mix sequences which are not sharded, such as a vision
             tower.
-        layout: for layouts that change with the batch, a function of the forward's arguments (by name) that returns the
-            layout; all attention styles need the same: ``layout=lambda packed, **others: packed.layout``. None: the
-            layout of the sequence. With a function, compile the blocks of the root, not the root as a whole.
+        layout: None: that of the sequence. If it is "auto", a `Mask` among the forward's arguments decides
+            (`ShardedSequence.for_batch`), and masks reach the model with the layout, which cores take from them. Or,
+            for layouts that change with the batch, a function of the forward's arguments (by name) that returns the
+            layout; all attention styles need the same: ``layout=lambda packed, **others: packed.layout``. With a
+            function, compile the blocks of the root, not the root as a whole.
         probe: in the first forward, run `cp_mesh.probe` on the first tokens of the batch: two more forwards without
             gradients, sharded and whole, whose rows must agree. The probe finds mistakes that no other check sees, such
             as positions that the model counts itself. Compile the blocks of the root, not the root as a whole.
@@ -149,10 +153,11 @@ class ShardedModel(ParallelStyle):
                 check()
             output = self._run_traced(root, module, forward, arguments)
         else:
-            self.compare(named)
+            self.compare(named, root.sequence.layout)
             if self.probe:
                 probe_once(self, module, named, functools.partial(self._run, names, check, module, forward))
             output = self.run_eagerly(root, module, forward, arguments)
+            note_output(output, root.sequence.layout, self.sequence.mesh.get_group())
         return self.gather(root.sequence, output) if self.gather_output else output
 
     def _run_traced(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -243,22 +248,29 @@ class ShardedModel(ParallelStyle):
                 "the loss: leave labels out of inputs, and call cp_mesh.cross_entropy on logits and shifted labels"
             )
 
-    def compare(self, arguments: dict[str, Any]) -> None:
-        """Raise on every rank if whole inputs or positions among ``arguments`` differ between ranks.
+    def compare(self, arguments: dict[str, Any], layout: Layout) -> None:
+        """Raise on every rank if the batch's layout, or whole inputs or positions, differ between ranks.
 
-        Shapes are compared in every forward; contents in the first forward of each shape, in check mode in all.
+        Layouts and shapes are compared in every forward; contents in the first one of each shape, in check mode in all.
         """
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
         if any(x is not None for x in found.values()):
-            compare_batch(group, kind_of(found), found)
+            of_batch = "" if layout.tensor is None else f" {Content.of(layout.tensor).number:x}"
+            compare_batch(group, kind_of(found), found, layout=layout.spec() + of_batch)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return ``arguments`` of a traced forward through an op that compares them at run time, as in `compare`."""
         name = self.sequence.mesh.get_group().group_name
         found = {key: x for key, x in self._whole(arguments).items() if x is not None and not x.is_floating_point()}
-        layout, names = self.sequence.layout, " ".join(found)
-        told = layout.spec() if layout.tensor is None and self.sequence.pad else ""
-        return arguments | dict(zip(found, compare_inputs([*found.values()], names, name, told), strict=True))
+        layout, tables = self.sequence.layout, self._tables(arguments)
+        told = layout.spec() if layout.tensor is None and not tables and self.sequence.pad else ""
+        copies = compare_inputs([*found.values(), *tables], " ".join(found), name, told)
+        return arguments | dict(zip(found, copies, strict=False))
+
+    def _tables(self, arguments: dict[str, Any]) -> list[Tensor]:
+        """The tensors of the layouts that masks among the arguments have."""
+        layouts = [x.layout for x in arguments.values() if isinstance(x, Mask) and x.layout is not None]
+        return [layout.tensor for layout in layouts if layout.tensor is not None]
 
     def _whole(self, arguments: dict[str, Any]) -> dict[str, Any]:
         names = [*self.inputs, *([self.positions] if self.positions else [])]
@@ -294,9 +306,14 @@ class ShardedModel(ParallelStyle):
         present = [name for name in self.inputs if given.get(name) is not None]
         if self.inputs and not present:
             refuse("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it")
-        sequence = self.sequence
+        sequence, masks = self.sequence, {name: x for name, x in given.items() if isinstance(x, Mask)}
         if self.layout is not None:
-            sequence = replace(sequence, layout=layout_of_call(self, **arguments))
+            sequence = replace(sequence, layout=layout_of_call(self, None, **arguments))
+        else:
+            for mask in masks.values():
+                sequence = sequence.of_mask(mask)
+            if sequence.layout.tensor is not None:  # cores take it from their masks
+                given |= {name: replace(x, layout=x.layout or sequence.layout) for name, x in masks.items()}
         tensors = [given[name] for name in present] or [x for x in given.values() if isinstance(x, Tensor)]
         length = tensors[0].shape[1] if present else sequence.length
         for name in present:

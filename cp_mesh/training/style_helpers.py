@@ -24,10 +24,10 @@ from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
 SUMS = "_cp_mesh_sums"  # attribute of FSDP2 modules that sum gradients
 
 
-def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:
-    """Return the layout that the style's function gives for these arguments, or the layout of its sequence."""
+def layout_of_call(style: Any, mask: Mask | None, /, *args: Any, **kwargs: Any) -> Layout:
+    """Return the layout that the style's function gives for these arguments, or that of the mask or of its sequence."""
     if style.layout is None:
-        return style.sequence.layout
+        return (mask and mask.layout) or style.sequence.layout
     found = ask(style, "layout", style.layout, *args, **kwargs)
     if not isinstance(found, Layout):
         name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"

@@ -50,7 +50,7 @@ BOUND, TABLES = 1e-10, 1e-7
 OF_FLOAT32 = 1e-6, 1e-5
 """Where nothing is widened, from one rank and from the family's own code."""
 B, S = 2, 45
-LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "striped": Striped(), "balanced": "balanced"}
+LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "striped": Striped(), "auto": "auto"}
 
 
 def batch(case: str) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ def test_a_loss_of_routers_beside_masks_of_layers_is_refused(pool: Any) -> None:
 
 
 CASES = ("plain", "packed", "padded", "left padded")
-SOME = {("packed", "zigzag", 2), ("padded", "striped", 2), ("packed", "balanced", 3), ("plain", "contiguous", 2)}
+SOME = {("packed", "zigzag", 2), ("padded", "striped", 2), ("packed", "auto", 3), ("plain", "contiguous", 2)}
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -181,8 +181,8 @@ SOME = {("packed", "zigzag", 2), ("padded", "striped", 2), ("packed", "balanced"
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_hybrids(pool: Any, full: bool, family: str, case: str, layout: str, size: int) -> None:
-    if layout == "balanced" and case != "packed":
-        pytest.skip("balanced is of packed documents")
+    if layout == "auto" and case != "packed":
+        pytest.skip("auto is zigzag but for packed documents")
     if not full and (case, layout, size) not in SOME:
         pytest.skip("in the full form")
     for one_rank, own in pool(size).run(compare, family, case, LAYOUTS[layout], timeout=120.0):

@@ -37,7 +37,7 @@ from inside import inner  # noqa: E402
 from scripts import run_script  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from cp_mesh import ArgumentError, Contiguous, Striped, UnsupportedError, sum_gradients  # noqa: E402
+from cp_mesh import ArgumentError, Contiguous, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
 from cp_mesh.integrations.trainer import context_parallel  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
 
@@ -412,14 +412,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 WRAPPED = {"qwen3_5": "Qwen3_5DecoderLayer", "nemotron_h": "NemotronHBlock"}
 OF_HYBRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "zigzag": (2, {}),
+    "auto": (2, {}),
+    "zigzag": (2, {"layout": ZigZag()}),
     "contiguous": (3, {"layout": Contiguous()}),
-    "balanced": (2, {"layout": "balanced"}),
     "checkpointing": (2, {"gradient_checkpointing": True}),
     "reentrant": (*(2, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),),
     "checkpointing by FSDP": (2, {"fsdp_config": {"activation_checkpointing": True}}),
 }
-SOME = {("zigzag", "Trainer", "packed"), ("balanced", "SFTTrainer", "packed"), ("contiguous", "SFTTrainer", "plain")}
+SOME = {("zigzag", "Trainer", "packed"), ("auto", "SFTTrainer", "packed"), ("contiguous", "SFTTrainer", "plain")}
 
 
 @pytest.mark.parametrize("option", OF_HYBRIDS)
@@ -481,7 +481,7 @@ def test_a_run_that_is_resumed_goes_on(pool: Any, kind: str, tmp_path: Path) -> 
 
 def layouts(rank: int) -> list[str]:
     found = []
-    for options in ({"layout": Striped()}, {"layout": "balanced"}, {}):
+    for options in ({"layout": Striped()}, {"layout": ZigZag()}, {"layout": "balanced"}, {}):
         with launched():
             trainer = make("Trainer", "packed", max_steps=1, **options)
             trainer.train()
@@ -497,7 +497,7 @@ def dropped(rank: int, seed: int) -> list[dict[str, float]]:
 
 
 def test_options_are_followed(pool: Any) -> None:
-    assert pool(2).run(layouts, timeout=TIMEOUT)[0] == ["Striped", "Balanced", "ZigZag"]
+    assert pool(2).run(layouts, timeout=TIMEOUT)[0] == ["Striped", "ZigZag", "Balanced", "Balanced"]
     one, same, other = (pool(2).run(dropped, seed, timeout=TIMEOUT)[0] for seed in (0, 0, 1))
     assert one == same
     assert abs(one[0]["loss"] - other[0]["loss"]) > 1e-3

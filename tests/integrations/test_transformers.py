@@ -26,7 +26,15 @@ from torch import Tensor  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
+from cp_mesh import (  # noqa: E402
+    ArgumentError,
+    ShardedSequence,
+    Striped,
+    UnsupportedError,
+    ZigZag,
+    batch_mask,
+    sum_gradients,
+)
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
 
 IMAGES, check_model = inner("families", "IMAGES", "check_model")
@@ -36,7 +44,7 @@ replica_of = inner("root", "replica_of")
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-6
 newest = pytest.mark.skipif(OLD, reason="says what Transformers 4 says in another way, or has not")
-LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "striped": Striped(), "balanced": "balanced"}
+LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "striped": Striped(), "auto": "auto"}
 B, S = 2, 45
 """Not a multiple of what any layout wants, so every batch is padded."""
 
@@ -153,7 +161,7 @@ def test_families(pool: Any, family: str, case: str, num_ranks: int) -> None:
     if OLD and (family, case) == ("llama4", "packed"):
         pytest.skip("the oracle's masks are of Transformers 4, which counts chunks through all documents")
     for name, layout in LAYOUTS.items():
-        if name != "balanced" or case == "packed":
+        if name != "auto" or case == "packed":
             for found in pool(num_ranks).run(compare, family, case, layout):
                 assert max(found.values()) < BOUND, (name, found)
 
@@ -883,7 +891,10 @@ def run_page(rank: int) -> None:
     whole_logits = reference(input_ids=given["input_ids"], use_cache=False).logits
     assert apart(names["logits"], whole_logits) < BOUND
     assert apart(names["same"].logits, names["packed"].logits) < BOUND
-    assert apart(names["row"].logits, names["packed"].logits[:1]) < BOUND
+    sequence, masks = ShardedSequence(whole["cp"]), [batch_mask(position_ids=x) for x in (positions, positions[:1])]
+    of_all, of_row = (sequence.for_batch(S, mask) for mask in masks)  # another batch has another layout
+    row, of_packed = of_row.unshard(names["row"].logits), of_all.unshard(names["packed"].logits)
+    assert of_row != of_all and apart(row, of_packed[:1]) < BOUND
     assert OLD or names["share"].requires_grad
 
 
@@ -931,7 +942,7 @@ def test_tp(pool: Any, family: str, case: str) -> None:
 
 def layouts_and_kernels(rank: int) -> list[str]:
     cp, found = mesh((dist.get_world_size(),), ("cp",)), []
-    model = parallelize(build("llama", "eager"), cp, layout="balanced")
+    model = parallelize(build("llama", "eager"), cp)
     for case in ("packed", "plain"):
         model(**batch(case))
         found.append(type(sequence_of(model).layout).__name__)

@@ -201,7 +201,11 @@ SAYS: dict[str, tuple[str, str, str]] = {
     "a convolution of the shard before a recurrent layer": ("", "rows as on one rank", "layers.0.core, output"),
     # Labels and the loss
     "labels by chunk": ("labels of contiguous rows", "", "loss of the logits"),
-    "labels of another layout": ("labels of striped rows", "", "loss of the logits"),
+    "labels of another layout": (
+        "labels of striped rows|the model's output, zigzag, got striped",
+        "",
+        "loss of the logits",
+    ),
     "labels of another layout, copied": ("labels of striped rows", "", "loss of the logits"),
     "labels of another rank": ("got the labels o", "", "loss of the logits"),
     "labels shifted after sharding": ("next tokens within this rank", "", "loss of the logits"),

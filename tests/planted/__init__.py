@@ -1,6 +1,6 @@
 """Bugs that this field is known for, planted in ranks while they run; test_mutations.py shows that each is found.
 
-There are 390 in 28 areas; the areas are those of `in_area` in each file.
+There are 393 in 28 areas; the areas are those of `in_area` in each file.
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

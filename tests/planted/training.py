@@ -196,6 +196,24 @@ plant("positions of a batch are left out of its mask", "batch_mask:batch_mask", 
 plant("a batch is not balanced", "sharded_sequence:ShardedSequence.for_batch", "sequences of batches")(
     lambda for_batch: with_arguments(for_batch, mask=lambda mask: None)
 )
+plant(
+    "labels have the layout of the sequence, not of the batch", "sharded_sequence:ShardedSequence.shard", "packed steps"
+)(
+    lambda shard: (
+        lambda self, tree, *given, **named: shard(
+            replace(self, layout=inner("layouts", "ZigZag")()) if isinstance(tree, dict) and "labels" in tree else self,
+            tree,
+            *given,
+            **named,
+        )
+    )
+)
+plant("labels of another layout are not seen", "cuts:check_output", "labels of batches")(
+    lambda check_output: lambda what, output, layout, group: None
+)
+plant("ranks do not compare layouts", "sharded_model:ShardedModel.compare", "ranks with layouts")(
+    lambda compare: lambda self, arguments, layout: compare(self, arguments, inner("layouts", "ZigZag")())
+)
 plant("one rank's tokens count alone", "loss:_sum_over", "losses in parts")(
     lambda sum_over: lambda mesh, valid, *given: valid
 )

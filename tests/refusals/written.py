@@ -64,8 +64,8 @@ CASES: Cases = {
         lambda: attention(layout=ZigZag)),
     "a layout for a mask": (ARGUMENT, "mask: expected a Mask, got Permuted([0, 1, 2, ..., 98]); ",
         lambda: attention(mask=Permuted(range(99)))),
-    "the layout of a sequence by name": (ARGUMENT, "ShardedSequence.layout: expected a Layout, got 'striped'; pass an "
-        "instance: ZigZag(), with parentheses", lambda: ShardedSequence(cp_tp()["cp"], "striped")),
+    "the layout of a sequence by name": (ARGUMENT, "expected a Layout or \"auto\", got 'striped'; "
+        "pass an instance: ZigZag(), with parentheses", lambda: ShardedSequence(cp_tp()["cp"], "striped")),
     "a whole mesh for a sequence": (ARGUMENT, "got DeviceMesh(cp=2, tp=2); pass the cp axis",
         lambda: ShardedSequence(cp_tp())),
     "a whole mesh for a plan": (ARGUMENT, "parallelize: mesh: expected one axis of a DeviceMesh, got "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from cp_mesh._torch import COMPILED_CALL
 from cp_mesh.call.spec import make_spec
 from cp_mesh.comm.agreement import refusing
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.layouts import Layout, ZigZag
+from cp_mesh.geometry.layouts import Layout
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
 from cp_mesh.integrations.transformers.losses import Losses
@@ -52,7 +52,7 @@ def parallelize(
     data: DeviceMesh | dist.ProcessGroup | None = None,
     tp: DeviceMesh | None = None,
     linears: Mapping[str, Any] | None = None,
-    layout: Layout | Literal["balanced"] = ZigZag(),  # noqa: B008 - frozen
+    layout: Layout | Literal["auto", "balanced"] = "auto",
     gather_output: bool = False,
     dropout_seed: int = 0,
     watch: bool = True,
@@ -86,7 +86,8 @@ def parallelize(
             rank computes some heads. The loss is computed over shards of the vocabulary, in chunks of rows, so
             ``logits`` is an argument for `cp_mesh.cross_entropy`; ``logits.whole()`` returns logits of local rows.
         linears: with ``tp``, mode, recompute_all_gather and transport of that plan.
-        layout: the layout; "balanced" makes one for each batch of packed documents, and is zigzag for other batches.
+        layout: as in `ShardedSequence`. "auto" keeps packed documents whole where it can, and is zigzag for other
+            batches; "balanced" is its older name.
         gather_output: return whole logits and hidden states on every rank, as in `ShardedModel`.
         dropout_seed: seed of attention's dropout, equal on all ranks. The dropped weights depend on the seed, the
             layer, the forward, the pair of positions, and the index of the cp group within ``data``.
@@ -105,10 +106,7 @@ def parallelize(
         >>> model = parallelize(AutoModelForCausalLM.from_config(config), mesh["cp"])  # doctest: +SKIP
         >>> model(input_ids=tokens, labels=tokens).loss.backward()  # doctest: +SKIP
     """
-    of_batch = layout == "balanced"
-    if not of_batch and not isinstance(layout, Layout):
-        refuse("layout", "a Layout", repr(layout), 'ZigZag(), or "balanced"')
-    sequence = ShardedSequence(mesh, ZigZag() if of_batch else layout)  # type: ignore[arg-type]
+    sequence = ShardedSequence(mesh, "auto" if layout == "balanced" else layout)  # type: ignore[arg-type]
     check_model(model)
     make_spec(**options)
     facts = Facts(model)
@@ -123,7 +121,7 @@ def parallelize(
             hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
             refuse("data", "ranks that hold distinct tokens", f"{shared} of one tp group", hint)
         replica = replica * tp.size() + tp.get_local_rank()
-    adapter = _Adapter(facts, losses, style, of_batch, gather_output, options, dropout_seed, replica, tp is not None)
+    adapter = _Adapter(facts, losses, style, gather_output, options, dropout_seed, replica, tp is not None)
     claim(model, sequence.mesh, sequence, style)
     if plan is not None:
         apply_plan(model, tp, plan)  # type: ignore[arg-type]
@@ -150,7 +148,6 @@ class _Adapter:
     facts: Facts
     losses: Losses
     style: ShardedModel
-    of_batch: bool
     gather_output: bool
     options: dict[str, Any]
     dropout_seed: int
@@ -177,7 +174,7 @@ class _Adapter:
                 hint = "leave it out: rows are sharded over tp between the linears, and logits are never stored"
                 refuse(self.facts.name, f"no {found[0]} with tp", found[0], hint, UnsupportedError)
             batch, arguments = self.shard(module, whole)
-        self.style.compare({name: x for name, x in whole.items() if isinstance(x, torch.Tensor)})
+        self.style.compare({name: x for name, x in whole.items() if isinstance(x, torch.Tensor)}, batch.sequence.layout)
         of_rows = partial(self.run_on_rows, batch, module, forward, whole)
         output = self.style.run_eagerly(batch, module, of_rows, arguments)
         module.__dict__[_LAST] = batch.sequence
@@ -247,8 +244,7 @@ class _Adapter:
         config, accepted = module.config.get_text_config(), self.facts.accepted
         tokens = next(whole[name] for name in ROWS if name in whole)
         mask, counted = visible(self.facts, whole)
-        balanced = replace(mask, key_padding=None) if self.of_batch and mask.documents is not None else None
-        sequence = self.sequence.for_batch(tokens.shape[1], balanced)
+        sequence = self.sequence.for_batch(tokens.shape[1], mask)
         arguments = {name: whole[name] for name in ("output_hidden_states",) if name in whole}
         if self.facts.text is not None:  # `run_text` shards the arguments of the text tower
             arguments |= {name: whole[name] for name in self.facts.names if name in whole}
