@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import cp_mesh
-from cp_mesh import ContextParallel, Layout, Mask, ShardedModel, ShardedSequence, batch_mask
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, batch_mask
 from cp_mesh.training import valid_tokens
 
 EXPERTS, AUXILIARY = 4, 0.01
@@ -87,23 +87,13 @@ def batch_of(rows: tuple[tuple[int, ...], ...], padding: int, seed: int) -> dict
     return {"tokens": tokens, "labels": labels, "documents": documents}
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What travels through the model in the documents' place: FSDP2 leaves it where it is."""
-
-    mask: Mask
-    layout: Layout
-
-
 def spread(case: Case, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Module:
     model = model_of(Core, routed=case.tp == 1)
     if case.tp > 1:
         cp_mesh.parallelize(model, axes["tp"], overlapped_plan("all_reduce"))
     plan = {
-        "": ShardedModel(sequence, layout=lambda documents, **_: documents.layout),
-        "layers.*.core": ContextParallel(
-            sequence, mask=lambda q, k, v, packed: packed.mask, layout=lambda q, k, v, packed: packed.layout
-        ),
+        "": ShardedModel(sequence),
+        "layers.*.core": ContextParallel(sequence, mask=lambda q, k, v, mask: mask),
     }
     cp_mesh.parallelize(model, sequence.mesh, plan)
     for module in (*model.layers, model):
@@ -131,15 +121,15 @@ def on_ranks(rank: int, case: Case) -> dict[str, Any]:
         mask = batch_mask(position_ids=positions, attention_mask=kept)
         of_batch = sequence.for_batch(tokens.shape[1], mask)
         local = of_batch.shard({"labels": labels, "attention_mask": kept})
-        batches.append((tokens, positions, Packed(of_batch.mask(mask), of_batch.layout), local))
+        batches.append((tokens, positions, mask, local))
         held.append(of_batch.positions().tolist())
     count = sum(valid_tokens(local["labels"], everyone) for *_, local in batches)
     losses, routers = [], [layer.ff for layer in model.layers if case.tp == 1]
-    for i, (tokens, positions, packed, local) in enumerate(batches):
+    for i, (tokens, positions, mask, local) in enumerate(batches):
         for router in routers:
             router.kept, router.total = local["attention_mask"][..., None], sequence.all_reduce
         model.set_requires_gradient_sync(i == len(batches) - 1)
-        logits = model(tokens, positions, packed)
+        logits = model(tokens, positions, mask)
         loss = cp_mesh.cross_entropy(logits, local["labels"], everyone, count=count)
         for router in routers:
             loss = loss + AUXILIARY * router.balancing / len(batches) / everyone.size()
@@ -196,3 +186,22 @@ def test_a_step_is_that_of_one_process(pool: Any, name: str) -> None:
             assert error <= TOLERANCE * largest, (
                 f"rank {rank}: gradient of {key} is off by {error:.1e} of {largest:.1e}"
             )
+
+
+def step_with_labels_at_ends(rank: int, compiled: bool) -> float:
+    """A first loss where each rank holds a document, whose last label is not a token of this batch's next document."""
+    axis = mesh((3,), ("cp",))
+    sequence, tokens = ShardedSequence(axis, Contiguous()), torch.arange(2 * 312).view(2, 312) ** 2 % V
+    labels = tokens.roll(-1, 1)
+    labels[:, 103::104] = (labels[:, 103::104] + 1) % V
+    core = ContextParallel(sequence, mask=lambda q, k, v, mask: mask)
+    model = cp_mesh.parallelize(Model(), axis, {"": ShardedModel(sequence), "layers.*.core": core})
+    for layer in model.layers if compiled else ():
+        layer.compile(backend="aot_eager", fullgraph=True)
+    logits = model(tokens, documents=Mask(documents=torch.arange(312) // 104))
+    return float(cp_mesh.cross_entropy(logits, sequence.shard({"labels": labels})["labels"], axis))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_labels_at_the_ends_of_documents_may_be_any(pool: Any, compiled: bool) -> None:
+    assert min(pool(3).run(step_with_labels_at_ends, compiled)) > 0

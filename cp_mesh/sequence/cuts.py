@@ -179,14 +179,19 @@ def _note_batch(x: Tensor, sums: dict[torch.device, Tensor]) -> None:
     sums[x.device] = sums.get(x.device, torch.zeros_like(new)) * _ODD + new
 
 
+def note_documents(mask: Mask, group: dist.ProcessGroup) -> None:
+    """Record the documents of a batch's mask, which tell where labels may be any."""
+    own, ids = state_of(group, Cuts), mask.documents
+    if own.tokens is not None and ids is not None and ids.device.type == "cpu":
+        length, seq_len = own.tokens.whole.shape[1], own.tokens.seq_len
+        if ids.shape[-1] in (length, seq_len) and ids.shape[:-1] in ((), (1,), (len(own.tokens.whole),)):
+            own.tokens = own.tokens._replace(documents=torch.atleast_2d(ids))
+
+
 def note_mask(mask: Mask, group: dist.ProcessGroup) -> None:
     """Add the tensors of a style's mask to the digest, if the last mask had others."""
-    cuts, ids = state_of(group, Cuts), mask.documents
-    own, tokens = cuts.batches, cuts.tokens
-    if tokens is not None and ids is not None and ids.device.type == "cpu":
-        length, seq_len = tokens.whole.shape[1], tokens.seq_len
-        if ids.shape[-1] in (length, seq_len) and ids.shape[:-1] in ((), (1,), (len(tokens.whole),)):
-            cuts.tokens = tokens._replace(documents=torch.atleast_2d(ids))
+    note_documents(mask, group)
+    own = state_of(group, Cuts).batches
     given = [x for name in TENSORS if (x := getattr(mask, name)) is not None and x.device.type == "cpu"]
     if given and (masks := tuple(Content.of(x) for x in given)) != own.masks and checking(group) is not False:
         own.masks = masks

@@ -20,7 +20,7 @@ from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.sequence.cuts import note_output
+from cp_mesh.sequence.cuts import note_documents, note_output
 from cp_mesh.sequence.losses import any_ran, note_callers
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
@@ -318,6 +318,8 @@ class ShardedModel(ParallelStyle):
         length = tensors[0].shape[1] if present else sequence.length
         for name in present:
             given[name] = sequence.shard({name: given[name]})[name]
+        for mask in () if torch.compiler.is_compiling() else masks.values():
+            note_documents(mask, sequence.mesh.get_group())
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
