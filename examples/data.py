@@ -87,6 +87,17 @@ class Corpus:
         return batch
 
 
+def joined(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of a batch as documents of one row, [B, S] to [1, B·S]; what they attend to and their positions stay."""
+    rows, length = batch["tokens"].shape
+    batch = {
+        "positions": torch.arange(length).expand(rows, length),
+        "documents": torch.zeros(rows, length).long(),
+    } | batch
+    batch["documents"] = batch["documents"] + length * torch.arange(rows)[:, None]  # no id in two rows
+    return {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+
+
 @lru_cache(maxsize=2)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
     """The order of the rows in one epoch, int64 [num_rows]."""

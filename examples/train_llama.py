@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from data import IGNORE, VOCAB_SIZE, Corpus, read_text, split, tokenize
+from data import IGNORE, VOCAB_SIZE, Corpus, joined, read_text, split, tokenize
 from llama import CoreAttention, Llama, LlamaConfig, Stage
 from metrics import Table, flops_per_token, peak_flops
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--sequence-parallel", action="store_true", help="with --tp: also shard the sequence over tp for the norms")
     add("--overlapped", action="store_true", help="with --tp: use the linears of cp_mesh")
     add("--layout", choices=("auto", "contiguous", "striped", "zigzag"), default="auto")
+    add("--joined", action="store_true", help="join the rows of a batch: a document takes the cp ranks that it needs")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dim", type=int, default=256)
     add("--layers", type=int, default=4)
@@ -83,8 +84,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.restart_positions and not args.documents:
         parser.error("--restart-positions needs --documents")
-    if args.pp > 1 and (args.save or args.resume or args.dump or args.sequence_parallel):
-        parser.error("--pp does not work with --save, --resume, --dump and --sequence-parallel")
+    if args.pp > 1 and (args.save or args.resume or args.dump or args.sequence_parallel or args.joined):
+        parser.error("--pp does not work with --save, --resume, --dump, --sequence-parallel and --joined")
     if args.plain and (args.dp or 1) * args.cp * args.tp * args.pp > 1:
         parser.error("--plain runs on one rank")
     if args.overlapped and (args.tp == 1 or args.pp > 1):
@@ -164,7 +165,9 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
         )
     mesh = init_device_mesh(args.device, (args.pp, dp, args.cp, args.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
     data = mesh["dp", "cp"]._flatten("dp_cp")  # the ranks that hold different tokens
-    sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[args.layout], length=args.seq_len)
+    rows = args.batch_size // dp
+    length = args.seq_len * (rows if args.joined else 1)
+    sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[args.layout], length=length)
 
     if args.sequence_parallel and len(sequence.positions()) % args.tp:
         raise ValueError(f"--sequence-parallel: {len(sequence.positions())} tokens a cp rank, not a multiple of --tp")
@@ -181,11 +184,11 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     selective = args.checkpoint_activations == "selective"
     checkpoint_and_compile(model, args, **{"context_fn": cp_mesh.training.checkpoint_context_fn} if selective else {})
     parallel.apply_fsdp(model, data, args.precision)
-    rows = args.batch_size // dp
 
     def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
+        batch = joined(batch) if args.joined else batch
         mask = cp_mesh.Mask(documents=batch.pop("documents", None))
-        labels = sequence.for_batch(args.seq_len, mask).shard({"labels": batch.pop("labels").to(device)})["labels"]
+        labels = sequence.for_batch(length, mask).shard({"labels": batch.pop("labels").to(device)})["labels"]
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         return cp_mesh.cross_entropy(model(**batch, documents=mask), labels, data, ignore_index=IGNORE)
 

@@ -53,8 +53,9 @@ def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_trainer_with_a_layout_for_each_batch(tmp_path: Path) -> None:
-    options = shlex.split("--dp 2 --cp 2 --restart-positions --compile aot_eager")
+@pytest.mark.parametrize("axes", ["--dp 2 --cp 2", "--cp 4 --joined"])
+def test_trainer_with_a_layout_for_each_batch(axes: str, tmp_path: Path) -> None:
+    options = shlex.split(f"{axes} --restart-positions --compile aot_eager")
     mesh = train(tmp_path / "mesh", *options, num_ranks=4)
     plain = train(tmp_path / "plain", "--plain", "--restart-positions")
     assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
