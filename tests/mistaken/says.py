@@ -60,7 +60,11 @@ SAYS: dict[str, tuple[str, str, str]] = {
     ),
     "documents that no style reads": ("", "", "layers.0.core, output"),
     "documents of the shard": ("Mask.documents: expected", "", "Mask.documents: expected"),
-    "positions as documents": ("has ids .* consecutive", "", "the model, argument documents"),
+    "positions as documents": (
+        r"on\ 1\ other\ ranks\ of\ the\ mesh:\ labels:\ ex",
+        "",
+        "the model, argument documents",
+    ),
     "a block mask of the shard": ("block_mask: expected the whole", "", "block_mask: expected the whole"),
     "a score that counts rows of the shard": ("PyTorch's flex_attention", "", "PyTorch's flex_attention"),
     "a variable of a loop": ("", "", "layers.0.core, output|layers.0.wo, output"),
