@@ -61,7 +61,7 @@ SAYS: dict[str, tuple[str, str, str]] = {
     "documents that no style reads": ("", "", "layers.0.core, output"),
     "documents of the shard": ("Mask.documents: expected", "", "Mask.documents: expected"),
     "positions as documents": (
-        r"on\ 1\ other\ ranks\ of\ the\ mesh:\ labels:\ ex",
+        "next tokens within this rank",
         "",
         "the model, argument documents",
     ),
