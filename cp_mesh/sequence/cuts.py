@@ -190,8 +190,10 @@ def note_documents(mask: Mask, group: dist.ProcessGroup) -> None:
 
 def note_mask(mask: Mask, group: dist.ProcessGroup) -> None:
     """Add the tensors of a style's mask to the digest, if the last mask had others."""
-    note_documents(mask, group)
-    own = state_of(group, Cuts).batches
+    cuts = state_of(group, Cuts)
+    if cuts.tokens is not None:
+        note_documents(mask, group)
+    own = cuts.batches
     given = [x for name in TENSORS if (x := getattr(mask, name)) is not None and x.device.type == "cpu"]
     if given and (masks := tuple(Content.of(x) for x in given)) != own.masks and checking(group) is not False:
         own.masks = masks
