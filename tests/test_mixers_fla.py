@@ -120,12 +120,13 @@ def of_rank(
     options |= {"kernel": kernel, "method": "states", "output_final_state": with_states, "scale": 0.3}
     options["use_qk_l2norm_in_kernel"] = with_states
     if with_states:
-        options["initial_state"] = initial.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        initial = initial.to(torch.promote_types(dtype, torch.float32))
+        options["initial_state"] = initial.requires_grad_(not of_states_alone)
     outs = [x for x in getattr(mixers, name)(*rows, **options) if x is not None]
     wanted = [*inputs, options["initial_state"]] if with_states else inputs
     grads = [y.to(x.dtype) for x, y in zip(outs, (grad, of_states / size), strict=False)]
     if of_states_alone:
-        wanted, outs, grads = wanted[1:], outs[1:], grads[1:]
+        wanted, outs, grads = inputs[1:], outs[1:], grads[1:]
     return [x.detach().double() for x in (*outs, *torch.autograd.grad(outs, wanted, grads))]
 
 
