@@ -316,12 +316,8 @@ class Spy:
         self.events.append("step")
         return self.inner.step(*args)
 
-    def finish(self, *args):
-        return self.inner.finish(*args)
-
-    @property
-    def of_scores(self):
-        return self.inner.of_scores
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 def in_flight(events: list[str]) -> list[int]:
