@@ -89,7 +89,7 @@ class Hybrid(nn.Module):
 def train(mesh: DeviceMesh | ProcessGroup, corpus: Corpus, steps: int, device: str) -> list[float]:
     """The loss of each step, of all tokens."""
     torch.manual_seed(0)  # the same weights on every rank
-    sequence = ShardedSequence(mesh, length=corpus.seq_len)
+    sequence = ShardedSequence(mesh, "auto", length=corpus.seq_len)
     model = Hybrid(sequence).to(device)
     plan = {"": ShardedModel(sequence, inputs=("tokens",), positions=None)}
     plan["layers.3.mixer"] = ContextParallel(sequence, mask=lambda x, mask: mask)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from inside import inner
 from model import Core, DenseCore, Model, V
-from ranks import mesh, num_collectives
+from ranks import mesh, num_collectives, refused
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +29,7 @@ from cp_mesh import (
     ZigZag,
     cross_entropy,
     parallelize,
+    token_log_probs,
 )
 from cp_mesh.geometry import Balanced
 
@@ -70,7 +71,7 @@ def of_one(length: int) -> list[dict[str, Any]]:
 
 def steps(rank: int, length: int, way: str) -> list[dict[str, Any]]:
     axis, found = mesh((dist.get_world_size(),), ("cp",)), []
-    sequence = ShardedSequence(axis, length=None if way == "any length" else length)
+    sequence = ShardedSequence(axis, layout="auto", length=None if way == "any length" else length)
     model = parallelize(Model(), axis, plan(sequence))
     if way == "recomputed":
         for layer in model.layers:
@@ -116,7 +117,7 @@ def test_steps_are_those_of_one_rank(pool: Any, cp: int, way: str) -> None:
 def windows(rank: int) -> list[Tensor]:
     """Layers with masks of their own, which keep the layout of the batch; and a whole output."""
     axis = mesh((dist.get_world_size(),), ("cp",))
-    sequence = ShardedSequence(axis, length=46)
+    sequence = ShardedSequence(axis, layout="auto", length=46)
     styles = plan(sequence, gather_output=True)
     for i in range(2):
 
@@ -165,12 +166,12 @@ def explicit(rank: int) -> None:
             Mask(layout=junk)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match=r'ShardedSequence\.layout: expected a Layout or "auto", got'):
             ShardedSequence(axis, junk)  # type: ignore[arg-type]
-    sequence = ShardedSequence(axis)
+    sequence = ShardedSequence(axis, layout="auto")
     style = ContextParallel(sequence, mask=lambda q, k, v, documents: documents.mask)
     model = parallelize(Model(), axis, {"": ShardedModel(sequence), "layers.*.core": style})
     want = Model(DenseCore)(given["tokens"], torch.arange(24), given["documents"].documents)
     logits = model(given["tokens"], documents=Wrapped(given["documents"]))
-    torch.testing.assert_close(sequence.unshard(logits), want, **CLOSE)
+    torch.testing.assert_close(sequence.for_batch(24).unshard(logits), want, **CLOSE)
     balanced = sequence.balanced(given["documents"])  # a mask that a user gives a layout
     logits = model(given["tokens"], positions=None, documents=Wrapped(given["documents"]))
     for mask in (balanced.mask(given["documents"]), given["documents"]):
@@ -185,40 +186,62 @@ def test_layouts_that_are_chosen_stay(pool: Any) -> None:
 def rootless(rank: int) -> None:
     """Without a root the mask brings the layout in which its user sharded the batch."""
     axis, given = mesh((2,), ("cp",)), batch(0, 24)
-    sequence = ShardedSequence(axis)
+    sequence = ShardedSequence(axis, layout="auto")
     model = parallelize(Model(), axis, {"layers.*.core": plan(sequence)["layers.*.core"]})
     want = Model(DenseCore)(given["tokens"], torch.arange(24), given["documents"].documents)
-    for of_batch in (sequence.for_batch(24, given["documents"]), sequence):
-        positions = of_batch.positions(24)
-        mask = of_batch.mask(given["documents"])
-        logits = model(of_batch.shard({"tokens": given["tokens"]})["tokens"], positions, mask)
-        torch.testing.assert_close(of_batch.unshard(logits), want, **CLOSE)
+    of_batch = sequence.for_batch(24, given["documents"])
+    tokens, positions = of_batch.shard({"tokens": given["tokens"]})["tokens"], of_batch.positions()
+    logits = model(tokens, positions, of_batch.mask(given["documents"]))
+    torch.testing.assert_close(of_batch.unshard(logits), want, **CLOSE)
+    uses = [
+        lambda: sequence.shard({"labels": given["labels"]}),
+        lambda: sequence.positions(24),
+        lambda: sequence.unshard(logits),
+        lambda: model(tokens, positions, given["documents"]),
+    ]
+    for use in uses:
+        with refused(r'layout="auto": expected the layout of a batch, got none yet; sequence\.for_batch'):
+            use()
+    batches, chained = [batch(step, 24)["documents"] for step in (1, 2, 0)], sequence
+    for mask in batches:  # each batch decides anew
+        chained = chained.for_batch(24, mask)
+        assert chained == sequence.for_batch(24, mask)
 
 
 def test_without_a_root(pool: Any) -> None:
     pool(2).run(rootless)
 
 
+class Pair(Model):
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Mask) -> Any:
+        logits = super().forward(tokens, positions, documents)
+        return logits, logits.detach().mean()
+
+
 def wrong_sequences(rank: int) -> int:
     """Labels and outputs by the sequence, not by that of the batch: refused by name, before a collective."""
     axis = mesh((2,), ("cp",))
-    sequence = ShardedSequence(axis)
-    model, said = parallelize(Model(), axis, plan(sequence)), "the layout of the model's output, balanced, got zigzag"
+    sequence = ShardedSequence(axis, layout="auto")
+    model, said = parallelize(Pair(), axis, plan(sequence)), "the layout of the model's output, balanced, got "
+    plain, other = sequence.for_batch(24), sequence.for_batch(24, batch(3, 24)["documents"])
     for step in (0, 1):  # not the first alone
         given = batch(step, 24)
         of_batch = sequence.for_batch(24, given["documents"])
-        logits = model(given["tokens"], documents=given["documents"])
-        wrong = sequence.shard({"labels": given["labels"].roll(step, 0)})["labels"]  # no next tokens
-        with pytest.raises(ArgumentError, match=f"labels: expected {said}.*for_batch"):
+        logits, _ = model(given["tokens"], documents=given["documents"])
+        # no next tokens
+        wrong, unlike = (x.shard({"labels": given["labels"].roll(step, 0)})["labels"] for x in (plain, other))
+        with pytest.raises(ArgumentError, match=f"labels: expected {said}zigzag.*for_batch"):
             cross_entropy(logits, wrong, axis)
-        with pytest.raises(ArgumentError, match=f"labels: expected {said}.*for_batch"):
-            cross_entropy(logits * 1, wrong, axis)
-        before = num_collectives()
-        with pytest.raises(ArgumentError, match=f"unshard: expected {said}.*for_batch"):
-            sequence.unshard(logits)
-        with pytest.raises(ArgumentError, match=f"gather: expected {said}.*for_batch"):
-            sequence.gather(logits.argmax(-1))
-        assert num_collectives() == before
+        with pytest.raises(ArgumentError, match=f"labels: expected {said}zigzag.*for_batch"):
+            cross_entropy(logits.flatten(0, 1), wrong.flatten(), axis)
+        with refused(f"labels: expected {said}zigzag.*for_batch"):
+            token_log_probs(logits, wrong)
+        with pytest.raises(ArgumentError, match=f"labels: expected {said}balanced.*for_batch"):
+            cross_entropy(logits * 1, unlike, axis)
+        with refused(f"unshard: expected {said}zigzag.*for_batch"):
+            plain.unshard(logits)
+        with refused(f"gather: expected {said}balanced.*for_batch"):
+            other.gather(logits.argmax(-1))
         labels = of_batch.shard({"labels": given["labels"]})["labels"]
         cross_entropy(logits, labels, axis).backward()
     return num_collectives()
@@ -231,7 +254,7 @@ def test_labels_and_outputs_of_another_layout_are_refused(pool: Any) -> None:
 def unlike(rank: int, later: bool) -> tuple[str, int]:
     """One rank has other documents; in a later batch the contents of tokens are not compared."""
     axis = mesh((2,), ("cp",))
-    model = parallelize(Model(), axis, plan(ShardedSequence(axis)))
+    model = parallelize(Model(), axis, plan(ShardedSequence(axis, layout="auto")))
     for step in (0, 1, 2, 3, 0) if later else ():
         given = batch(step, 24)
         model(given["tokens"], documents=given["documents"])
@@ -254,7 +277,7 @@ class Whole(Model):
 
 def compiled_root(rank: int) -> tuple[int, str]:
     axis = mesh((2,), ("cp",))
-    sequence = ShardedSequence(axis)
+    sequence = ShardedSequence(axis, layout="auto")
     model = parallelize(Whole(), axis, plan(sequence))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -264,8 +287,10 @@ def compiled_root(rank: int) -> tuple[int, str]:
     except Exception as error:  # Dynamo wraps it
         said = str(error)
     counter.frame_count = 0
-    for step in (0, 1, 3, 4, 5):
+    for step in (0, 1, 2, 3, 4, 5):
         given = batch(step, 24)
+        if step == 2:
+            given["documents"] = Mask(documents=torch.zeros(B, 24, dtype=torch.int64))  # of one document
         of_batch = sequence.for_batch(24, given["documents"])
         logits = compiled(given["tokens"], documents=of_batch.mask(given["documents"]))
         want = Model(DenseCore)(given["tokens"], torch.arange(24), given["documents"].documents)
@@ -275,7 +300,7 @@ def compiled_root(rank: int) -> tuple[int, str]:
 
 def test_a_root_that_is_compiled(pool: Any) -> None:
     for count, said in pool(2).run(compiled_root, timeout=180.0):
-        assert count <= 2 and 'layout="auto" in compiled code: expected a mask that has its layout' in said
+        assert count <= 3 and 'layout="auto" in compiled code: expected a mask that has its layout' in said
 
 
 class Direct(nn.Module):
@@ -286,7 +311,7 @@ class Direct(nn.Module):
         self.sequence, self.of_mask = sequence, False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Mask) -> Tensor:
-        layout = self.sequence.layout if documents.layout is None or not self.of_mask else documents.layout
+        layout = documents.layout if self.of_mask else ZigZag()
         mask = documents if self.of_mask else Mask()
         return cp_mesh.attention(q, k, v, mesh=self.sequence.mesh, seq_len=24, layout=layout, mask=mask)
 
@@ -294,7 +319,7 @@ class Direct(nn.Module):
 def direct(rank: int) -> int:
     """Calls that were right for a plain batch, and so are known, are refused in a packed one."""
     axis = mesh((2,), ("cp",))
-    sequence = ShardedSequence(axis)
+    sequence = ShardedSequence(axis, layout="auto")
     model, plain, packed = Model(partial(Direct, sequence)), batch(2, 24), batch(0, 24)
     model.layers[1].core = Core()
     parallelize(model, axis, {"": ShardedModel(sequence), "layers.1.core": plan(sequence)["layers.*.core"]})

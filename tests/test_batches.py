@@ -178,15 +178,17 @@ def sequences_of_batches(rank: int) -> None:
     documents = torch.arange(23) // 9
     mask = batch_mask(documents=documents)
     assert sequence.for_batch(23, mask) == sequence.for_batch(23)
-    auto, balanced = ShardedSequence(axis).for_batch(23, mask), sequence.for_batch(23).balanced(mask)
+    auto, balanced = ShardedSequence(axis, "auto").for_batch(23, mask), sequence.for_batch(23).balanced(mask)
     assert auto == replace(balanced, ulysses_degree=None) and balanced.seq_len == 24
     for one in (None, torch.zeros(23, dtype=torch.int64), torch.tensor([0] * 20 + [-1] * 3), torch.arange(23) // 23):
-        assert ShardedSequence(axis).for_batch(23, Mask(documents=one)) == ShardedSequence(axis, ZigZag(), length=23)
+        assert ShardedSequence(axis, "auto").for_batch(23, Mask(documents=one)) == ShardedSequence(
+            axis, ZigZag(), length=23
+        )
     for length in (0, 4.0, True):
         with pytest.raises(ArgumentError, match="length: expected"):
             sequence.for_batch(length)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="expected 22"):
-        ShardedSequence(axis).for_batch(22, mask)
+        ShardedSequence(axis, "auto").for_batch(22, mask)
 
 
 def test_sequences_of_batches(pool: Any) -> None:

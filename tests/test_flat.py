@@ -112,7 +112,7 @@ def on_ranks(rank: int, case: Case) -> dict[str, Any]:
         everyone = axes["cp"]
     given = [batch_of(rows, case.padding, seed) for seed, rows in enumerate(case.batches)]
     lengths = {x["tokens"].numel() for x in given}  # those of several batches are multiples of the ranks
-    sequence = ShardedSequence(everyone, length=min(lengths) if len(lengths) == 1 else None, pad=case.pad)
+    sequence = ShardedSequence(everyone, "auto", length=min(lengths) if len(lengths) == 1 else None, pad=case.pad)
     model = spread(case, axes, sequence)
     batches, held = [], list[list[int]]()
     for x in given:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, as_int
+from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layout import Index, Layout, Piece, Run, chunk_bounds, non_empty
 from cp_mesh.geometry.tensor_layouts import Balanced, OfTensor, Permuted, ZigZagDocuments
 
@@ -205,6 +206,14 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 _OWN = frozenset(LAYOUTS.values())  # they are partitions by construction; only users' layouts are checked
+
+
+def same(a: Layout, b: Layout) -> bool:
+    """Whether two layouts hold the same tokens on every rank; those of users may compare in other ways."""
+    if a is b or a.spec() != b.spec():
+        return a is b
+    own, other = a.tensor, b.tensor
+    return own is other or (own is not None and other is not None and Content.of(own) == Content.of(other))
 
 
 def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:

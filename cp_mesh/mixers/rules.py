@@ -24,7 +24,7 @@ from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.recurrence import Inputs
 from cp_mesh.mixers.repeated import Decided, decide
-from cp_mesh.mixers.scope import Place, place_of
+from cp_mesh.mixers.scope import Place, in_layout_of, place_of
 from cp_mesh.mixers.states import by_states
 from cp_mesh.mixers.tensors import Tensors, check
 from cp_mesh.mixers.traffic import Sizes, choose_method
@@ -320,7 +320,7 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
 @untraced
 def agreed_pieces(what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None) -> Pieces:
     """The pieces of rows x [B, T, ...], compared over the ranks in a first call."""
-    place, arguments = Place(sequence, mask), (len(x), x.shape[2:], x.dtype)
+    place, arguments = Place(in_layout_of(what, sequence, mask), mask), (len(x), x.shape[2:], x.dtype)
     return decide(lambda *_: (_pieces(what, place, x, None), arguments, None), what, place, {"x": x}, {})[0]
 
 

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.layouts import same
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.mixers.pieces import Pieces, pieces_of
+from cp_mesh.sequence.auto import is_by_batch
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.wrap import inside_checkpoint
 
@@ -71,6 +73,17 @@ class Place(NamedTuple):
         return pieces
 
 
+def in_layout_of(what: str, sequence: Any, mask: Any) -> Any:
+    """The sequence in the layout of a batch that the mask has; another layout of the caller's is refused."""
+    layout = mask.layout if isinstance(mask, Mask) and isinstance(sequence, ShardedSequence) else None
+    if layout is None or same(layout, sequence.layout):
+        return sequence
+    if not is_by_batch(sequence.layout):
+        hint = "pass the sequence of the batch, sequence.for_batch(length, mask)"
+        refuse(f"{what}: layout", f"{layout.spec()}, of the mask's batch", sequence.layout.spec(), hint)
+    return replace(sequence, layout=layout)
+
+
 def place_of(
     what: str, sequence: Any = None, mask: Any = None, method: str = "auto", kernel: str = "auto", **_: Any
 ) -> Place:
@@ -81,9 +94,7 @@ def place_of(
         UnsupportedError: in a checkpoint that begins inside of the module.
     """
     scope, root = SCOPE.get(), ROOT.get()
-    if isinstance(sequence, ShardedSequence) and isinstance(mask, Mask) and mask.layout is not None:
-        sequence = replace(sequence, layout=mask.layout)
-    given = Place(sequence, mask, None, method, kernel)
+    given = Place(in_layout_of(what, sequence, mask), mask, None, method, kernel)
     if scope is not None and scope.sequence is not None:
         scope.called.add(what)
         if given.sequence is not None:

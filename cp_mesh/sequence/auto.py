@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -12,19 +13,39 @@ from torch import Tensor
 from cp_mesh._torch import constant_in_traces
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.host_tensors import read_once
+from cp_mesh.geometry.layout import Piece
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 
-AUTO = ZigZag()
-"""What "auto" becomes. It equals other zigzags; a mark, which copies keep, tells it from them."""
-vars(AUTO)["of_batch"] = True
+
+@dataclass(frozen=True)
+class Open(Layout):
+    """What layout="auto" is until a batch decides: it has no rows, so nothing is sharded by it in silence."""
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        hint = "sequence.for_batch(length, mask) decides it; modules of a plan take it from the batch's mask"
+        refuse('layout="auto"', "the layout of a batch", "none yet", hint)
+
+    def multiple(self, cp_size: int) -> int:
+        return ZigZag().multiple(cp_size)
+
+    def spec(self) -> str:
+        return "auto"
 
 
-def is_auto(layout: Layout) -> bool:
-    return getattr(layout, "of_batch", False)
+OPEN, PLAIN = Open(), ZigZag()
+"""The layout before a batch decides, and that of batches without several documents in a row."""
 
 
-def layout_of(mask: Mask, own: Layout, place: Hashable, balanced: Callable[[Mask], Layout]) -> Layout:
+def is_by_batch(layout: Layout) -> bool:
+    """Whether layout="auto" made it, or will make it."""
+    return layout is PLAIN or isinstance(layout, Open) or getattr(layout, "by_batch", False)
+
+
+def layout_of(mask: Mask, place: Hashable, balanced: Callable[[Mask], Layout]) -> Layout:
     """Return the layout of the batch that a mask describes.
 
     It is kept with the mask's documents. So masks that `dataclasses.replace` makes from each other have one layout, and
@@ -32,21 +53,23 @@ def layout_of(mask: Mask, own: Layout, place: Hashable, balanced: Callable[[Mask
 
     Args:
         mask: of the whole batch, without padding.
-        own: the layout of the sequence.
-        place: of the sequence: its length, and the number of ranks.
+        place: of the sequence: its padded length, and the number of ranks.
         balanced: makes the layout of a packed batch.
 
     Raises:
         UnsupportedError: in compiled code, which cannot read documents.
     """
-    if mask.layout is not None or mask.documents is None or not is_auto(own):
-        return mask.layout or own
+    if mask.layout is not None or mask.documents is None:
+        return mask.layout or PLAIN
     if torch.compiler.is_compiling():
         _refuse_traced()
     kept = read_once(mask.documents, _layouts)
     if place not in kept:
         packed = any(np.unique(row.labels[row.labels >= 0]).size > 1 for row in mask.runs())
-        kept[place] = balanced(replace(mask, key_padding=None)) if packed else own
+        kept[place] = PLAIN
+        if packed:
+            kept[place] = balanced(replace(mask, key_padding=None))
+            vars(kept[place])["by_batch"] = True  # copies keep it
     return kept[place]
 
 

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh._torch import FakeTensor, world
+from cp_mesh._torch import FakeTensor, tree_leaves, world
 from cp_mesh.comm.agreement import capturing, checking
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.group_state import groups_with, state_of, states_of_all
 from cp_mesh.errors import describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
-from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.layouts import Layout, same
 from cp_mesh.geometry.mask import EXCLUDED, TENSORS, Mask
-from cp_mesh.sequence.auto import is_auto
+from cp_mesh.sequence.auto import is_by_batch
 
 TOKENS = ("tokens", "input_ids", "input", "inputs", "ids", "idx", "x")
 """Names of leaves with tokens, whose labels are usually the next tokens."""
@@ -129,26 +129,34 @@ def note_output(output: Any, layout: Layout, group: dist.ProcessGroup) -> None:
     """Record the layout in which a root has sharded its batch, and the rows that its model returned."""
     own = state_of(group, Cuts)
     own.roots = (*[x for x in own.roots if x is not layout][-7:], layout)
-    if isinstance(output, Tensor):
-        own.outputs[output] = layout
+    for x in tree_leaves(output):
+        if isinstance(x, Tensor):
+            own.outputs[_whole_of(x)] = layout
 
 
 def check_output(what: str, output: Any, layout: Layout, group: dist.ProcessGroup) -> None:
-    """Refuse to take rows that a model returned for those of another layout.
+    """Refuse to take rows that a model returned, or views of them, for those of another layout.
 
-    Of other tensors, as those that code makes of an output, refuse the layout of layout="auto" where no batch had it.
+    Of other tensors, as those that code computes from an output, refuse the layout of a batch that no root had.
     """
-    own, made = state_of(group, Cuts), isinstance(output, Tensor)
-    expected = (own.outputs[output],) if made and output in own.outputs else own.roots if is_auto(layout) else ()
-    if expected and layout not in expected:
+    own = state_of(group, Cuts)
+    of_output = own.outputs.get(_whole_of(output)) if isinstance(output, Tensor) else None
+    of_batch = own.roots if is_by_batch(layout) and layout.tensor is not None else ()
+    expected = of_batch if of_output is None else (of_output,)
+    if expected and not any(same(layout, x) for x in expected):
         hint = "sequence.for_batch(length, mask) is the sequence of a batch, for its labels and outputs"
         refuse(what, f"the layout of the model's output, {expected[-1].spec()}", layout.spec(), hint)
+
+
+def _whole_of(x: Tensor) -> Tensor:
+    """The tensor of which this is a view, or itself."""
+    return x if x._base is None else x._base
 
 
 def check_loss(logits: Any, labels: Tensor) -> None:
     """Refuse labels in another layout than logits, if they are the tensor that `shard` returned."""
     for group, own in groups_with(Cuts):
-        if (layout := own.labels.get(labels)) is not None:
+        if (layout := own.labels.get(labels, own.labels.get(_whole_of(labels)))) is not None:
             check_output("labels", logits, layout, group)
 
 

@@ -24,9 +24,9 @@ from cp_mesh.comm.whole import gather, scatter_sum
 from cp_mesh.errors import as_int, check_int, refuse, typed
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.host_tensors import lasting
-from cp_mesh.geometry.layouts import Contiguous, Layout
+from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag, same
 from cp_mesh.geometry.mask import EXCLUDED, Mask
-from cp_mesh.sequence.auto import AUTO, layout_of
+from cp_mesh.sequence.auto import OPEN, PLAIN, is_by_batch, layout_of
 from cp_mesh.sequence.cuts import TOKENS, Cuts, check_output, is_cut, note_cut
 
 WHOLE = ("documents", "blocks", "key_padding", "cu_seqlens")
@@ -50,9 +50,9 @@ class ShardedSequence:
     Args:
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup, from which a mesh is made; or a 2-D mesh of an outer and
             an inner axis whose names begin with "cp", which is flattened.
-        layout: which positions each rank holds. "auto": zigzag, and for a batch whose mask has several documents in a
-            row the layout of `balanced`. `for_batch` returns the sequence of such a batch, for its labels and outputs;
-            a `ShardedModel` finds the mask itself.
+        layout: which positions each rank holds. "auto": each batch has its own, that of `balanced` if its mask has
+            several documents in a row, else zigzag. `for_batch` returns the sequence of a batch, for its labels and
+            outputs, and a `ShardedModel` finds the mask itself; without a batch, nothing can be sharded.
         length: tokens in the whole sequence. Needed if it is not a multiple of ``layout.multiple(cp_size)``: it is then
             padded, or with ``pad=False`` sharded unequally. None: any multiple, read from the tensors.
         pad: pad the sequence at its end to a multiple, so that shards are equal.
@@ -69,7 +69,7 @@ class ShardedSequence:
     """
 
     mesh: DeviceMesh
-    layout: Layout = "auto"  # type: ignore[assignment]  # a Layout once it is made
+    layout: Layout = ZigZag()  # noqa: RUF009 - frozen
     length: int | None = None
     pad: bool = True
     ulysses_degree: int | None = None
@@ -92,7 +92,7 @@ class ShardedSequence:
             object.__setattr__(self, "ulysses_degree", inner)
             object.__setattr__(self, "mesh", flat(self.mesh))
         if self.layout == "auto":
-            object.__setattr__(self, "layout", AUTO)
+            object.__setattr__(self, "layout", OPEN)
         if not isinstance(self.layout, Layout):
             got = repr(self.layout) if isinstance(self.layout, str) else self.layout
             refuse("ShardedSequence.layout", 'a Layout or "auto"', got, "pass an instance: ZigZag(), with parentheses")
@@ -139,13 +139,14 @@ class ShardedSequence:
         length = as_int(length)
         if isinstance(length, bool) or not isinstance(length, int):
             refuse("for_batch: length", "an int, tokens of the batch", length, "pass tokens.shape[1]")
-        sequence = replace(self, length=length)
-        return sequence if mask is None else sequence.of_mask(mask)
+        return replace(self, length=length).of_mask(mask or Mask())
 
     def of_mask(self, mask: Mask) -> ShardedSequence:
-        """Return this sequence in the layout of the batch that a mask describes, by the rule of layout="auto"."""
-        place = self.length, self.pad, self.cp_size
-        layout = layout_of(mask, self.layout, place, lambda mask: self.balanced(mask).layout)
+        """Return this sequence in the layout that a mask has, or under layout="auto" in that of the mask's batch."""
+        layout = mask.layout or self.layout
+        if mask.layout is None and is_by_batch(layout):
+            length = self.length if mask.documents is None or self.length is not None else mask.documents.shape[-1]
+            layout = layout_of(mask, (length, self.pad, self.cp_size), lambda mask: self.balanced(mask).layout)
         return self if layout is self.layout else replace(self, layout=layout)
 
     def balanced(self, mask: Mask) -> ShardedSequence:
@@ -308,7 +309,7 @@ class ShardedSequence:
             mask: of the sequence without padding, or with it.
             layout: decides the padding; None: the sequence's own.
         """
-        if layout is None and self.layout.tensor is not None:
+        if layout is None and (self.layout.tensor is not None or self.layout is PLAIN):
             mask = replace(mask, layout=self.layout)
         seq_len = self.seq_len_in(self.layout if layout is None else layout)
         if self.length is None or seq_len == self.length:
@@ -403,7 +404,7 @@ class ShardedSequence:
             own = state_of(self.mesh.get_group(), Cuts)
             if rows.is_floating_point():
                 own.rows[rows] = dim, self.layout
-            elif padding == IGNORED:
+            elif padding == IGNORED and is_by_batch(self.layout):
                 own.labels[rows] = self.layout
         return rows
 
@@ -436,7 +437,7 @@ class Root:
         own = self.sequence
         if own.layout.tensor is None or seq_len != self.seq_len or own.mesh.get_group().group_name != group_name:
             return False
-        return own.layout != layout
+        return not same(own.layout, layout)
 
 
 ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)

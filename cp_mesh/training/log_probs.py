@@ -14,6 +14,7 @@ from cp_mesh.errors import typed
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.rules import agreed_pieces
+from cp_mesh.sequence.cuts import check_loss
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.labels import check_log_probs
 from cp_mesh.training.token_losses import LazyLogits, prepare_losses
@@ -54,6 +55,8 @@ def token_log_probs(
     Example:
         >>> logp = token_log_probs(hidden, labels, weight=head.weight, temperature=0.7)  # doctest: +SKIP
     """
+    if not torch.compiler.is_compiling():
+        check_loss(x, labels)
     losses = prepare_losses("token_log_probs", x, labels, ignore_index, weight, bias, temperature)
     if not (torch.compiler.is_compiling() or capturing()):
         inputs = [y for y in (x, weight) if y is not None]

@@ -33,6 +33,7 @@ from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import UnsupportedError, refuse, typed, warn
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.auto import is_by_batch
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.sharded_sequence import WHOLE, ShardedSequence
 from cp_mesh.training.style_helpers import groups_over_tp, style_of, styles_of
@@ -289,7 +290,7 @@ class _Probe:
                 own["mask"] = _cut_mask(own["mask"], self.length)
         for own in (sequence.__dict__ for sequence in self.sequences):
             own["_kept"] = {}  # cached positions depend on the mesh
-            own["layout"] = ZigZag() if own["layout"] == ZigZag() else own["layout"]  # of all batches
+            own["layout"] = ZigZag() if is_by_batch(own["layout"]) else own["layout"]
             own.update({} if own["length"] is None else {"length": self.length})
             own.update({} if mesh is None else {"mesh": mesh, "ulysses_degree": None})
 
@@ -307,7 +308,8 @@ class _Probe:
 
     def _first_module(self, alone: DeviceMesh) -> str:
         """Find the first module, in order of completion, whose output differs on this rank: its number, and words."""
-        own = self.sequence.layout.positions(self.length, self.sequence.cp_size, self.sequence.cp_rank)
+        layout = ZigZag() if is_by_batch(self.sequence.layout) else self.sequence.layout
+        own = layout.positions(self.length, self.sequence.cp_size, self.sequence.cp_rank)
         whole, here, agreed = self._outputs(alone), self._outputs(None), ""
         for number, (at, want) in enumerate(whole.items()):
             x = here.get(at, want[:0])

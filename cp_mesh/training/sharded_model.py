@@ -20,6 +20,7 @@ from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.auto import PLAIN, is_by_batch
 from cp_mesh.sequence.cuts import note_documents, note_output
 from cp_mesh.sequence.losses import any_ran, note_callers
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
@@ -157,7 +158,8 @@ class ShardedModel(ParallelStyle):
             if self.probe:
                 probe_once(self, module, named, functools.partial(self._run, names, check, module, forward))
             output = self.run_eagerly(root, module, forward, arguments)
-            note_output(output, root.sequence.layout, self.sequence.mesh.get_group())
+            if is_by_batch(root.sequence.layout):
+                note_output(output, root.sequence.layout, self.sequence.mesh.get_group())
         return self.gather(root.sequence, output) if self.gather_output else output
 
     def _run_traced(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -263,6 +265,7 @@ class ShardedModel(ParallelStyle):
         name = self.sequence.mesh.get_group().group_name
         found = {key: x for key, x in self._whole(arguments).items() if x is not None and not x.is_floating_point()}
         layout, tables = self.sequence.layout, self._tables(arguments)
+        layout = PLAIN if is_by_batch(layout) else layout
         told = layout.spec() if layout.tensor is None and not tables and self.sequence.pad else ""
         copies = compare_inputs([*found.values(), *tables], " ".join(found), name, told)
         return arguments | dict(zip(found, copies, strict=False))
@@ -307,15 +310,21 @@ class ShardedModel(ParallelStyle):
         if self.inputs and not present:
             refuse("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it")
         sequence, masks = self.sequence, {name: x for name, x in given.items() if isinstance(x, Mask)}
+        tensors = [given[name] for name in present] or [x for x in given.values() if isinstance(x, Tensor)]
+        length = tensors[0].shape[1] if present else sequence.length
+
+        def fits(mask: Mask) -> bool:  # others are of another sequence
+            return mask.documents is None or mask.documents.shape[-1] in (length, sequence.seq_len)
+
         if self.layout is not None:
             sequence = replace(sequence, layout=layout_of_call(self, None, **arguments))
         else:
-            for mask in masks.values():
-                sequence = sequence.of_mask(mask)
-            if sequence.layout.tensor is not None:  # cores take it from their masks
+            masks = {name: x for name, x in masks.items() if fits(x)}
+            sequence = sequence.of_mask(
+                next((x for x in masks.values() if x.documents is not None or x.layout), Mask())
+            )
+            if is_by_batch(sequence.layout) or sequence.layout.tensor is not None:  # cores take it from their masks
                 given |= {name: replace(x, layout=x.layout or sequence.layout) for name, x in masks.items()}
-        tensors = [given[name] for name in present] or [x for x in given.values() if isinstance(x, Tensor)]
-        length = tensors[0].shape[1] if present else sequence.length
         for name in present:
             given[name] = sequence.shard({name: given[name]})[name]
         for mask in () if torch.compiler.is_compiling() else masks.values():

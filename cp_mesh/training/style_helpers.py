@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.comm.agreement import announced_over, refusing
 from cp_mesh.comm.groups import names_of_axes
 from cp_mesh.errors import ArgumentError, describe, refuse, written
-from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.layouts import Layout, same
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.auto import Open, is_by_batch
 from cp_mesh.sequence.cuts import note_mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
@@ -27,7 +28,12 @@ SUMS = "_cp_mesh_sums"  # attribute of FSDP2 modules that sum gradients
 def layout_of_call(style: Any, mask: Mask | None, /, *args: Any, **kwargs: Any) -> Layout:
     """Return the layout that the style's function gives for these arguments, or that of the mask or of its sequence."""
     if style.layout is None:
-        return (mask and mask.layout) or style.sequence.layout
+        root = None if torch.compiler.is_compiling() else ROOT.get()
+        of_root = is_by_batch(style.sequence.layout) and root is not None and root.sequence.mesh == style.sequence.mesh
+        layout = (mask and mask.layout) or (root if of_root and root else style).sequence.layout
+        if isinstance(layout, Open):
+            layout.refuse()
+        return layout
     found = ask(style, "layout", style.layout, *args, **kwargs)
     if not isinstance(found, Layout):
         name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"
@@ -100,7 +106,7 @@ def check_documents(style: Any, mask: Mask) -> None:
 
 def check_layout_of_root(root: ShardedSequence, layout: Layout, where: str) -> None:
     """Refuse a layout that differs from the layout in which the root of a forward sharded the rows."""
-    if root.layout != layout:
+    if not same(root.layout, layout):
         hint = "give all styles of a model one sequence, or functions that return the same layout for a batch"
         got = f"{layout.spec()} in {where}, {root.layout.spec()} at the root"
         refuse("layout", "one for the whole model", got, hint)

@@ -69,7 +69,7 @@ SAYS: dict[str, tuple[str, str, str]] = {
     "a score that counts rows of the shard": ("PyTorch's flex_attention", "", "PyTorch's flex_attention"),
     "a variable of a loop": ("", "", "layers.0.core, output|layers.0.wo, output"),
     "a tensor mask on one rank": (
-        "a tensor attn_mask cannot be read|the same positions on every cp rank|the same tokens on every cp rank",
+        "a tensor attn_mask cannot be read|the same (positions|tokens|layout) on every cp rank",
         "",
         "a tensor attn_mask cannot be read",
     ),

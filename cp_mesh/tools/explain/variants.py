@@ -146,7 +146,7 @@ class Setting:
             order = document.argsort(kind="stable")  # a document's positions lie together
             at = (document + np.arange(self.seq_len))[order]
             begin = at.searchsorted(document + first[row % len(first)].numpy().clip(max=self.seq_len))
-            end = at.searchsorted(document + last[row % len(last)].numpy().clip(-1, self.seq_len), side="right")
+            end = at.searchsorted(document + last[row % len(last)].numpy().clip(-1, self.seq_len - 1), side="right")
             counts = (np.bincount(x, minlength=self.seq_len + 1) for x in (begin, np.maximum(begin, end)))
             seen[order] += np.subtract(*counts).cumsum()[:-1]
         return seen

@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_mesh._torch import COMPILED_CALL, tree_leaves
 from cp_mesh.comm.agreement import check_mode, compare, refusing
 from cp_mesh.errors import refuse
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.auto import is_by_batch
 from cp_mesh.sequence.sharded_sequence import IGNORED, ROOT, ShardedSequence
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
 from cp_mesh.tools.verification.traces import Trace, traced_modules
@@ -163,7 +165,8 @@ class Step:
         if self.seen is not None:
             return self.seen
         if self.sequence is not None:
-            own = self.sequence if self.sequence.length is not None else self.sequence.for_batch(self.seq_len)
+            is_open = self.sequence.length is None or is_by_batch(self.sequence.layout)
+            own = self.sequence.for_batch(self.seq_len) if is_open else self.sequence
             return own.positions(device=self.device)
         return torch.arange(self.seq_len, device=self.device)
 
@@ -244,6 +247,9 @@ def loss_of_plan(ranks: Ranks, labels: str) -> Loss:
         logits = logits_of(model(**given))
         sequence, axes = sequence_of(model), ranks.dp if gathers(model) else ranks.data
         if sequence is not None and logits.shape[1] != mine.shape[1]:
+            if is_by_batch(sequence.layout):
+                masks = [x for x in given.values() if isinstance(x, Mask)]
+                sequence = sequence.for_batch(mine.shape[1], masks[0] if masks else None)
             mine = sequence.shard({"labels": mine})["labels"]
         if ranks.mesh is None or not axes:
             return mean_loss(logits, mine)
