@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from inside import inner
 from model import Core, DenseCore, Model, V
-from ranks import mesh, num_collectives, refused
+from ranks import mesh, num_collectives, on_ranks, refused
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
@@ -28,12 +28,15 @@ from cp_mesh import (
     ShardedSequence,
     ZigZag,
     cross_entropy,
+    mixers,
     parallelize,
     token_log_probs,
 )
 from cp_mesh.geometry import Balanced
+from cp_mesh.training import document_sums
 
 compare_batch = inner("agreement", "compare_batch")
+Index, LAYOUTS = inner("geometry.layout", "Index"), inner("geometry.layouts", "LAYOUTS")
 B, STEPS = 2, 4
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -340,3 +343,49 @@ def direct(rank: int) -> int:
 
 def test_attention_of_the_users_own(pool: Any) -> None:
     assert pool(2).run(direct) == [0, 0]
+
+
+@dataclass(frozen=True)
+class Mine(cp_mesh.Layout):
+    """A layout of a user's own, with a tensor; as a dataclass does, it compares the tensors."""
+
+    order: Tensor
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Any, ...]:
+        n = seq_len // cp_size
+        return (Index(self.order[n * cp_rank : n * (cp_rank + 1)].sort().values),)
+
+    def spec(self) -> str:
+        return "mine"
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.order
+
+
+@on_ranks(2)
+def test_a_users_layout_with_a_tensor_under_a_root(axis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "mine", Mine)
+    given, sequence = batch(0, 24), ShardedSequence(axis, Mine(torch.arange(24).view(12, 2).T.flatten()))
+    logits = parallelize(Model(), axis, plan(sequence))(given["tokens"], documents=given["documents"])
+    want = Model(DenseCore)(given["tokens"], torch.arange(24), given["documents"].documents)
+    torch.testing.assert_close(sequence.unshard(logits), want, **CLOSE)
+
+
+@on_ranks(2)
+def test_mixers_and_sums_take_the_layout_of_the_mask(axis: Any) -> None:
+    """Of a sequence that has none yet; one that has another is refused."""
+    ids, x = torch.tensor([0] * 3 + [1] * 9 + [2] * 4), torch.arange(16.0)[None]
+    sequence = ShardedSequence(axis, "auto")
+    of_batch = sequence.for_batch(16, Mask(documents=ids))
+    mask, rows = of_batch.mask(Mask(documents=ids)), of_batch.shard({"x": x})["x"]
+    next_ones = torch.where(F.pad(ids.diff() == 0, (0, 1)), x.roll(-1, 1), -1)
+    for own in (sequence, of_batch):
+        assert document_sums(rows, sequence=own, mask=mask).tolist() == [3, 63, 54]
+        found = mixers.roll(rows, -1, sequence=own, mask=mask, fill_value=-1)
+        assert torch.equal(found, of_batch.shard({"x": next_ones})["x"])
+    for use in (document_sums, partial(mixers.roll, shifts=-1)):
+        with refused('layout="auto": expected the layout of a batch'):
+            use(rows, sequence=sequence, mask=Mask(documents=ids))
+        with refused("layout: expected balanced, of the mask's batch, got zigzag"):
+            use(rows, sequence=ShardedSequence(axis), mask=mask)

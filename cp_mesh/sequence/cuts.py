@@ -155,7 +155,7 @@ def _whole_of(x: Tensor) -> Tensor:
 
 def check_loss(logits: Any, labels: Tensor) -> None:
     """Refuse labels in another layout than logits, if they are the tensor that `shard` returned."""
-    for group, own in groups_with(Cuts):
+    for group, own in groups_with(Cuts) if isinstance(labels, Tensor) else ():
         if (layout := own.labels.get(labels, own.labels.get(_whole_of(labels)))) is not None:
             check_output("labels", logits, layout, group)
 
