@@ -45,25 +45,23 @@ def is_by_batch(layout: Layout) -> bool:
     return layout is PLAIN or isinstance(layout, Open) or getattr(layout, "by_batch", False)
 
 
-def layout_of(mask: Mask, place: Hashable, balanced: Callable[[Mask], Layout]) -> Layout:
-    """Return the layout of the batch that a mask describes.
+def layout_of(mask: Mask, documents: Tensor, place: Hashable, balanced: Callable[[Mask], Layout]) -> Layout:
+    """Return the layout of the batch that a mask with documents describes.
 
     It is kept with the mask's documents. So masks that `dataclasses.replace` makes from each other have one layout, and
     all layers, labels and outputs of a batch find it.
 
     Args:
-        mask: of the whole batch, without padding.
+        mask, documents: of the whole batch, without padding.
         place: of the sequence: its padded length, and the number of ranks.
         balanced: makes the layout of a packed batch.
 
     Raises:
         UnsupportedError: in compiled code, which cannot read documents.
     """
-    if mask.layout is not None or mask.documents is None:
-        return mask.layout or PLAIN
     if torch.compiler.is_compiling():
         _refuse_traced()
-    kept = read_once(mask.documents, _layouts)
+    kept = read_once(documents, _layouts)
     if place not in kept:
         packed = any(np.unique(row.labels[row.labels >= 0]).size > 1 for row in mask.runs())
         kept[place] = PLAIN

@@ -139,14 +139,15 @@ class ShardedSequence:
         length = as_int(length)
         if isinstance(length, bool) or not isinstance(length, int):
             refuse("for_batch: length", "an int, tokens of the batch", length, "pass tokens.shape[1]")
-        return replace(self, length=length).of_mask(mask or Mask())
+        return replace(self, length=length).of_mask(mask)
 
-    def of_mask(self, mask: Mask) -> ShardedSequence:
+    def of_mask(self, mask: Mask | None) -> ShardedSequence:
         """Return this sequence in the layout that a mask has, or under layout="auto" in that of the mask's batch."""
-        layout = mask.layout or self.layout
-        if mask.layout is None and is_by_batch(layout):
-            length = self.length if mask.documents is None or self.length is not None else mask.documents.shape[-1]
-            layout = layout_of(mask, (length, self.pad, self.cp_size), lambda mask: self.balanced(mask).layout)
+        documents = None if mask is None else mask.documents
+        layout = (mask and mask.layout) or (PLAIN if is_by_batch(self.layout) else self.layout)
+        if layout is PLAIN and mask is not None and documents is not None and mask.layout is None:
+            length = self.length or documents.shape[-1]
+            layout = layout_of(mask, documents, (length, self.pad, self.cp_size), lambda x: self.balanced(x).layout)
         return self if layout is self.layout else replace(self, layout=layout)
 
     def balanced(self, mask: Mask) -> ShardedSequence:

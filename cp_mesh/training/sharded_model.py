@@ -320,9 +320,8 @@ class ShardedModel(ParallelStyle):
             sequence = replace(sequence, layout=layout_of_call(self, None, **arguments))
         else:
             masks = {name: x for name, x in masks.items() if fits(x)}
-            sequence = sequence.of_mask(
-                next((x for x in masks.values() if x.documents is not None or x.layout), Mask())
-            )
+            telling = (x for x in masks.values() if x.documents is not None or x.layout is not None)
+            sequence = sequence.of_mask(next(telling, None))
             if is_by_batch(sequence.layout) or sequence.layout.tensor is not None:  # cores take it from their masks
                 given |= {name: replace(x, layout=x.layout or sequence.layout) for name, x in masks.items()}
         for name in present:

@@ -17,7 +17,7 @@ from cp_mesh.comm.groups import names_of_axes
 from cp_mesh.errors import ArgumentError, describe, refuse, written
 from cp_mesh.geometry.layouts import Layout, same
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.sequence.auto import Open, is_by_batch
+from cp_mesh.sequence.auto import Open
 from cp_mesh.sequence.cuts import note_mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
@@ -28,11 +28,12 @@ SUMS = "_cp_mesh_sums"  # attribute of FSDP2 modules that sum gradients
 def layout_of_call(style: Any, mask: Mask | None, /, *args: Any, **kwargs: Any) -> Layout:
     """Return the layout that the style's function gives for these arguments, or that of the mask or of its sequence."""
     if style.layout is None:
-        root = None if torch.compiler.is_compiling() else ROOT.get()
-        of_root = is_by_batch(style.sequence.layout) and root is not None and root.sequence.mesh == style.sequence.mesh
-        layout = (mask and mask.layout) or (root if of_root and root else style).sequence.layout
+        layout = (mask and mask.layout) or style.sequence.layout
         if isinstance(layout, Open):
-            layout.refuse()
+            root = None if torch.compiler.is_compiling() else ROOT.get()
+            if root is None or root.sequence.mesh != style.sequence.mesh:
+                layout.refuse()
+            return root.sequence.layout
         return layout
     found = ask(style, "layout", style.layout, *args, **kwargs)
     if not isinstance(found, Layout):
