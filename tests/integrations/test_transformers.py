@@ -891,7 +891,8 @@ def run_page(rank: int) -> None:
     whole_logits = reference(input_ids=given["input_ids"], use_cache=False).logits
     assert apart(names["logits"], whole_logits) < BOUND
     assert apart(names["same"].logits, names["packed"].logits) < BOUND
-    sequence, masks = ShardedSequence(whole["cp"]), [batch_mask(position_ids=x) for x in (positions, positions[:1])]
+    sequence = ShardedSequence(whole["cp"], "auto")
+    masks = [batch_mask(position_ids=x) for x in (positions, positions[:1])]
     of_all, of_row = (sequence.for_batch(S, mask) for mask in masks)  # another batch has another layout
     row, of_packed = of_row.unshard(names["row"].logits), of_all.unshard(names["packed"].logits)
     assert of_row != of_all and apart(row, of_packed[:1]) < BOUND
