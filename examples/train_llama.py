@@ -52,7 +52,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--microbatches", type=int, metavar="N", help="with --pp: microbatches per batch; default: one per row")
     add("--sequence-parallel", action="store_true", help="with --tp: also shard the sequence over tp for the norms")
     add("--overlapped", action="store_true", help="with --tp: use the linears of cp_mesh")
-    add("--layout", choices=("auto", "contiguous", "striped", "zigzag"), default="auto")
+    layouts = "auto", "contiguous", "striped", "zigzag"
+    add("--layout", choices=layouts, help="default: zigzag; with --documents auto, in one stage with whole norms")
     add("--joined", action="store_true", help="join the rows of a batch: a document takes the cp ranks that it needs")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dim", type=int, default=256)
@@ -167,7 +168,9 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     data = mesh["dp", "cp"]._flatten("dp_cp")  # the ranks that hold different tokens
     rows = args.batch_size // dp
     length = args.seq_len * (rows if args.joined else 1)
-    sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[args.layout], length=length)
+    by_batch = args.documents and args.pp == 1 and not args.sequence_parallel
+    layout = parallel.LAYOUTS[args.layout or ("auto" if by_batch else "zigzag")]
+    sequence = cp_mesh.ShardedSequence(mesh["cp"], layout, length=length)
 
     if args.sequence_parallel and len(sequence.positions()) % args.tp:
         raise ValueError(f"--sequence-parallel: {len(sequence.positions())} tokens a cp rank, not a multiple of --tp")
