@@ -143,6 +143,7 @@ times_written = attrgetter("_version")  # the write counter; inference tensors h
 local_tensor = attrgetter("_local_tensor")  # of a DTensor, without an autograd node
 spec_of_dtensor = attrgetter("_spec")  # a DTensor's mesh, placements and global shape
 is_view = Tensor._is_view
+base_of = attrgetter("_base")  # the tensor of which one is a view; None of others
 FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.FakeTensorMode  # shapes without data
 tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only  # for tensors in nested values
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten

@@ -457,6 +457,12 @@ def check_function_modes() -> None:
 # Tensors and modules.
 
 
+@row("_base", "labels beside a view of a model's output are not compared with its layout")
+def check_base_of() -> None:
+    x = torch.zeros(4)
+    assert ours.base_of(x) is None and ours.base_of(x[1:]) is x
+
+
 @row("_version", "what was read of a tensor is kept after it was written to")
 def check_times_written() -> None:
     x = torch.ones(4)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh._torch import FakeTensor, tree_leaves, world
+from cp_mesh._torch import FakeTensor, base_of, tree_leaves, world
 from cp_mesh.comm.agreement import capturing, checking
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.group_state import groups_with, state_of, states_of_all
@@ -150,7 +150,8 @@ def check_output(what: str, output: Any, layout: Layout, group: dist.ProcessGrou
 
 def _whole_of(x: Tensor) -> Tensor:
     """The tensor of which this is a view, or itself."""
-    return x if x._base is None else x._base
+    base = base_of(x)
+    return x if base is None else base
 
 
 def check_loss(logits: Any, labels: Tensor) -> None:
