@@ -26,6 +26,7 @@ class Open(Layout):
         self.refuse()
 
     def refuse(self) -> NoReturn:
+        """Say that no batch has decided yet."""
         hint = "sequence.for_batch(length, mask) decides it; modules of a plan take it from the batch's mask"
         refuse('layout="auto"', "the layout of a batch", "none yet", hint)
 
@@ -53,7 +54,7 @@ def layout_of(mask: Mask, documents: Tensor, place: Hashable, balanced: Callable
 
     Args:
         mask, documents: of the whole batch, without padding.
-        place: of the sequence: its padded length, and the number of ranks.
+        place: of the sequence: its length without padding, whether it is padded, and the number of ranks.
         balanced: makes the layout of a packed batch.
 
     Raises:
