@@ -57,10 +57,11 @@ def test_work_is_a_share_of_the_mean() -> None:
 
 
 @pytest.mark.parametrize("layout", (Striped(), Permuted(torch.randperm(96)), balance(Mask(documents=DOCUMENTS), 96, 2)))
-@pytest.mark.parametrize("name", ("documents", "blocks", "an id that comes back"))
+@pytest.mark.parametrize("name", ("documents", "blocks", "an id that comes back", "ids in turns"))
 def test_work_counts_pairs_of_documents(layout: Any, name: str) -> None:
     """Also where a kernel is given tiles as one, whose areas are more."""
-    given = {"documents": DOCUMENTS % 3} if " " in name else {name: DOCUMENTS}
+    ids = torch.arange(95, -1, -1) % 2 if name == "ids in turns" else DOCUMENTS % 3
+    given = {"documents": ids} if " " in name else {name: DOCUMENTS}
     found = explain(96, 2, layout=layout, mask=Mask(**given), scores=["alibi_slopes"], device="cuda")
     allowed = dense_mask(96, **{key: ids[None] for key, ids in given.items()})[0]
     counts = [allowed[layout.positions(96, 2, rank)].sum().item() for rank in range(2)]
