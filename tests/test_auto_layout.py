@@ -389,3 +389,18 @@ def test_mixers_and_sums_take_the_layout_of_the_mask(axis: Any) -> None:
             use(rows, sequence=sequence, mask=Mask(documents=ids))
         with refused("layout: expected balanced, of the mask's batch, got zigzag"):
             use(rows, sequence=ShardedSequence(axis), mask=mask)
+
+
+class Beside(Model):
+    def forward(self, tokens: Tensor, positions: Tensor, images: Mask, documents: Mask) -> Tensor:
+        assert images.layout is None
+        return super().forward(tokens, positions, documents)
+
+
+@on_ranks(2)
+def test_a_mask_of_another_sequence_decides_nothing(axis: Any) -> None:
+    given, sequence = batch(0, 24), ShardedSequence(axis, "auto")
+    images = Mask(documents=torch.arange(10) // 3)
+    logits = parallelize(Beside(), axis, plan(sequence))(given["tokens"], images=images, documents=given["documents"])
+    want = Model(DenseCore)(given["tokens"], torch.arange(24), given["documents"].documents)
+    torch.testing.assert_close(sequence.for_batch(24, given["documents"]).unshard(logits), want, **CLOSE)
