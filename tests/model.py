@@ -98,6 +98,19 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+class Joined(nn.Module):
+    """Linears by name, of one input, which ``calls`` joins."""
+
+    def __init__(self, calls: Callable[[Any, Tensor], Any], **linears: nn.Module) -> None:
+        super().__init__()
+        self.calls = calls
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.calls(self, x)
+
+
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope.unsqueeze(-3).to(x.dtype)
     a, b = x.chunk(2, dim=-1)

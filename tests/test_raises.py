@@ -24,7 +24,8 @@ from cp_mesh import Mask, ZigZag, attention
 
 BASES = {"ArgumentError": "ValueError", "UnsupportedError": "NotImplementedError"}
 BEFORE = {"labels of other logits": 1, "a layer outside of the plan, without a root": 1}
-"""Collectives before a refusal: the sum in which ranks wait that refuse nothing, and a layer that is right."""
+BEFORE |= dict.fromkeys(("two inputs", "an input that is written", "called twice", "not called"), 1)
+"""Collectives before a refusal: the sum in which ranks wait that refuse nothing, a layer that is right, a gather."""
 OF_PYTHON = re.compile(r"<\w|object at|(?<![.\w])tensor\(|stride=|Shard\(dim=|\bS\(|torch\.Size")
 """What users do not write."""
 

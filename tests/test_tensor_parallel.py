@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import inside
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,14 +19,17 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from checks import forget_kept
 from inside import inner, room
+from model import Joined
 from ranks import REFUSALS, mesh, num_collectives, on_ranks, refused
 from recording import recording
+from refusals.linears import ALONE
+from set_ups import local, whole_of
 from test_loss import peak_of
-from test_symmetric_memory import FileWorkspace, HostLane, double
+from test_symmetric_memory import double
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.utils._pytree import tree_map
@@ -49,29 +50,14 @@ from cp_mesh.comm.exchange import release, symmetric_memory_bytes
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 
 agreement = room("agreement")
-column_linears = room("colwise")
 cuts = room("cuts")
 overlap = room("overlap")
-row_linears = room("rowwise")
 vocabulary = room("vocab_parallel")
 Shards = inner("shards", "Shards")
 
 V, C, OUT, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few
 IGNORED = -100
-
-
-class Joined(nn.Module):
-    """Linears of one input, by their names, and a last one that joins the features of `calls` again."""
-
-    def __init__(self, calls: Callable[[Any, Tensor], Tensor], features: int, bias: bool, *names: str) -> None:
-        super().__init__()
-        self.calls, (*first, last) = calls, names
-        for name in first:
-            self.add_module(name, nn.Linear(C, features, bias))
-        self.add_module(last, nn.Linear(features, C, bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.calls(self, x)
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
 
 class Net(nn.Module):
@@ -81,9 +67,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(V, C, padding_idx=3), nn.Linear(C, V, bias=False)
-        mixed: Any = lambda m, x: m.wo(m.wq(x) * m.wk(x).sigmoid() + m.wv(x))  # noqa: E731
-        self.mixer = Joined(mixed, OUT, bias, "wq", "wk", "wv", "wo")
-        self.feed_forward = Joined(lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)), HIDDEN, bias, "w1", "w3", "w2")
+        mixer = {name: nn.Linear(C, OUT, bias) for name in ("wq", "wk", "wv")} | {"wo": nn.Linear(OUT, C, bias)}
+        self.mixer = Joined(lambda m, x: m.wo(m.wq(x) * m.wk(x).sigmoid() + m.wv(x)), **mixer)
+        feed_forward = {name: nn.Linear(C, HIDDEN, bias) for name in ("w1", "w3")} | {"w2": nn.Linear(HIDDEN, C, bias)}
+        self.feed_forward = Joined(lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)), **feed_forward)
         self.to(torch.float64)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -116,8 +103,7 @@ def tokens_and_labels(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """The whole ones."""
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    return {name: whole_of(x.grad) for name, x in model.named_parameters() if x.grad is not None}
 
 
 def expected(model: nn.Module, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -191,11 +177,8 @@ def check(case: Case, transport: str) -> None:
     assert every.keys() == own.keys(), case
     for name, wanted in every.items():
         assert (own[name] - wanted).abs().max() <= 1e-12 * wanted.abs().max(), (case, name)
-    for name, parameter in model.named_parameters():
-        assert not isinstance(parameter.grad, DTensor) or parameter.grad.placements == parameter.placements, (
-            case,
-            name,
-        )
+    for parameter in model.parameters():
+        assert not isinstance(parameter.grad, DTensor) or parameter.grad.placements == parameter.placements, case
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
@@ -226,21 +209,6 @@ def test_rows_that_travel_beside_products(transport: str, tmp_path: Path) -> Non
     with beside_products(transport, tmp_path):
         for case in BESIDE:
             check(case, transport)
-
-
-@pytest.mark.parametrize("transport", ["auto", "functional", "symmetric_memory"])
-@on_ranks(2)
-def test_gathering_again_changes_no_bit(transport: str, tmp_path: Path) -> None:
-    alone, tp = alone_and_tp()
-    tokens, labels = tokens_and_labels((2, 7 if transport == "auto" else 8))
-    found = []
-    with beside_products(transport, tmp_path):
-        for recompute in (False, True):
-            model = parallelize(Net(bias=True), tp, plan(recompute=recompute, local=False, transport=transport))
-            cross_entropy(model(tokens), labels, alone).backward()
-            found.append(gradients(model))
-    first, second = found
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # What travels, what is computed, and what is kept: of one module, counted below the library.
@@ -320,9 +288,8 @@ def test_what_travels_and_what_is_computed(part: Part) -> None:
             out = module(x)
             loss = cross_entropy(out, tokens_and_labels((B, S))[1], alone) if part.name == "head" else out.sum()
         num_forward = len(notes.collectives)
-        loss = loss.to_local() if isinstance(loss, DTensor) else loss
         with profiled() as backward:
-            loss.backward()
+            local(loss).backward()
     assert not notes.problems and not notes.sent, notes.problems
     num_other = int(part.name == "head")  # it counts tokens on another axis
     assert num_collectives() - before == len(notes.collectives) + num_other, "something was sent past the group"
@@ -340,7 +307,12 @@ ORDER = {
     "_c10d_functional::wait_tensor": "wait",
     "aten::mm": "product",
     "aten::addmm_": "product",
+    **{name: name for name in ("barrier", "copies", "wait")},  # of the double of symmetric memory
 }
+
+
+def in_order(names: list[str]) -> str:
+    return " ".join(ORDER[name] for name in names if name in ORDER)
 
 
 ORDERS = [
@@ -360,7 +332,7 @@ def test_products_run_while_rows_travel(mode: Any, order: str) -> None:
         out = module(torch.randn(2, 3, C, dtype=torch.float64, requires_grad=True))
     with profiled() as names:
         out.sum().backward()
-    assert [ORDER[name] for name in names if name in ORDER] == order.split()
+    assert in_order(names) == order
 
 
 @on_ranks(2)
@@ -375,10 +347,7 @@ def test_products_begin_before_all_rows_have_come() -> None:
     of_columns = "gather product product wait product product"
     of_rows = "product swap product swap wait product wait product"
     backward = "gather product wait product product gather product product scatter wait product product wait"
-    assert [ORDER[name] for name in names if name in ORDER] == f"{of_columns} {of_rows} {backward}".split()
-
-
-PARTED = ("write_product", "product"), ("add_product", "add"), ("gradients_of_parameters", "weights")
+    assert in_order(names) == f"{of_columns} {of_rows} {backward}"
 
 
 @on_ranks(2)
@@ -387,25 +356,15 @@ def test_products_run_while_copy_engines_move_rows(tmp_path: Path) -> None:
     _, tp = alone_and_tp()
     columns = OverlappedColwise("w1", "w3", recompute_all_gather=True, transport="symmetric_memory")
     module = parallelize(Net().feed_forward, tp, {"": columns, "w2": OverlappedRowwise(transport="symmetric_memory")})
-    x, names = torch.randn(1, 4, C, dtype=torch.float64, requires_grad=True), list[str]()
-
-    def noting(real: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: names.append(name) or real(*args, **kwargs)
-
-    with ExitStack() as stack:
-        stack.enter_context(beside_products("symmetric_memory", tmp_path))
-        for where, attribute, name in (
-            *((module, *names) for module in (column_linears, row_linears) for names in PARTED),
-            (FileWorkspace, "barrier", "barrier"), (HostLane, "__enter__", "copies:"), (HostLane, "wait", "wait"),
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(where, attribute, noting(getattr(where, attribute), name)))
+    x = torch.randn(1, 4, C, dtype=torch.float64, requires_grad=True)
+    with beside_products("symmetric_memory", tmp_path), profiled() as names:
         module(x).sum().backward()
-    gather = "barrier copies: barrier"
+    gather = "barrier copies barrier"
     of_columns = f"{gather} product product wait product product"
-    of_rows = "barrier product barrier copies: product barrier copies: wait add wait add"
-    backward = f"{gather} product wait product wait weights"
-    backward += f" {gather} product add barrier copies: wait weights wait add add"  # the input's gradient in one sum
-    assert names == f"{of_columns} {of_rows} {backward}".split()
+    of_rows = "barrier product barrier copies product barrier copies wait product wait product"
+    backward = f"{gather} product wait product wait product"
+    backward += f" {gather} product product barrier copies wait product product wait product product"
+    assert in_order(names) == f"{of_columns} {of_rows} {backward}"
 
 
 @on_ranks(2)
@@ -467,10 +426,8 @@ def test_weights_and_inputs_that_lie_by_columns(rank: int, mode: Any) -> None:
     for style, shard in ((OverlappedColwise(mode=mode), Shard(0)), (OverlappedRowwise(mode=mode), Shard(1))):
         linear = nn.Linear(C, OUT, bias=False, dtype=torch.float64)
         linear.weight = nn.Parameter(torch.linspace(-1, 1, C * OUT, dtype=torch.float64).view(C, OUT).t())
-        whole, x = (
-            copy.deepcopy(linear),
-            torch.linspace(-1, 1, 24 * C, dtype=torch.float64).view(6, 4, C).transpose(0, 1),
-        )
+        whole = copy.deepcopy(linear)
+        x = torch.linspace(-1, 1, 24 * C, dtype=torch.float64).view(6, 4, C).transpose(0, 1)
         whole(x).square().sum().backward()
         parallelize(linear, tp, {"": style})
         own = x.chunk(2, 2)[rank] if shard == Shard(1) else x if mode == "all_reduce" else x.chunk(2, 1)[rank]
@@ -479,13 +436,6 @@ def test_weights_and_inputs_that_lie_by_columns(rank: int, mode: Any) -> None:
         of_whole, of_part = (y.stride(0) < y.stride(1) for y in (grad, grad.to_local()))
         assert grad.placements == (shard,) and of_whole == of_part
         torch.testing.assert_close(grad.full_tensor(), whole.weight.grad, rtol=1e-12, atol=1e-12)
-
-
-@on_ranks(2)
-def test_shapes_of_the_meta_device() -> None:
-    model = nn.Sequential(nn.Linear(C, OUT), nn.Linear(OUT, C))
-    parallelize(model, alone_and_tp()[1], {"0": OverlappedColwise(), "1": OverlappedRowwise()})
-    assert model.to("meta")(torch.empty(2, 3, C, device="meta")).shape == (2, 3, C)
 
 
 @on_ranks(2)
@@ -523,8 +473,7 @@ def test_compiled_in_one_graph(mode: str, backend: str) -> None:
             model.zero_grad()
             run(*tokens_and_labels((2, length))).backward()
             found.append(gradients(model))
-        for name, grad in found[0].items():
-            torch.testing.assert_close(found[1][name], grad, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found[1], found[0], **EXACT)
     assert counter.frame_count == 1  # for all lengths
 
 
@@ -552,11 +501,10 @@ def save_linears(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 def test_checkpoints() -> None:
     """Collectives of a step without checkpoints, with them, and with a policy that keeps the linears' outputs.
 
-    Of gather, scatter, gather and scatter; a recomputation ends before the row linear, by an error that refuses
-    nothing: the first calls of three models are compared, and no more.
+    Of gather, scatter, gather and scatter; a recomputation ends before the row linear.
     """
     _, tp = alone_and_tp()
-    results, grads, words = [], [], 0
+    results, grads = [], []
     policy = partial(create_selective_checkpoint_contexts, save_linears)
     for options in (None, {}, {"context_fn": policy}):
         module = parallelize(Net(bias=True), tp, plan()).feed_forward
@@ -566,8 +514,7 @@ def test_checkpoints() -> None:
         out.square().sum().backward()
         results.append(num_collectives() - before)
         grads.append({"x": x.grad, **gradients(module)})
-        words += inside.state_of(tp.get_group(), agreement.Calls).times  # since the plan
-    assert (results, words) == ([4, 5, 4], 6)
+    assert results == [4, 5, 4]
     for other in grads[1:]:
         assert all(torch.equal(other[name], grads[0][name]) for name in grads[0])
 
@@ -593,7 +540,7 @@ def test_copies_and_tied_weights() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "a compiled head"])
 @on_ranks(2)
 def test_tied_weights_under_styles_of_pytorch(compiled: bool) -> None:
-    """A model whose embedding is its head has one weight under PyTorch's styles too, and trains as on one rank."""
+    """A model whose embedding is its head has one weight under PyTorch's styles too, and its gradient is right."""
     alone, tp = alone_and_tp()
     tokens, labels = tokens_and_labels((2, 7))
     models = Net(), Net()
@@ -601,24 +548,17 @@ def test_tied_weights_under_styles_of_pytorch(compiled: bool) -> None:
         model.head.weight = model.embedding.weight
     if compiled:
         models[1].head = torch.compile(models[1].head, backend="eager")
-    styles = {
-        "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize(models[1], tp, styles)
+    head = ColwiseParallel(output_layouts=Replicate())
+    parallelize(models[1], tp, {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": head})
     assert models[1].head.weight is models[1].embedding.weight
     assert len([*models[1].parameters()]) == len([*models[0].parameters()])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in models]
-    for _ in range(3):
-        want, wanted = expected(models[0], tokens, labels)
-        loss = cross_entropy(models[1](tokens), labels, alone)
-        loss.backward()
-        torch.testing.assert_close(loss.detach(), want, rtol=1e-13, atol=1e-13)
-        for name, grad in gradients(models[1]).items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-12, atol=1e-14)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    want, wanted = expected(models[0], tokens, labels)
+    loss = cross_entropy(models[1](tokens), labels, alone)
+    loss.backward()
+    found = {"loss": loss.detach()} | gradients(models[1])
+    torch.testing.assert_close(
+        found, {"loss": want} | {name: wanted[name] for name in found if name != "loss"}, **EXACT
+    )
 
 
 class Scaled(nn.RMSNorm):
@@ -691,9 +631,7 @@ def test_one_trained_part_under_fsdp(trained: str) -> None:
         share = cross_entropy(model(tokens[own]), labels[own], dp)
         share.backward()
         dist.all_reduce(share.detach_(), group=dp.get_group())
-        found = {"loss": share} | gradients(model)
-        for name, x in ({"loss": loss} | grads).items():
-            torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close({"loss": share} | gradients(model), {"loss": loss} | grads, rtol=1e-12, atol=1e-15)
 
 
 @on_ranks(2)
@@ -709,7 +647,7 @@ def test_an_input_under_way(rank: int) -> None:
         out = linear(x)
         assert type(out) is Tensor
         out.square().sum().backward()
-        grads.append(linear.weight.grad.to_local())
+        grads.append(local(linear.weight.grad))
         linear.zero_grad()
     assert torch.equal(*grads) and bool(grads[0].any())
 
@@ -733,8 +671,7 @@ def test_chunks_of_logits() -> None:
         chunked.backward()
         assert len(list(vocabulary._chunks(torch.ones(14, C, dtype=torch.float64), logits.head.weight))) == 5
     torch.testing.assert_close(chunked, at_once, rtol=1e-14, atol=0.0)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, grads[name], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(gradients(model), grads, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.unpoisoned
@@ -772,324 +709,49 @@ def test_half_precision() -> None:
             assert (grad - expected_grads[name]).norm() <= 4e-2 * expected_grads[name].norm(), name
 
 
-@pytest.mark.full
+# Refusals; `refusals.linears` has those of all ranks.
+
+
+@pytest.mark.parametrize(
+    ("style", "square", "of_weight"),
+    [
+        (OverlappedColwise(), False, False),
+        (OverlappedRowwise(), True, False),
+        (OverlappedColwise(recompute_all_gather=True), False, True),
+        (OverlappedRowwise(mode="all_reduce"), True, True),
+    ],
+)
 @on_ranks(2)
-def test_micro_batches_are_summed_in_float32() -> None:
-    """By FSDP2, as docs/linears.md says: 300 gradients of 1, which bfloat16 could sum up to 256 alone."""
+def test_second_backwards_are_refused(style: Any, square: bool, of_weight: bool) -> None:
+    """A penalty on a gradient; where a loss is linear the gradient of the output has none itself."""
+    linear = parallelize(nn.Linear(C, C), alone_and_tp()[1], {"": style})
+    x = torch.ones(2, 4, C // 2 if isinstance(style, OverlappedRowwise) else C, requires_grad=True)
+    out = linear(x).square() if square else linear(x)
+    (grad,) = torch.autograd.grad(out.sum(), linear.weight if of_weight else x, create_graph=True)
+    with pytest.raises(REFUSALS, match="can be differentiated once"):
+        (local(grad).square().sum() + linear(x).sum()).backward()
+
+
+@on_ranks(2)
+def test_a_head_that_is_freed_is_refused() -> None:
     alone, tp = alone_and_tp()
-    model, count = nn.Sequential(nn.Linear(C, C, bias=False), nn.Linear(C, C, bias=False)), 300
-    nn.init.constant_(model[0].weight, 0.5 / C)  # hidden units of 1/2, two rows
-    nn.init.constant_(model[1].weight, 1.0 / C)
-    parallelize(model, tp, {"0": OverlappedColwise(), "1": OverlappedRowwise()})
-    model = fully_shard(model, mesh=alone, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    for index in range(count):
-        model.set_requires_gradient_sync(index == count - 1)
-        model(torch.ones(1, C)).sum().backward()
-    grad = model[1].weight.grad.full_tensor()
-    assert (grad.dtype, grad.unique().tolist()) == (torch.float32, [float(count)])
-
-
-# What is refused, on every rank, before the first collective.
-
-
-class Alike(nn.Module):
-    """Calls its linears as it is told to."""
-
-    def __init__(self, calls: Callable[[Alike, Tensor], Any], **linears: nn.Module) -> None:
-        super().__init__()
-        self.calls = calls
-        for name, linear in ({"a": nn.Linear(C, 4), "b": nn.Linear(C, 4)} | linears).items():
-            self.add_module(name, linear)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.calls(self, x)
-
-
-class Own(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-def both(module: Any, x: Tensor) -> Tensor:
-    return module.a(x) + module.b(x)
-
-
-def twice(module: Any, x: Tensor) -> Tensor:
-    return module.a(x) + module.a(x)
-
-
-def written_between(module: Any, x: Tensor) -> Tensor:
-    out = module.a(x)
-    return out + module.b(x.add_(1))
-
-
-def linear() -> nn.Module:
-    return nn.Linear(C, 4)
-
-
-def embedding() -> nn.Module:
-    return nn.Embedding(V, C)
-
-
-def on_tp(style: Any, make: Any = None, module: Callable[[], nn.Module] = linear) -> Callable[..., Any]:
-    """A style's module, given what `make` returns on the rank of tp, or ones of this shape."""
-
-    def run(axes: DeviceMesh) -> Any:
-        call = parallelize(module(), axes["tp"], {"": style})
-        return call(make(axes["tp"].get_local_rank()) if callable(make) else torch.ones(make or (2, 3, C)))
-
-    return run
-
-
-def columns(*names: str, calls: Any = both, **linears: nn.Module) -> Callable[..., Any]:
-    return on_tp(OverlappedColwise(*(names or ("a", "b"))), module=lambda: Alike(calls, **linears))
-
-
-def of_head(make: Callable[[DeviceMesh], Tensor], over: str = "dp", evaluated: bool = False) -> Callable[..., Any]:
-    """The loss over a vocabulary of 4, of labels of 6 rows."""
-
-    def run(axes: DeviceMesh) -> None:
-        head = parallelize(nn.Linear(C, 4, bias=False), axes["tp"], {"": VocabParallelHead()})
-        if evaluated:
-            with torch.no_grad():
-                cross_entropy(head(torch.ones(3, C)), torch.arange(6) % 4, axes["dp"])
-        cross_entropy(head(torch.ones(3, C)), make(axes), axes[over])
-
-    return run
-
-
-def sharded_elsewhere(axes: DeviceMesh) -> None:
-    parallelize(parallelize(linear(), axes["tp"], {"": ColwiseParallel()}), axes["tp"], {"": OverlappedRowwise()})
-
-
-def second_backward(style: Any, loss: Callable[[Tensor], Tensor], of_weight: bool = False) -> Callable[..., Any]:
-    """A penalty on a gradient; of a ``loss`` that is linear the gradient of the output has none itself."""
-
-    def run(axes: DeviceMesh) -> None:
-        linear = parallelize(nn.Linear(C, C), axes["tp"], {"": style})
-        x = torch.ones(2, 4, C // 2 if isinstance(style, OverlappedRowwise) else C, requires_grad=True)
-        (grad,) = torch.autograd.grad(loss(linear(x)), linear.weight if of_weight else x, create_graph=True)
-        grad = grad.to_local() if isinstance(grad, DTensor) else grad
-        (grad.square().sum() + linear(x).sum()).backward()
-
-    return run
-
-
-def mapped(axes: DeviceMesh) -> None:
-    torch.func.vmap(parallelize(linear(), axes["tp"], {"": OverlappedColwise()}))(torch.ones(2, 3, C))
-
-
-def freed(axes: DeviceMesh) -> None:
-    model = fully_shard(parallelize(Net(), axes["tp"], plan()), mesh=axes["dp"], reshard_after_forward=True)
+    model = fully_shard(parallelize(Net(), tp, plan()), mesh=alone, reshard_after_forward=True)
     tokens, labels = tokens_and_labels((2, 4))
-    cross_entropy(model(tokens), labels, axes["dp"])
+    with pytest.raises(REFUSALS, match="got one that FSDP2 has freed; fully_shard"):
+        cross_entropy(model(tokens), labels, alone)
 
 
-def bias_of_another_dtype() -> nn.Module:
-    module = nn.Linear(C, 4)
-    module.bias = nn.Parameter(module.bias.double())
-    return module
-
-
-OF_CPUS = "it joins CUDA devices, the tensors are on cpu; transport='functional' works"
-REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
-    "a mode": (lambda axes: OverlappedColwise(mode="scatter"), "mode='reduce_scatter' works"),  # type: ignore[arg-type]
-    "nothing to gather": (
-        lambda axes: OverlappedColwise(mode="all_reduce", recompute_all_gather=True), "False in mode"
-    ),
-    "a transport": (lambda axes: OverlappedRowwise(transport="nvlink"), "transport='functio"),  # type: ignore[arg-type]
-    "copies of a sum": (
-        lambda axes: OverlappedColwise(mode="all_reduce", transport="symmetric_memory"),
-        "'auto' or 'functional' in mode 'all_reduce', got 'symmetric_memory'",
-    ),
-    "symmetric memory": (on_tp(OverlappedColwise(transport="symmetric_memory")), OF_CPUS),
-    "symmetric memory, in rows": (
-        on_tp(OverlappedRowwise(transport="symmetric_memory"), (2, 4, C // 2)), OF_CPUS
-    ),
-    "a name": (columns("a", "c"), "expected names of linears in the module, got 'c'; it has a, b"),
-    "no linear": (columns("a", "b", b=nn.Identity()), "expected nn.Linear, got Identity"),
-    "a forward of its own": (columns(b=Own(C, 4)), "Own, which has a forward of its own"),
-    "two inputs": (columns(calls=lambda m, x: m.a(x) + m.b(x + 1)), "b called with another tensor, one written"),
-    "an input that is written": (columns(calls=written_between), "b called with another tensor, one written"),
-    "called twice": (columns(calls=twice), "a called with another tensor, one written to since, or twice"),
-    "not called": (columns(calls=lambda m, x: m.a(x)), "got no call of b; leave it out of the names"),
-    "in_features": (columns(b=nn.Linear(C + 1, 4)), "one in_features and dtype"),
-    "two dtypes": (columns(a=nn.Linear(C, 4).double(), b=nn.Linear(C, 4).double()), "one dtype, got"),
-    "a bias of another dtype": (
-        on_tp(OverlappedRowwise(mode="all_reduce"), (2, 4, C // 2), bias_of_another_dtype),
-        "an output and a bias of one dtype",
-    ),
-    "one of sharded rows": (
-        on_tp(OverlappedRowwise(), (2, 4, C // 2), bias_of_another_dtype), "inputs and weights of one dtype"
-    ),
-    "an embedding": (on_tp(VocabParallelEmbedding(), None, lambda: nn.Embedding(8, C, max_norm=1.0)), "max_norm=1.0"),
-    "a small vocabulary": (on_tp(VocabParallelEmbedding(), None, lambda: nn.Embedding(1, C)), "a vocabulary of 1"),
-    "a head with a bias": (on_tp(VocabParallelHead()), "a linear without a bias"),
-    "another placement": (sharded_elsewhere, "a DTensor (Shard(1),) over tp"),
-    "vmap": (mapped, "expected no transform of torch.func, got vmap"),
-    "a weight that is freed": (freed, "got one that FSDP2 has freed; fully_shard"),
-    "a loss over tp": (
-        of_head(lambda axes: torch.arange(6) % 4, "tp"),
-        "ranks that hold distinct tokens, got ranks [0, 1] of one tp group; leave tp out",
-    ),
-} | {
-    f"second backward {i}": (second_backward(style, loss, of_weight), "can be differentiated once")
-    for i, (style, loss, of_weight) in enumerate(
-        [
-            *product((OverlappedColwise(), OverlappedRowwise()), (torch.sum, lambda x: x.square().sum()), (False,)),
-            *product((OverlappedColwise(), OverlappedRowwise()), (torch.sum,), (True,)),
-            (OverlappedColwise(recompute_all_gather=True), torch.sum, False),
-            (OverlappedRowwise(mode="all_reduce"), lambda x: x.square().sum(), False),
-        ]
-    )
-}  # fmt: skip
-
-
-@on_ranks(2)
-def test_what_is_refused() -> None:
-    axes = mesh((1, 2), ("dp", "tp"))
-    forget_kept(agreement.Calls)  # other tests made calls of the same kind, of which the first alone is compared
-    for name, (run, words) in REFUSED.items():
-        with pytest.raises(REFUSALS) as raised:  # weights are scattered when a style is applied
-            run(axes)
-        assert words in str(raised.value), name
-
-
-# What one rank of tp alone refuses: the others hear of it before their first collective.
-
-
-def outside(axes: DeviceMesh) -> Tensor:
-    """Of the vocabulary, on one rank; only its dp ranks hear of it in the loss's own sum."""
-    return torch.tensor([4 * (dist.get_rank() == 3), 1, 2, 3, 0, 1])
-
-
-def dtype_of_rank(axes: DeviceMesh, style: Any) -> None:
-    """Of inputs and weights alike, which no rank refuses alone."""
-    tp = axes["tp"]
-    dtype = torch.float64 if tp.get_local_rank() else torch.float32
-    features = C // 2 if isinstance(style, OverlappedRowwise) else C
-    parallelize(linear(), tp, {"": style}).to(dtype)(torch.ones(2, 4, features, dtype=dtype))
-
-
-def placement_of_input(axes: DeviceMesh) -> None:
-    tp = axes["tp"]
-    x: Tensor = distribute_tensor(torch.ones(2, 6, C), tp, [Shard(1)])
-    if tp.get_local_rank():
-        x = DTensor.from_local(torch.ones(2, 6, C), tp, [Replicate()], run_check=False)
-    parallelize(linear(), tp, {"": OverlappedColwise()})(x)
-
-
-def call_left_out(axes: DeviceMesh) -> None:
-    tp = axes["tp"]
-    calls = (lambda m, x: m.a(x)) if tp.get_local_rank() else both
-    module = parallelize(Alike(calls), tp, {"": OverlappedColwise("a", "b")})
-    row = parallelize(linear(), tp, {"": OverlappedRowwise()})
-    module(torch.ones(2, 3, C))
-    row(torch.ones(2, 4, C // 2))
-
-
-def compiled_tokens_of_rank(axes: DeviceMesh) -> None:
-    module = parallelize(embedding(), axes["tp"], {"": VocabParallelEmbedding()})
-    torch.compile(module, backend="eager", fullgraph=True)(torch.arange(4)[None] + axes["tp"].get_local_rank())
-
-
-def frozen_on_a_rank(
-    what: str, style: Any, compiled: bool = False, evaluated: bool = False, module: Any = None
-) -> Callable[..., Any]:
-    """The weight, the bias or the input of a linear needs no gradient on one rank."""
-
-    def run(axes: DeviceMesh) -> None:
-        is_first = axes["tp"].get_local_rank() == 0
-        rows, features = (4, C // 2) if isinstance(style, OverlappedRowwise) else (3, C)
-        made = module() if module else nn.Linear(C, 4, bias=not isinstance(style, VocabParallelHead))
-        call = parallelize(nn.Sequential(made, nn.Identity()), axes["tp"], {"0": style})
-        x = torch.ones(2, rows, features, requires_grad=what != "input" or is_first)
-        if isinstance(style, VocabParallelEmbedding):
-            x = torch.arange(4)[None]
-        if evaluated:
-            with torch.no_grad():
-                call(x)
-        if what != "input":
-            made.get_parameter(what).requires_grad_(is_first)
-        found = torch.compile(call, backend="eager", fullgraph=True)(x) if compiled else call(x)
-        if isinstance(style, VocabParallelHead):
-            cross_entropy(found, torch.zeros(2, 6, dtype=torch.int64), axes["dp"])
-
-    return run
-
-
-def unlike(what: str, first: str, second: str) -> str:
-    """What is said of tensors that require a gradient on one rank, and on the other."""
-    every = "expected the same tensors that require a gradient on every tp rank, got"
-    return f"{what}: {every} tp rank 0: {first}; tp rank 1: {second}; give"
-
-
-COLUMNS, ROWS, EVERY = "column linears", "row linear", "input, weight, bias"
-COL, ROW, EMBED = OverlappedColwise(), OverlappedRowwise(), VocabParallelEmbedding()
-OF_TOKENS = "VocabParallelEmbedding: expected the same tokens on every tp rank, got tp rank 0: "
-WITHOUT: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
-    "columns": (
-        frozen_on_a_rank("b.weight", OverlappedColwise("a", "b"), module=partial(Alike, both)),
-        unlike(COLUMNS, "input, a.weight, b.weight, a.bias, b.bias", "input, a.weight, a.bias, b.bias"),
-    ),
-    "an input of columns": (
-        frozen_on_a_rank("input", OverlappedColwise(mode="all_reduce")), unlike(COLUMNS, EVERY, "weight, bias")
-    ),
-    "rows": (frozen_on_a_rank("weight", ROW), unlike(ROWS, EVERY, "input, bias")),
-    "rows after an evaluation": (frozen_on_a_rank("weight", ROW, evaluated=True), unlike(ROWS, EVERY, "input, bias")),
-    "a sum of rows": (
-        frozen_on_a_rank("bias", OverlappedRowwise(mode="all_reduce")), unlike(ROWS, EVERY, "input, weight")
-    ),
-    "columns, compiled": (frozen_on_a_rank("weight", COL, compiled=True), unlike(COLUMNS, EVERY, "input, bias")),
-    "rows, compiled": (frozen_on_a_rank("input", ROW, compiled=True), unlike(ROWS, EVERY, "weight, bias")),
-    "an embedding": (
-        frozen_on_a_rank("weight", EMBED, module=embedding), unlike("VocabParallelEmbedding", "weight", "none")
-    ),
-    "a head": (frozen_on_a_rank("weight", VocabParallelHead()), unlike("cross_entropy", "input, weight", "input")),
-}  # fmt: skip
-"""Where one rank would run another backward."""
-
-ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
-    "a label outside": (of_head(outside), "expected 0 <= label < 4, or ignore_index=-100, got"),
-    "one after an evaluation": (of_head(outside, evaluated=True), "expected 0 <= label < 4, or ignore_index=-100"),
-    "the shape of labels": (
-        of_head(lambda axes: torch.zeros(6 + axes.get_local_rank("tp"), dtype=torch.int64)),
-        "labels: expected shape (6,), got (7,)",
-    ),
-    "labels": (
-        of_head(lambda axes: (torch.arange(6) + axes.get_local_rank("tp")) % 4),
-        "cross_entropy: expected the same labels on every tp rank, got tp rank 0",
-    ),
-    "rows of a column linear": (on_tp(COL, lambda rank: torch.ones(3 + rank, C)), "rows of the sequence"),  # packed
-    "the dtype of an input": (
-        on_tp(COL, lambda rank: torch.ones(2, 3, C, dtype=torch.float64 if rank else torch.float32)),
-        "inputs and weights of one dtype",
-    ),
-    "the dtype of column linears": (partial(dtype_of_rank, style=COL), f"{COLUMNS}: expected the same dtype on every"),
-    "the dtype of row linears": (partial(dtype_of_rank, style=ROW), f"{ROWS}: expected the same dtype on every"),
-    "a placement": (placement_of_input, "a DTensor (Shard(1),) over tp"),
-    "rows that tp does not divide": (on_tp(ROW, lambda rank: torch.ones(2, 4 + rank, C // 2)), "a multiple of 2 rows"),
-    "rows of a row linear": (
-        on_tp(ROW, lambda rank: torch.ones(2, 4 + 2 * rank, C // 2)), "expected the same rows of the sequence"
-    ),
-    "a call left out": (call_left_out, "got no call of b"),
-    "tokens": (on_tp(EMBED, lambda rank: torch.arange(4)[None] + rank, embedding), OF_TOKENS),
-    "tokens, compiled": (compiled_tokens_of_rank, OF_TOKENS),
-    "a token outside": (on_tp(EMBED, lambda rank: torch.tensor([[0, V * rank]]), embedding), "out of range"),
-    **{f"no gradient: {name}": row for name, row in WITHOUT.items()},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.full
-@on_ranks(4)
-def test_what_one_rank_alone_refuses(name: str, checked: bool = False) -> None:
-    forget_kept(agreement.Calls)
-    dist.barrier()
-    begin = time.monotonic()
-    with check_mode() if checked else nullcontext(), pytest.raises((*REFUSALS, IndexError)) as raised:
-        ALONE[name][0](mesh((2, 2), ("dp", "tp")))
-    assert ALONE[name][1] in str(raised.value) and time.monotonic() - begin < 20
+@on_ranks(4, timeout=200.0)
+def test_what_one_rank_alone_refuses(name: str = "", checked: bool = False) -> None:
+    """The others hear of it before their first collective."""
+    for each in [name] if name else ALONE:
+        forget_kept(agreement.Calls)
+        dist.barrier()
+        begin, (run, words) = time.monotonic(), ALONE[each]
+        with check_mode() if checked else nullcontext(), pytest.raises((*REFUSALS, IndexError)) as raised:
+            run()
+        assert words in str(raised.value) and time.monotonic() - begin < 20, each
 
 
 @pytest.mark.parametrize("name", ["rows that tp does not divide", "the shape of labels"])
@@ -1099,7 +761,7 @@ def test_what_one_rank_alone_refuses_in_check_mode(pool: Any, name: str) -> None
 
 @on_ranks(2)
 def test_check_mode_compares_all_calls_over_tp(rank: int) -> None:
-    module = parallelize(embedding(), mesh((1, 2), ("dp", "tp"))["tp"], {"": VocabParallelEmbedding()})
+    module = parallelize(nn.Embedding(V, C), mesh((1, 2), ("dp", "tp"))["tp"], {"": VocabParallelEmbedding()})
     with check_mode():
         module(torch.arange(4)[None])
         with refused("VocabParallelEmbedding: expected the same tokens on every tp rank", RankMismatchError):
@@ -1192,7 +854,7 @@ def test_all_ranks_of_cp_and_tp_hear_of_a_refusal(rank: int, setup: str) -> None
 @on_ranks(4)
 def test_a_plan_of_some_ranks_over_another_axis() -> None:
     axes = mesh((2, 2), ("dp", "tp"))
-    row = parallelize(linear(), axes["tp"], {"": OverlappedRowwise()})
+    row = parallelize(nn.Linear(C, 4), axes["tp"], {"": OverlappedRowwise()})
     for _ in range(2):
         assert row(torch.ones(2, 4, C // 2)).shape == (2, 2, 4)
         if axes.get_local_rank("tp") == 0:  # another model, of these ranks alone
@@ -1212,15 +874,10 @@ class Normed(Net):
         return self.head(self.norm(x + self.mixer(x.tanh())))
 
 
-SETUPS = {
-    "plain": True,
-    "plain, FSDP2": True,
-    "all_reduce": False,
-    "SequenceParallel": False,
-    "SequenceParallel, FSDP2": False,
-    "summed": False,
-    "values of each rank": False,
-}
+SETUPS = {"plain": True, "plain, FSDP2": True}
+SETUPS |= dict.fromkeys(
+    ("all_reduce", "SequenceParallel", "SequenceParallel, FSDP2", "summed", "values of each rank"), False
+)
 """Of parameters on rows over tp, and whether the first two steps refuse them."""
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from refusals.calls import Cases
 
-ROOMS = ("tensors", "masks", "options", "placements", "sequences", "styles", "models", "written")
+ROOMS = ("tensors", "masks", "options", "placements", "sequences", "styles", "linears", "models", "written")
 CASES: Cases = {}
 for room in ROOMS:
     found: Cases = import_module(f"refusals.{room}").CASES
