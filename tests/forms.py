@@ -7,7 +7,7 @@ import subprocess
 from datetime import date
 from pathlib import Path
 
-PARTS = ("parity", "geometry", "compiled", "interpreted", "bugs", "benchmarks", "runs", "random")
+PARTS = ("parity", "geometry", "compiled", "interpreted", "benchmarks", "runs", "random")
 
 
 def commit_of(folder: Path) -> str:

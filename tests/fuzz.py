@@ -3,7 +3,6 @@
     python tests/fuzz.py --seed 1 --cases 500 --ranks 3       # so many, drawn from this seed, on three ranks
     python tests/fuzz.py --minutes 30                         # as long, on 1 to 4 ranks in turn
     python tests/fuzz.py --case "Trial(case=Case(...), ...)"  # one that was printed, again
-    python tests/fuzz.py --planted 50                         # which planted bugs it finds in 50 cases each
     TRITON_INTERPRET=1 python tests/fuzz.py --cases 20        # calls of the Triton kernel, in its interpreter
 
 drawing.py draws the cases. A case fails if a result or a gradient is off by more than parity tests allow; if it raises
@@ -220,12 +219,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="how long")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="numbers of ranks, in turn")
     parser.add_argument("--case", help="a line that was printed, to run again")
-    parser.add_argument("--planted", type=int, metavar="CASES", help="look for each planted bug in so many cases")
     given = parser.parse_args()
-    if given.planted:
-        from planted.fuzzing import look
-
-        return look(given.seed, given.ranks, given.planted)
     begin, failed = time.monotonic(), False
     with Pools(partial(Pool, group_timeout=15.0)) as pools:  # which gives up on a lost collective soon
         fuzzer = Fuzzer(pools)

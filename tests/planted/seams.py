@@ -1,10 +1,9 @@
 """Planting bugs: a seam is a name of the package, a planted bug is a function that makes another thing for that name.
 
-A seam is a function, a class, a method or another attribute, written ``module:name`` or ``module:Class.method``. It is
-bound anew in the process that runs, and so is whatever else holds the thing: names of other modules, of the package and
-of the tests, attributes, entries of tables, defaults, what functions close over. Undoing binds all of it back, in
-modules that were imported meanwhile too, and what was kept of earlier calls is forgotten both times. What C++ holds,
-such as the function of an op that is registered, stays as it was: then what that function calls is the seam.
+A seam is a function, a class, a method or another attribute, written ``module:name`` or ``module:Class.method``. Ranks
+are forked anew for each bug; there the name is bound to the other thing before anything runs, and so is whatever else
+holds what was there: names of other modules, entries of tables, attributes, defaults, what functions close over. What
+C++ holds, such as the function of an op that is registered, stays as it was: then what that function calls is the seam.
 
 Planted bugs read arguments, results and documented attributes, not source lines, so that they survive a refactoring of
 what is inside of a function. Where a seam is gone, or an argument of it, `SeamLost` says so.
@@ -13,24 +12,20 @@ what is inside of a function. Where a seam is gone, or an argument of it, `SeamL
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
-import sys
-from collections import OrderedDict, deque
+import pickle
 from collections.abc import Callable
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from inside import path_of
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from ranks import Pool, Pools
 
-PACKAGE = "cp_mesh"
 MUTATIONS: dict[str, Mutation] = {}
 """By name."""
 
@@ -49,7 +44,6 @@ class Mutation:
         seam: where it is planted.
         checks: each of them must find it.
         make: returns what takes the place of the thing that it is given; without side effects.
-        new_ranks: why it cannot be planted on ranks that ran the package without it, if it cannot.
     """
 
     name: str
@@ -57,69 +51,68 @@ class Mutation:
     seam: str
     checks: tuple[str, ...]
     make: Callable[[Any], Any]
-    new_ranks: str = ""
-
-    @property
-    def module(self) -> str:
-        return path_of(self.seam.partition(":")[0])
 
     def find(self) -> tuple[Any, str, Any]:
-        """The module or class that holds the seam, the attribute, and what is there.
-
-        Raises:
-            SeamLost: if there is nothing.
-        """
-        names = self.seam.partition(":")[2].split(".")
+        """The module or class that holds the seam, the attribute, and what is there."""
+        room, _, path = self.seam.partition(":")
+        *names, last = path.split(".")
         try:
-            room_path = self.module
-            found: list[Any] = [import_module(room_path)]
+            owner = import_module(path_of(room))
             for name in names:
-                found.append(vars(found[-1])[name])
-            is_defined = inspect.isfunction(found[1]) or inspect.isclass(found[1])
-            home = found[1].__module__ if is_defined else room_path
-            if home != room_path and home.startswith(f"{PACKAGE}."):
-                raise KeyError(f"{names[0]} is imported from {home}")
+                owner = vars(owner)[name]
+            return owner, last, vars(owner)[last]
         except (ImportError, KeyError) as error:
-            homes = ", ".join(_homes(names[0])) or "no module"
             raise SeamLost(
-                f"{self.name!r} is planted at {self.seam}, which does not exist any more ({error}; {names[0]} is in"
-                f" {homes}): plant it at another name, in {self.make.__module__}"
+                f"{self.name!r} is planted at {self.seam}, which does not exist any more ({error}): plant it at another"
+                f" name, in {self.make.__module__}"
             ) from error
-        return found[-2], names[-1], found[-1]
-
-    def plant(self) -> Callable[[], None]:
-        """Bind the name anew, in this process, and return what undoes that."""
-        owner, name, original = self.find()
-        mutant = self.made()
-        bind(owner, name, original, mutant)
-        return lambda: bind(owner, name, mutant, original)
 
     def made(self) -> Any:
         """What takes the place of what is there; of a classmethod, staticmethod or property, of its function."""
         original = self.find()[2]
-        try:
-            if isinstance(original, classmethod | staticmethod):
-                return type(original)(self.make(original.__func__))
-            return property(self.make(original.fget)) if isinstance(original, property) else self.make(original)
-        except SeamLost as error:
-            raise SeamLost(f"{self.name!r}, in {self.make.__module__}: {error}") from None
+        if isinstance(original, classmethod | staticmethod):
+            return type(original)(self.make(original.__func__))
+        return property(self.make(original.fget)) if isinstance(original, property) else self.make(original)
+
+    def plant(self) -> None:
+        """In this process, for good."""
+        owner, name, original = self.find()
+        home = getattr(original, "__module__", None) or type(original).__module__
+        if isinstance(owner, type) or not home.startswith("cp_mesh"):
+            setattr(owner, name, self.made())
+        else:
+            gc.unfreeze()
+            holders = gc.get_referrers(original)  # but not the bug itself
+            bind(holders, original, self.made())
+        assert vars(owner)[name] is not original, self.seam
 
 
-def _homes(name: str) -> list[str]:
-    """The modules that define a name, of those that were imported."""
-    modules = [module for key, module in sys.modules.items() if key.startswith(f"{PACKAGE}.")]
-    return [x.__name__ for x in modules if getattr(vars(x).get(name), "__module__", None) == x.__name__]
+def bind(holders: list[Any], old: Any, new: Any) -> None:
+    """Make the one the other wherever these hold it; what is in a tuple, in a new tuple."""
+    for x in holders:
+        if type(x) is tuple or (isinstance(x, tuple) and hasattr(x, "_fields")):
+            made = [new if value is old else value for value in x]
+            bind(gc.get_referrers(x), x, tuple(made) if type(x) is tuple else type(x)(*made))
+        elif isinstance(x, dict):
+            x.update({key: new for key, value in x.items() if value is old})
+        elif isinstance(x, list) and x is not holders:
+            x[:] = [new if value is old else value for value in x]
+        elif isinstance(x, CellType):
+            x.cell_contents = new
+        elif isinstance(x, FunctionType) and x.__defaults__ is old:
+            x.__defaults__ = new
+        elif hasattr(x, "__dict__") and not isinstance(x, type | FunctionType | ModuleType):
+            for key in [key for key, value in vars(x).items() if value is old]:
+                object.__setattr__(x, key, new)
 
 
 def in_area(area: str) -> Callable[..., Callable[[Callable[[Any], Any]], Callable[[Any], Any]]]:
     """The decorator of planted bugs of an area: ``@plant(name, seam, *checks)`` on their `Mutation.make`."""
 
-    def plant(
-        name: str, seam: str, *checks: str, new_ranks: str = ""
-    ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    def plant(name: str, seam: str, *checks: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
         def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
             assert name not in MUTATIONS and checks, name
-            MUTATIONS[name] = Mutation(name, area, seam, checks, make, new_ranks)
+            MUTATIONS[name] = Mutation(name, area, seam, checks, make)
             return make
 
         return register
@@ -127,92 +120,28 @@ def in_area(area: str) -> Callable[..., Callable[[Callable[[Any], Any]], Callabl
     return plant
 
 
-def bind(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Make the one the other: an attribute of a class, or whatever a module reaches that is the old one.
+class InfectedPool(Pool):
+    """Ranks on which a bug is planted, or none, before anything runs."""
 
-    Numbers and the like are alike in many places by chance: of these, names of modules.
-    """
-    if isinstance(owner, type):
-        setattr(owner, name, new)
-    elif isinstance(old, int | float | frozenset):
-        for module in modules():
-            if vars(module).get(name) is old:
-                setattr(module, name, new)
-    else:
-        _Binding(old, new).everywhere()
-    assert vars(owner)[name] is new, f"{owner.__name__}.{name} is not bound"
+    def __init__(self, name: str | None, world_size: int, *backend: str) -> None:
+        super().__init__(world_size, *backend, group_timeout=5.0)  # which gives up on a lost collective soon
+        self.name, self.is_planted = name, False
 
-
-class _Binding:
-    """Goes through what modules reach, of the package and of the tests, and binds one thing to another."""
-
-    def __init__(self, old: Any, new: Any) -> None:
-        self._old, self._new, self._seen = old, new, {id(new)}
-        self._modules = {module.__name__: module for module in modules()}
-
-    def everywhere(self) -> None:
-        for module in self._modules.values():
-            self._each([item for item in vars(module).items() if item[0][:2] != "__"], vars(module).__setitem__)
-
-    def _each(self, items: Any, put: Callable[[Any, Any], None]) -> None:
-        for key, value in list(items):
-            if (bound := self._bound(value)) is not value:
-                put(key, bound)
-
-    def _bound(self, x: Any) -> Any:
-        """What takes the place of this; what is within it is bound where it lies, or in a new tuple."""
-        if x is self._old:
-            return self._new
-        kind = type(x)
-        if kind in _PLAIN or id(x) in self._seen:
-            return x
-        self._seen.add(id(x))
-        if isinstance(x, tuple):
-            made = [self._bound(value) for value in x]
-            if any(one is not other for one, other in zip(made, x, strict=True)):
-                return kind(made) if kind is tuple else kind(*made)
-        elif isinstance(x, dict):
-            self._each(x.items(), x.__setitem__)
-        elif isinstance(x, list):
-            self._each(enumerate(x), x.__setitem__)
-        elif isinstance(x, staticmethod | classmethod | property):
-            self._bound(x.fget if isinstance(x, property) else x.__func__)
-        elif isinstance(x, FunctionType):
-            if x.__module__ in self._modules:
-                x.__defaults__ = self._bound(x.__defaults__)
-                self._bound(x.__kwdefaults__)
-                for cell in x.__closure__ or ():
-                    with suppress(ValueError):  # that is empty
-                        self._each([("cell_contents", cell.cell_contents)], partial(setattr, cell))
-        elif isinstance(x, type):
-            if x.__module__ in self._modules:
-                self._each(vars(x).items(), partial(setattr, x))
-        elif kind.__module__ in self._modules and hasattr(x, "__dict__"):
-            self._each(vars(x).items(), partial(object.__setattr__, x))
-        return x
+    def _start(self) -> None:
+        super()._start()
+        if self.name is not None:
+            for conn in self.conns:
+                conn.send_bytes(pickle.dumps((plant_on_rank, (self.name,), False)))
+            self._collect("planting", 60.0)
+        self.is_planted = True
 
 
-_TESTS = {file.stem for file in Path(__file__).parent.parent.glob("*.py")} - {"interpreted"}
-_VARIABLES = {dict, list, set, deque, OrderedDict}
-_PLAIN = {str, int, float, bool, type(None), ModuleType, BuiltinFunctionType, torch.Tensor}
+def infected_pools(name: str | None) -> Pools:
+    return Pools(partial(InfectedPool, name))
 
 
-def forget() -> None:
-    """What was kept of calls: in caches of the package and of the tests, and in variables of the package's modules."""
-    for module in modules():
-        for name, x in vars(module).items():
-            is_variable = (type(x) in _VARIABLES and name.islower()) or type(x).__name__.startswith("Weak")
-            if type(x) is functools._lru_cache_wrapper:
-                x.cache_clear()
-            elif is_variable and name[:2] != "__" and module.__name__.startswith(PACKAGE):
-                x.clear()
-    _clear_sharding_prop_cache()
-
-
-def modules() -> list[ModuleType]:
-    """Those of the package and of the tests that were imported; not what plants, and what is done once a process."""
-    modules = list(sys.modules.items())
-    return [module for name, module in modules if name in _TESTS or name.partition(".")[0] == PACKAGE]
+def plant_on_rank(rank: int, name: str) -> None:
+    MUTATIONS[name].plant()
 
 
 # What planted bugs are made of.
@@ -230,7 +159,9 @@ def with_result(original: Any, change: Callable[[Any], Any]) -> Any:
 
 def with_arguments(original: Any, **changes: Callable[[Any], Any]) -> Any:
     """The function, with arguments that are changed, each by a function of its value."""
-    signature = _signature(original, changes)
+    signature = inspect.signature(original)
+    if missing := set(changes) - set(signature.parameters):
+        raise SeamLost(f"{original.__module__}.{original.__qualname__} has no argument {', '.join(sorted(missing))}")
 
     @functools.wraps(original)
     def mutant(*args: Any, **kwargs: Any) -> Any:
@@ -248,29 +179,6 @@ def changed(original: Any, **attributes: Any) -> Any:
     found = copy(original)
     vars(found).update(attributes)
     return found
-
-
-def with_call(original: Any, change: Callable[..., dict[str, Any]]) -> Any:
-    """The function, with arguments of which some are changed: by a function that takes some of them, by name."""
-    wanted = list(inspect.signature(change).parameters)
-    signature = _signature(original, wanted)
-
-    @functools.wraps(original)
-    def mutant(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        given.arguments.update(change(**{name: given.arguments[name] for name in wanted}))
-        return original(*given.args, **given.kwargs)
-
-    return mutant
-
-
-def _signature(function: Any, needed: Any) -> inspect.Signature:
-    signature = inspect.signature(function)
-    if missing := set(needed) - set(signature.parameters):
-        name = f"{function.__module__}.{function.__qualname__}"
-        raise SeamLost(f"{name} has no argument {', '.join(sorted(missing))} any more, but {signature}")
-    return signature
 
 
 class Namespace:

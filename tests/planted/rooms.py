@@ -1,0 +1,86 @@
+"""Bugs of recurrent layers and convolutions over ranks, of linears over tp, and of decoding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.distributed.tensor import Replicate
+
+from planted.seams import in_area, with_arguments, with_result
+
+# --- recurrent layers
+plant = in_area("recurrent layers")
+
+
+def of_states(change: Any) -> Any:
+    """Of gathers of states, not of rows beside pieces."""
+
+    def make(gather: Any) -> Any:
+        def mutant(x: Any, most: int, group: Any) -> Any:
+            found = gather(x, most, group)
+            return found if group[2] in ("causal_conv1d", "roll") else change(found)
+
+        return mutant
+
+    return make
+
+
+plant("states are folded in the order of other ranks", "mixers.moving:gather_rows", "recurrent layers")(
+    of_states(lambda found: found.flip(0))
+)
+plant("a state loses its gradient", "mixers.moving:gather_rows", "recurrent layers")(
+    of_states(lambda found: found.detach())
+)
+plant("a state passes a piece without decay", "mixers.between:Between.decays_of", "recurrent layers")(
+    lambda decays_of: lambda self, g, like: decays_of(self, None, like)
+)
+plant("a state goes on over the start of a document", "mixers.pieces:pieces_of", "recurrent layers")(
+    lambda pieces_of: lambda sequence, mask, batch, rows: pieces_of(sequence, None, batch, rows)
+)
+plant("rows beside a piece lose their gradient", "mixers.moving:scatter_sum", "convolutions")(
+    lambda scatter_sum: lambda x, group: 0 * scatter_sum(x, group)
+)
+plant("the gradient of a parameter of heads is that of one rank", "mixers.tensors:Partial", "mixers over heads")(
+    lambda partial: Replicate
+)
+
+
+# --- linears over tp
+plant = in_area("linears over tp")
+
+
+@plant("shards are as even as can be, not those of torch.chunk", "shards:Shards.sizes", "linears")
+def _(sizes: Any) -> Any:
+    def even(self: Any) -> list[int]:
+        count = len(sizes(self))
+        return [(self.num_rows + count - 1 - rank) // count for rank in range(count)]
+
+    return even
+
+
+@plant("a bias of a row linear is added on every rank", "rowwise:sum_rows", "linears")
+def _(sum_rows: Any) -> Any:
+    def mutant(what: Any, x: Any, bias: Any, *where: Any) -> Any:
+        return sum_rows(what, x if bias is None else x + bias, None, *where)
+
+    return mutant
+
+
+plant("rows are waited for before the product", "shards:Shards.gather", "order of linears")(
+    lambda gather: lambda self, x: (lambda found: lambda: found)(gather(self, x)())
+)
+
+
+# --- decoding
+plant = in_area("decoding")
+
+
+@plant("lse of ranks is merged in base 2", "decoding:merge", "decoding")
+def _(merge: Any) -> Any:
+    return with_arguments(merge, pieces=lambda pieces: [(out, lse * math.log2(math.e)) for out, lse in pieces])
+
+
+plant("a token is kept in the row of the one before", "cache:places", "cache")(
+    lambda places: with_result(places, lambda found: (found[0], (found[1] - 1).clamp(min=0)))
+)
