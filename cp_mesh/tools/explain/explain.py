@@ -111,12 +111,12 @@ def explain(
         compute_capability: of the CUDA device; None: (9, 0), that of an H100 or H200.
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
-        batch, num_heads, num_kv_heads: sizes of q, k and v on one rank. ``num_heads`` adds bytes and extra memory
-            (`predict/memory.py`) to the text. ``num_kv_heads=None``: as many as query heads.
+        batch: batch size on one rank.
+        num_heads: query heads of one rank; adds bytes and extra memory to the text.
+        num_kv_heads: kv heads of one rank; None: as many as query heads.
         kernel: as in `cp_mesh.attention`. A kernel given by name need not be installed; "auto" takes an installed one.
-        head_chunks, method, transport: as in `cp_mesh.attention`. Transport "auto" is symmetric memory for "cuda" on
-            one host.
-        ulysses_degree: as in `cp_mesh.attention`.
+        head_chunks, method, ulysses_degree: as in `cp_mesh.attention`.
+        transport: as in `cp_mesh.attention`; "auto" is symmetric memory for "cuda" on one host.
         gpus_per_host: ranks per host, in order of rank; None: 8 for "cuda", else all ranks.
         columns: width of the owner line.
 

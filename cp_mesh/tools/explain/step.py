@@ -219,7 +219,8 @@ def explain_step(
     Args:
         model: a config.json of Transformers, its folder, its content, or a preset: "llama-3-8b", "llama-3-70b".
         seq_len: tokens of the whole sequence.
-        cp_size, dp_size: ranks that share a sequence, and how many such groups there are.
+        cp_size: ranks that share a sequence.
+        dp_size: groups of ``cp_size`` ranks; FSDP2 shards over all of them.
         batch: sequences of a group.
         gpu_memory: GiB that PyTorch may take on a GPU; about 77 on an H100 of 80 GB, 138 on an H200.
         host_memory: GiB of host memory for each GPU; None: as much as it takes.
