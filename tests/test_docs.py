@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -24,7 +25,9 @@ from test_pins import PACKAGES
 from test_structure import FLOORS
 
 import cp_mesh
+from cp_mesh import explain
 from cp_mesh.geometry.layouts import LAYOUTS
+from cp_mesh.tools import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "examples"), str(ROOT / "examples" / "benchmarks"), str(ROOT / "docs")]
@@ -192,7 +195,11 @@ def options_of(script: Path) -> str:
     """Where a script's options are defined."""
     if script.name == "run.py":  # of pytest
         return (ROOT / "tests" / "conftest.py").read_text()
-    return script.read_text()
+    functions = (explain, explain_step) if script.name == "__main__.py" else ()
+    given = (
+        f'"--{name.replace("_", "-")}"' for function in functions for name in inspect.signature(function).parameters
+    )
+    return " ".join([script.read_text(), *given])
 
 
 @pytest.mark.parametrize("name", NAMES)

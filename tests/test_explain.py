@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 from dense import dense_mask
-from inside import inner, make_schedule, path_of, room
+from inside import inner, make_schedule, path_of
 
 from cp_mesh import ArgumentError, Contiguous, Mask, Striped, UnsupportedError, ZigZag, balance, explain
 from cp_mesh.geometry import Permuted
 
-command = room("__main__")
 MASKED, stages_of_pairs = inner("picture", "MASKED", "stages_of_pairs")
 owners = inner("variants", "owners")
 
@@ -468,88 +466,13 @@ def test_plot_without_matplotlib(tmp_path: Path) -> None:
             explain(16, 2).plot(tmp_path / "a.png")
 
 
-# ---- command line
-
-
-BASE = ["--seq-len", "16384", "--cp", "4"]
-COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "nothing": ([], {}),
-    "--heads": (["--heads", "32/8"], {"num_heads": 32, "num_kv_heads": 8}),
-    "one number of --heads": (["--heads", "32"], {"num_heads": 32}),
-    "--head-dim": (["--heads", "4/1", "--head-dim", "64"], {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}),
-    "--batch": (["--heads", "4/1", "--batch", "3"], {"num_heads": 4, "num_kv_heads": 1, "batch": 3}),
-    "--layout": (["--layout", "striped"], {"layout": Striped()}),
-    "--full": (["--full"], {"mask": Mask(causal=False)}),
-    "--window": (["--window", "4096"], {"mask": Mask(window=(4095, 0))}),
-    "--window of --full": (["--window", "4096", "--full"], {"mask": Mask(causal=False, window=(4095, None))}),
-    "--prefix": (["--prefix", "512"], {"mask": Mask(prefix=512)}),
-    "--documents": (["--documents", "1000", "200"], {"mask": Mask(documents=torch.arange(16384) // 600)}),
-    "--scores": (["--scores", "softcap", "sinks"], {"scores": ["softcap", "sinks"]}),
-    "--device": (["--device", "cpu"], {"device": "cpu"}),
-    "--dtype": (["--dtype", "float32"], {"dtype": torch.float32}),
-    "--kernel": (["--kernel", "fa4"], {"kernel": "fa4"}),
-    "--method": (["--method", "all_gather"], {"method": "all_gather"}),
-    "--ulysses-degree": (
-        ["--heads", "4/2", "--method", "hybrid", "--ulysses-degree", "4"],
-        {"num_heads": 4, "num_kv_heads": 2, "method": "hybrid", "ulysses_degree": 4},
-    ),
-    "--transport": (["--transport", "functional"], {"transport": "functional"}),
-    "--head-chunks": (["--heads", "4/2", "--head-chunks", "2"], {"num_heads": 4, "num_kv_heads": 2, "head_chunks": 2}),
-    "--gpus-per-host": (["--gpus-per-host", "2"], {"gpus_per_host": 2}),
-    "--columns": (["--columns", "20"], {"columns": 20}),
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.quick("--documents")
-def test_command_says_what_the_function_says(name: str, capsys: Any) -> None:
-    words, options = COMMANDS[name]
-    if name == "--documents":
-        ends = torch.tensor([1000, 200]).repeat(14).cumsum(0)
-        options = {"mask": Mask(documents=torch.bucketize(torch.arange(16384), ends, right=True))}
-    with mock.patch.object(sys, "argv", ["cp_mesh", "explain", *BASE, *words]):
-        command.main()
-    settings = {"device": "cuda", "dtype": torch.bfloat16} | options
-    printed = capsys.readouterr().out
-    found = explain(16384, 4, **settings)
-    assert printed == f"{found}\n{found.verdict}\n"
-    found = explain(16384, 4, device="cuda", dtype=torch.bfloat16)
-    assert (name == "nothing") == (printed == f"{found}\n{found.verdict}\n")
-
-
-def test_command_balances_and_draws(tmp_path: Path, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.svg"
-    words = ["--layout", "balanced", "--documents", "300", "--plot", str(path)]
-    with mock.patch.object(sys, "argv", ["cp_mesh", "explain", *BASE, *words]):
-        command.main()
-    assert "balanced layout, 16384 tokens" in capsys.readouterr().out and "<svg" in path.read_text()
-
-
 @pytest.mark.parametrize("name", ["picture.bad", "picture", "picture.pgf"])
-def test_a_picture_of_another_format_is_refused(
-    name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_of_another_format_is_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = explain(64, 2)
     with pytest.raises(ArgumentError, match=rf"whose name ends in one of .*\.png.*got .*{name}; .png works"):
         found.plot(tmp_path / name)
-    monkeypatch.setattr(command, "explain", lambda *_, **__: pytest.fail("it was planned"))
-    with mock.patch.object(sys, "argv", ["cp_mesh", "explain", *BASE, "--plot", str(tmp_path / name)]):
-        with pytest.raises(SystemExit) as left:
-            command.main()
-    assert left.value.code == 2 and ".png works" in " ".join(capsys.readouterr().err.split())
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.full
-def test_command_of_a_shell() -> None:
-    """With no ranks; and a refusal is an error of the command line."""
-    start = [sys.executable, "-m", "cp_mesh", "explain", *BASE]
-    done = subprocess.run(start, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.startswith("zigzag layout, 16384 tokens on 4 ranks")
-    refused = subprocess.run([*start, "--scores", "cap"], capture_output=True, text=True, check=False, timeout=120)
-    assert refused.returncode == 2 and "names of softcap" in refused.stderr and "Traceback" not in refused.stderr
 
 
 # ---- documents

@@ -336,10 +336,10 @@ def run(*words: str) -> None:
 def test_the_command_prints_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Each option reaches the function."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    given = ["--seq-len", "64K", "--cp", "4", "--model", str(tmp_path), "--kernel", "fa4"]
+    given = ["--seq-len", "64K", "--cp-size", "4", "--model", str(tmp_path), "--kernel", "fa4"]
     options: dict[str, dict[str, Any]] = {
         "": {},
-        "--dp 2": {"dp_size": 2},
+        "--dp-size 2": {"dp_size": 2},
         "--batch 3": {"batch": 3},
         "--gpu-memory 1.5": {"gpu_memory": 1.5},
         "--gpu-memory 1.5 --host-memory 0.25 --offload-checkpoints": {
@@ -367,13 +367,13 @@ def test_the_command_prints_the_same(capsys: pytest.CaptureFixture[str], tmp_pat
     assert len(printed) == len(options)
     for words, says in (
         ("--documents 5", "unrecognized arguments: --documents"),
-        ("--dp 0", "--dp: expected at least 1"),
+        ("--dp-size 0", "explain_step: dp_size: expected"),
     ):
         with pytest.raises(SystemExit) as left:
             run(*given, *words.split())
         assert left.value.code == 2 and says in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run("--model=none.json", "--seq-len", "64", "--cp", "2")
+        run("--model=none.json", "--seq-len", "64", "--cp-size", "2")
     assert "expected a config.json of Transformers" in " ".join(capsys.readouterr().err.split())
 
 
