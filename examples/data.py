@@ -33,6 +33,11 @@ def tokenize(text: str) -> Tensor:
     return torch.tensor(tokens)
 
 
+def random_tokens(number: int, vocab_size: int, seed: int) -> Tensor:
+    """Tokens in place of a text, int64 [number]: neither time nor memory depends on them."""
+    return torch.randint(vocab_size, (number,), generator=torch.Generator().manual_seed(seed))
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Rows of `seq_len` tokens and their labels, in a new random order in every epoch.

@@ -5,9 +5,11 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, D head dim, C mod
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,23 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
     ffn_dim: int | None = None
+    tied: bool = False
+
+    @classmethod
+    def read(cls, model: str) -> LlamaConfig:
+        """Sizes of a Llama of Transformers: a name of `PRESETS`, a config.json, its folder or its text."""
+        if model in PRESETS:
+            return PRESETS[model]
+        path = Path(model, "config.json") if not model.startswith("{") and Path(model).is_dir() else Path(model)
+        given = json.loads(model if model.startswith("{") else path.read_text())
+        given = {name: value for name, value in given.items() if value is not None}  # null is what is missing
+        given.setdefault("num_key_value_heads", given["num_attention_heads"])
+        names = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+        tied = given.get("tie_word_embeddings", False)
+        config = cls(*(given[name] for name in names), ffn_dim=given["intermediate_size"], tied=tied)
+        if given.get("head_dim", config.head_dim) != config.head_dim:
+            raise ValueError(f"{model}: expected heads that make up hidden_size")
+        return config
 
     @property
     def head_dim(self) -> int:
@@ -35,6 +54,12 @@ class LlamaConfig:
     def hidden_dim(self) -> int:
         """SwiGLU's width: `ffn_dim`, or 8/3 of dim, so that three matrices weigh as much as the usual two of 4·dim."""
         return self.ffn_dim or 32 * math.ceil(8 * self.dim / 3 / 32)
+
+
+PRESETS = {
+    "llama-3-8b": LlamaConfig(128256, 4096, 32, 32, 8, ffn_dim=14336),
+    "llama-3-70b": LlamaConfig(128256, 8192, 80, 64, 8, ffn_dim=28672),
+}
 
 
 class CoreAttention(nn.Module):
@@ -130,29 +155,35 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(config, core) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Compute next-token logits.
 
         Args:
             tokens: [B, S] int64.
             positions: [S] or [B, S] int64, for the rotary embedding; default 0 .. S-1.
             documents: [B, S] int64 ids; a token sees only tokens of its own document.
+            loss: Called instead of the head, with what the head reads, [B, S, C], and the head's weight.
 
         Returns:
-            Logits [B, S, V].
+            Logits [B, S, V], or what `loss` returns.
         """
-        return self.output(self.hidden(tokens, positions, documents))
-
-    def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None = None) -> Tensor:
-        """Compute what the head reads, [B, S, C], of the arguments of `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, rope, documents)
-        return self.norm(x)
+        x = self.norm(x)
+        return self.output(x) if loss is None else loss(x, self.output.weight)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -10,7 +10,7 @@ from llama import LlamaConfig
 
 # Dense bf16 peak in FLOP/s, by a part of the device's name; the first match counts.
 PEAK_BF16 = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
-COLUMNS = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu")
+COLUMNS = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "peak_gib", "host_gib")
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -22,7 +23,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import cp_mesh
+from cp_mesh.comm.exchange import symmetric_memory_bytes
+from cp_mesh.training.host_copies import pinned_bytes
 
+LARGE_NORMS = 2**32  # elements of an input from which on PyTorch 2.11 computes them wrong (pytorch/pytorch#181555)
 LAYOUTS = {
     "auto": "auto",  # zigzag, and a new layout for every batch of documents
     "contiguous": cp_mesh.Contiguous(),
@@ -79,7 +83,15 @@ def apply_overlapped(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> N
     cp_mesh.parallelize(model, tp, cp_mesh.tensor_parallel.tensor_parallel_plan(model, tp, mode=mode))
 
 
-def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
+def apply_context_parallel(
+    model: Llama,
+    cp: DeviceMesh,
+    sequence: cp_mesh.ShardedSequence,
+    *,
+    probe: bool = True,
+    head_chunks: int | None = None,
+    saving: dict[str, ParallelStyle] | None = None,
+) -> None:
     """Shard the sequence over the cp axis: the root takes whole batches, and attention cores see all tokens.
 
     The model then takes a mask as its documents: FSDP2 would move a tensor to the device, away from the host.
@@ -88,16 +100,41 @@ def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.Shard
         model: The model, tensor parallel or not; changed in place.
         cp: 1-D mesh.
         sequence: Which rank holds which tokens.
+        probe: Whether the first forward runs the plan on few tokens, on one rank too; not with a loss in the forward.
+        head_chunks: In how many parts attention computes its heads.
+        saving: What `saving_plan` returned.
     """
 
     def mask(q, k, v, documents):  # called with the arguments of the core
         return documents
 
     plan = {
-        "": cp_mesh.ShardedModel(sequence, probe=True),
-        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask),
+        "": cp_mesh.ShardedModel(sequence, probe=probe),
+        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask, head_chunks=head_chunks),
     }
-    cp_mesh.parallelize(model, cp, plan)
+    cp_mesh.parallelize(model, cp, plan | (saving or {}))
+
+
+def saving_plan(
+    recompute: str = "none", offload: bool = False, mlp_rows: int | None = None, elements: int = 0
+) -> dict[str, ParallelStyle]:
+    """Lines of a plan that save memory and change no result; docs/long.md explains them.
+
+    Args:
+        recompute: What blocks compute again in the backward: "none", "selective" for all but attention, or "full".
+        offload: Whether what blocks keep waits in host memory.
+        mlp_rows: How many rows of an MLP are computed at a time.
+        elements: Of a norm's input.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    if recompute != "none":
+        plan["layers.*"] = cp_mesh.Checkpointed(offload=offload, keep_attention=recompute == "selective")
+    if mlp_rows:
+        plan["layers.*.feed_forward"] = cp_mesh.TiledMLP(tile_rows=mlp_rows)
+    if elements >= LARGE_NORMS:
+        norms = "layers.*.attention_norm", "layers.*.feed_forward_norm", "norm"
+        plan |= dict.fromkeys(norms, cp_mesh.TiledMLP(tile_rows=mlp_rows or 8192))
+    return plan
 
 
 def stage_of(model: Llama, pp: DeviceMesh) -> Stage:
@@ -111,13 +148,12 @@ def stage_of(model: Llama, pp: DeviceMesh) -> Stage:
     return Stage(model, range(*edges[pp.get_local_rank() :][:2]))
 
 
-def apply_context_parallel_to_stage(stage: Stage, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
-    """Like `apply_context_parallel`, for a stage. Documents are a tensor, cut into microbatches; later stages get rows.
+def apply_context_parallel_to_stage(
+    stage: Stage, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence, saving: dict[str, ParallelStyle] | None = None
+) -> None:
+    """Like `apply_context_parallel`, for a stage of `stage_of`.
 
-    Args:
-        stage: What `stage_of` returned; changed in place.
-        cp: 1-D mesh.
-        sequence: Which rank holds which tokens.
+    Documents are a tensor, which is cut into microbatches; later stages get local rows.
     """
 
     def mask(q, k, v, documents):
@@ -128,7 +164,7 @@ def apply_context_parallel_to_stage(stage: Stage, cp: DeviceMesh, sequence: cp_m
         "": cp_mesh.ShardedModel(sequence, inputs=("x",) if is_first else (), probe=is_first),
         "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask),
     }
-    cp_mesh.parallelize(stage, cp, plan)
+    cp_mesh.parallelize(stage, cp, plan | (saving or {}))
 
 
 def pipeline(
@@ -173,14 +209,13 @@ def pipeline(
     return run
 
 
-def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str, *, summed: bool = True, **options: Any) -> None:
+def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str, **options: Any) -> None:
     """Shard parameters, gradients and optimizer state over all ranks that hold different tokens.
 
     Args:
         model: The model after every other plan; changed in place.
         data: 1-D mesh, dp x cp flattened.
         precision: "fp32", or "bf16" for bf16 compute, fp32 master weights and fp32 gradient sums.
-        summed: Whether a rank's loss is a share of the mean over all tokens, so that gradients are summed over ranks.
         options: Others of `fully_shard`, such as ``offload_policy``.
     """
     policy = MixedPrecisionPolicy()
@@ -192,5 +227,12 @@ def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str, *, summed
     module: nn.Module
     for module in (*model.layers.children(), model):
         fully_shard(module, mesh=data, mp_policy=policy, **options)
-    if summed:
-        cp_mesh.sum_gradients(model)  # a sum, since the loss already divides by the tokens of all ranks
+    cp_mesh.sum_gradients(model)  # a sum, since the loss already divides by the tokens of all ranks
+
+
+def memory(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """Peak bytes on this rank's GPU, with symmetric memory; in host memory those pinned, and the optimizer's states."""
+    states = (x for state in optimizer.state.values() for x in state.values() if isinstance(x, DTensor))
+    host = torch.cuda.host_memory_stats()["allocated_bytes.peak"] + pinned_bytes()
+    host += sum(x.to_local().nbytes for x in states if not x.is_cuda)
+    return torch.cuda.max_memory_allocated() + symmetric_memory_bytes(), host

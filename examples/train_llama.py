@@ -3,11 +3,21 @@
     torchrun --nproc-per-node 4 examples/train_llama.py --cp 2 --tp 2
     python examples/train_llama.py --plain     # the same run on one device, without importing cp_mesh
 
+A very long sequence, by options that save memory (docs/long.md):
+
+    torchrun --nproc-per-node 2 examples/train_llama.py --cp 2 --model llama-3-8b --seq-len 262144 --batch-size 1 \
+        --random-tokens --steps 3 --precision bf16 --recompute selective --offload-checkpoints --tiled-loss \
+        --mlp-rows 8192
+
 Batches and initial weights do not depend on the mesh, so losses and gradients do not either. A killed run continues
 from the last checkpoint if the command has --save and --resume with the same folder:
 
     torchrun --nproc-per-node 4 --max-restarts 3 \
         examples/train_llama.py --save-every 50 --save DIR --resume DIR
+
+Columns of metrics.csv: `peak_gib` is the peak of PyTorch's allocator on any rank so far, with cp_mesh's symmetric
+memory; `host_gib` is pinned host memory of a rank, and AdamW's states if they are there; `mfu` is the share of the
+peak in bf16.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +40,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from data import IGNORE, VOCAB_SIZE, Corpus, joined, read_text, split, tokenize
+from data import IGNORE, VOCAB_SIZE, Corpus, joined, random_tokens, read_text, split, tokenize
 from llama import CoreAttention, Llama, LlamaConfig, Stage
 from metrics import Table, flops_per_token, peak_flops
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tqdm import trange
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-def parse_arguments() -> argparse.Namespace:
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--plain", action="store_true", help="one device, no mesh, no cp_mesh")
@@ -56,12 +69,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--layout", choices=layouts, help="default: zigzag; with --documents auto, in one stage with whole norms")
     add("--joined", action="store_true", help="join the rows of a batch: a document takes the cp ranks that it needs")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--model", help="sizes of llama-3-8b, llama-3-70b, or a config.json, its folder or its text; else by options:")
     add("--dim", type=int, default=256)
-    add("--layers", type=int, default=4)
+    add("--layers", type=int, help="default: 4, or those of --model")
     add("--heads", type=int, default=8)
     add("--kv-heads", type=int, default=4)
     add("--vocab", type=int, default=VOCAB_SIZE, help=f"at least {VOCAB_SIZE}")
     add("--text", metavar="FILE", help="text file; default: the manual of Python inside CPython")
+    add("--random-tokens", action="store_true", help="instead of text: to measure time and memory")
     add("--seq-len", type=int, default=512)
     add("--batch-size", type=int, default=8, help="rows per batch, of all ranks together")
     add("--documents", action="store_true", help="each paragraph is a document that attends only to itself")
@@ -72,7 +87,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--seed", type=int, default=0)
     add("--precision", choices=("fp32", "bf16"), default="fp32")
-    add("--checkpoint-activations", choices=("none", "full", "selective"), default="none")
+    add("--recompute", choices=("none", "selective", "full"), default="none", help="selective: not attention")
+    add("--tiled-loss", action="store_true", help="never hold the logits of all rows")
+    add("--mlp-rows", type=int, metavar="N", help="compute MLPs N rows at a time")
+    add("--offload-checkpoints", action="store_true", help="with --recompute: keep what blocks keep in host memory")
+    add("--offload-optimizer", action="store_true", help="keep weights, gradients and AdamW's states there (FSDP2)")
+    add("--optimizer-dtype", choices=("fp32", "bf16"), default="fp32", help="of weights, gradients and AdamW's states")
+    add("--head-chunks", type=int, metavar="N", help="compute attention in N parts of the heads")
+    add("--window", type=int, metavar="N", help="a query sees the last N tokens, itself included")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile each block")
     add("--save", type=Path, metavar="DIR", help="write DIR/step_N")
     add("--save-every", type=int, metavar="N", help="steps between checkpoints; default: only one at the end")
@@ -82,17 +104,23 @@ def parse_arguments() -> argparse.Namespace:
     add("--eval-batches", type=int, default=4)
     add("--out", type=Path, default=Path("runs/llama"), help="folder of metrics.csv and loss.png")
     add("--dump", type=Path, metavar="FILE", help="file for the first step's whole gradients and all losses")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.restart_positions and not args.documents:
         parser.error("--restart-positions needs --documents")
-    if args.pp > 1 and (args.save or args.resume or args.dump or args.sequence_parallel or args.joined):
-        parser.error("--pp does not work with --save, --resume, --dump, --sequence-parallel and --joined")
+    one_stage = "save", "resume", "dump", "sequence_parallel", "joined", "tiled_loss", "window", "head_chunks"
+    if args.pp > 1 and any(getattr(args, name) for name in one_stage):
+        parser.error(f"--pp does not work with {', '.join(one_stage)}")
     if args.plain and (args.dp or 1) * args.cp * args.tp * args.pp > 1:
         parser.error("--plain runs on one rank")
     if args.overlapped and (args.tp == 1 or args.pp > 1):
         parser.error("--overlapped needs --tp, and no --pp")
-    if args.plain and args.checkpoint_activations == "selective":
-        parser.error("--plain has no ring whose results could be kept: use --checkpoint-activations full")
+    of_cp_mesh = "tiled_loss", "mlp_rows", "offload_checkpoints", "offload_optimizer", "window", "head_chunks"
+    if args.plain and (any(getattr(args, name) for name in of_cp_mesh) or args.recompute == "selective"):
+        parser.error(f"--plain works without {', '.join(of_cp_mesh)}, and with --recompute full alone")
+    if args.offload_checkpoints and (args.recompute == "none" or args.compile):
+        parser.error("--offload-checkpoints needs --recompute, and no --compile")
+    if args.tiled_loss and args.tp > 1:
+        parser.error("--tiled-loss runs without --tp: with --overlapped the loss is in chunks, too")
     return args
 
 
@@ -107,32 +135,39 @@ class Setup:
     share_of_loss: Callable[[dict[str, Tensor]], Tensor]
     total: Callable[[Tensor], Tensor]  # sum of these parts over all ranks
     clip: Callable[..., Tensor] = clip_grad_norm_  # clips gradients to a norm; returns the norm before
+    # Peak GiB on a GPU, and in host memory, of the rank that takes most.
+    memory: Callable[[torch.optim.Optimizer], list[float]] | None = None
     world_size: int = 1
     is_first: bool = True
 
 
 def new_model(args: argparse.Namespace, device: torch.device, **core: type[nn.Module]) -> Llama:
-    model = Llama(LlamaConfig(args.vocab, args.dim, args.layers, args.heads, args.kv_heads), **core)
+    config = LlamaConfig(args.vocab, args.dim, 4, args.heads, args.kv_heads)
+    if args.model:
+        config = LlamaConfig.read(args.model)
+    if args.layers:
+        config = replace(config, num_layers=args.layers)
+    with device:
+        model = Llama(config, **core)
     model.init_weights(args.seed)
-    return model.to(device)
+    return model.to(DTYPES[args.optimizer_dtype])
 
 
-def checkpoint_and_compile(model: Llama | Stage, args: argparse.Namespace, **context_fn: Callable) -> None:
-    """Set checkpoints and compile the blocks in place, so that parameters keep their names."""
+def compile_blocks(model: Llama | Stage, args: argparse.Namespace) -> None:
+    """Compile in place, so that parameters keep their names."""
     # ContextParallel enters and leaves a function mode inside each block: recomputation need not repeat this.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for block in model.layers.children():
-        if args.checkpoint_activations != "none":
-            block.checkpoint = partial(checkpoint, use_reentrant=False, **context_fn)
-        if args.compile:
-            block.compile(backend=args.compile, fullgraph=True)
+    for block in model.layers.children() if args.compile else ():
+        block.compile(backend=args.compile, fullgraph=True)
 
 
 def plain_setup(args: argparse.Namespace) -> Setup:
     """Set up one device with PyTorch only: every mesh has to reproduce this run."""
     device = torch.device(args.device)
     model = new_model(args, device)
-    checkpoint_and_compile(model, args)
+    for block in model.layers if args.recompute == "full" else ():
+        block.checkpoint = partial(checkpoint, use_reentrant=False)
+    compile_blocks(model, args)
 
     if args.precision == "bf16":
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
@@ -146,11 +181,7 @@ def plain_setup(args: argparse.Namespace) -> Setup:
 
 
 def mesh_setup(args: argparse.Namespace) -> Setup:
-    """Set up a pp x dp x cp x tp mesh: tensor parallelism first, then context parallelism, then FSDP."""
-    import parallel_llama as parallel
-
-    import cp_mesh
-
+    """Set up a pp x dp x cp x tp mesh of all ranks."""
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -165,8 +196,17 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
             f"and dp must divide --batch-size {args.batch_size}"
         )
     mesh = init_device_mesh(args.device, (args.pp, dp, args.cp, args.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    return setup_on(mesh, args, device)
+
+
+def setup_on(mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> Setup:
+    """Apply all plans: tensor parallelism first, then context parallelism, then FSDP."""
+    import parallel_llama as parallel
+
+    import cp_mesh
+
     data = mesh["dp", "cp"]._flatten("dp_cp")  # the ranks that hold different tokens
-    rows = args.batch_size // dp
+    rows = args.batch_size // mesh["dp"].size()
     length = args.seq_len * (rows if args.joined else 1)
     by_batch = args.documents and args.pp == 1 and not args.sequence_parallel
     layout = parallel.LAYOUTS[args.layout or ("auto" if by_batch else "zigzag")]
@@ -179,20 +219,27 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     if args.tp > 1:
         apply = parallel.apply_overlapped if args.overlapped else parallel.apply_tensor_parallel
         apply(model, mesh["tp"], args.sequence_parallel)
+    elements = length // args.cp * model.config.dim
+    saving = parallel.saving_plan(args.recompute, args.offload_checkpoints, args.mlp_rows, elements)
     if args.pp > 1:
         model = parallel.stage_of(model, mesh["pp"])
-        parallel.apply_context_parallel_to_stage(model, mesh["cp"], sequence)
+        parallel.apply_context_parallel_to_stage(model, mesh["cp"], sequence, saving)
     else:
-        parallel.apply_context_parallel(model, mesh["cp"], sequence)
-    selective = args.checkpoint_activations == "selective"
-    checkpoint_and_compile(model, args, **{"context_fn": cp_mesh.training.checkpoint_context_fn} if selective else {})
-    parallel.apply_fsdp(model, data, args.precision)
+        options = {"head_chunks": args.head_chunks, "saving": saving, "probe": not args.tiled_loss}
+        parallel.apply_context_parallel(model, mesh["cp"], sequence, **options)
+    compile_blocks(model, args)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    parallel.apply_fsdp(model, data, args.precision, **{"offload_policy": offload} if args.offload_optimizer else {})
+    window = None if args.window is None else (args.window - 1, 0)
 
     def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
         batch = joined(batch) if args.joined else batch
-        mask = cp_mesh.Mask(documents=batch.pop("documents", None))
+        mask = cp_mesh.Mask(documents=batch.pop("documents", None), window=window)
         labels = sequence.for_batch(length, mask).shard({"labels": batch.pop("labels").to(device)})["labels"]
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        if args.tiled_loss:  # in the forward: under FSDP2 it has the head's weight whole
+            share = partial(cp_mesh.cross_entropy, labels=labels, mesh=data, ignore_index=IGNORE)
+            return model(**batch, documents=mask, loss=lambda x, weight: share(x, weight=weight))
         return cp_mesh.cross_entropy(model(**batch, documents=mask), labels, data, ignore_index=IGNORE)
 
     if args.pp > 1:
@@ -203,6 +250,11 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
             dist.all_reduce(share, group=axis.get_group())
         return share
 
+    def memory(optimizer: torch.optim.Optimizer) -> list[float]:
+        most = torch.tensor(parallel.memory(optimizer), dtype=torch.float64, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return (most / 2**30).tolist()
+
     rank = mesh.get_local_rank("dp")
     return Setup(
         device,
@@ -211,7 +263,8 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
         share_of_loss,
         total,
         partial(cp_mesh.clip_grad_norm, over=mesh["pp"]) if args.pp > 1 else cp_mesh.clip_grad_norm,
-        world_size,
+        memory if device.type == "cuda" else None,
+        dist.get_world_size(),
         is_first=dist.get_rank() == 0,
     )
 
@@ -230,7 +283,7 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 
 # These options and the step determine the order of the data. Nothing else is random after the first step, so no state
 # of a random generator is saved.
-DATA = ("text", "seq_len", "batch_size", "documents", "restart_positions", "seed")
+DATA = ("text", "random_tokens", "seq_len", "batch_size", "documents", "restart_positions", "seed")
 
 
 def state_of(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
@@ -271,7 +324,11 @@ def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opti
 
 def train(args: argparse.Namespace, setup: Setup) -> None:
     model, device = setup.model, setup.device
-    training_text, held_out_text = split(tokenize(read_text(args.text)))
+    if args.random_tokens:
+        number = args.batch_size * args.seq_len + 1
+        training_text = held_out_text = random_tokens(number, model.config.vocab_size, args.seed)
+    else:
+        training_text, held_out_text = split(tokenize(read_text(args.text)))
     corpus = partial(
         Corpus,
         seq_len=args.seq_len,
@@ -281,9 +338,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         seed=args.seed,
     )
     training, held_out = corpus(training_text), corpus(held_out_text) if args.eval_every else None
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     first_step = load(args, model, optimizer) if args.resume else 0
 
     @torch.no_grad()
@@ -322,9 +377,10 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         eval_loss = evaluate() if args.eval_every and (is_last or (step + 1) % args.eval_every == 0) else None
         if args.save and (is_last or (args.save_every and (step + 1) % args.save_every == 0)):
             save(args.save, state_of(args, model, optimizer, step + 1), setup.is_first)
+        gib = setup.memory(optimizer) if setup.memory else (None, None)
         if table:
             mfu = tokens_per_s * work / (peak * setup.world_size) if peak else None
-            table.append(step, losses[-1], eval_loss, norm.item(), rate, tokens_per_s, mfu)
+            table.append(step, losses[-1], eval_loss, norm.item(), rate, tokens_per_s, mfu, *gib)
             steps.set_postfix_str(f"loss {losses[-1]:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
 
     if table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from scripts import run_script
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "examples"))
 import environment  # noqa: E402
+import parallel_llama  # noqa: E402
 import quickstart  # noqa: E402
 
 # 61 tokens: neither cp nor tp divides them.
@@ -32,20 +34,24 @@ def train(out: Path, *options: str, num_ranks: int | None = None) -> dict:
     return torch.load(dump)
 
 
-@pytest.mark.full
-def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
-    options = shlex.split("--cp 2 --tp 2 --checkpoint-activations selective --save-every 2 --eval-every 4 --save")
-    mesh = train(tmp_path / "mesh", *options, str(tmp_path / "checkpoints"), num_ranks=4)
-    plain = train(tmp_path / "plain", "--plain", "--eval-every", "4")
-    resumed = train(tmp_path / "resumed", "--plain", "--resume", str(tmp_path / "checkpoints" / "step_2"))
-
+def assert_same(mesh: dict, plain: dict) -> None:
+    """The losses of all steps, and the gradients of the first."""
     assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
-    assert resumed["losses"] == pytest.approx(plain["losses"][2:], abs=1e-5)
     assert mesh["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(mesh["gradients"][name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
 
+
+@pytest.mark.full
+def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
+    options = shlex.split("--cp 2 --tp 2 --recompute selective --save-every 2 --eval-every 4 --save")
+    mesh = train(tmp_path / "mesh", *options, str(tmp_path / "checkpoints"), num_ranks=4)
+    plain = train(tmp_path / "plain", "--plain", "--eval-every", "4")
+    resumed = train(tmp_path / "resumed", "--plain", "--resume", str(tmp_path / "checkpoints" / "step_2"))
+
+    assert_same(mesh, plain)
+    assert resumed["losses"] == pytest.approx(plain["losses"][2:], abs=1e-5)
     tables = [list(csv.DictReader((tmp_path / run / "metrics.csv").open())) for run in ("mesh", "plain")]
     for column in ("eval_loss", "grad_norm", "lr"):
         on_mesh, on_one_rank = ([float(row[column] or 0) for row in table] for table in tables)
@@ -59,6 +65,34 @@ def test_trainer_with_a_layout_for_each_batch(axes: str, tmp_path: Path) -> None
     mesh = train(tmp_path / "mesh", *options, num_ranks=4)
     plain = train(tmp_path / "plain", "--plain", "--restart-positions")
     assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+
+
+SAVING = {
+    "every line": "--recompute selective --offload-checkpoints --tiled-loss --mlp-rows 17 --offload-optimizer "
+    "--head-chunks 2",
+    "full": "--recompute full --tiled-loss --offload-checkpoints",
+    "a window that sees all": "--window 61 --recompute selective",
+}
+"""Options that save memory."""
+
+
+@pytest.mark.quick("every line")
+@pytest.mark.parametrize("name", SAVING)
+def test_what_saves_memory_changes_no_result(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 264, "num_hidden_layers": 3, "tie_word_embeddings": name == "full"}
+    both = ["--model", json.dumps(sizes), *shlex.split("--layers 2 --random-tokens")]
+    mesh = train(tmp_path / "mesh", *both, "--cp", "2", *shlex.split(SAVING[name]), num_ranks=2)
+    assert_same(mesh, train(tmp_path / "plain", *both, "--plain"))
+    if "--window" in SAVING[name]:
+        narrow = train(tmp_path / "narrow", *both, "--cp", "2", "--window", "9", num_ranks=2)
+        assert narrow["losses"] != pytest.approx(mesh["losses"], abs=1e-4)
+
+
+def test_norms_of_very_long_sequences_are_tiled() -> None:
+    norms = {"layers.*.attention_norm", "layers.*.feed_forward_norm", "norm"}
+    assert parallel_llama.saving_plan(elements=2**32).keys() == norms
+    assert not parallel_llama.saving_plan(elements=2**32 - 1)
 
 
 def losses(out: Path) -> list[list[float]]:
@@ -86,13 +120,10 @@ def test_trainer_in_a_pipeline(tmp_path: Path) -> None:
     ["", pytest.param("--sequence-parallel --seq-len 60 --compile aot_eager", marks=pytest.mark.nightly("compiled"))],
 )
 def test_trainer_with_the_linears_of_cp_mesh(tmp_path: Path, options: str) -> None:
-    overlapped = "--cp 2 --tp 2 --overlapped --checkpoint-activations selective --eval-every 4"
+    overlapped = "--cp 2 --tp 2 --overlapped --recompute selective --eval-every 4"
     mesh = train(tmp_path / "mesh", *shlex.split(f"{overlapped} {options}"), num_ranks=4)
     plain = train(tmp_path / "plain", "--plain", *(shlex.split("--seq-len 60") if options else ()))
-    assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
-    for name, gradient in plain["gradients"].items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(mesh["gradients"][name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
+    assert_same(mesh, plain)
 
 
 def words_of(stderr: str) -> list[str]:

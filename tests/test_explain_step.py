@@ -1,6 +1,6 @@
 """`cp_mesh.tools.explain_step` against what steps allocate, and the longest sequences that it names.
 
-Steps of `examples/long_llama.py` run on CPU ranks in bfloat16, with a kernel that allocates what FlashAttention does
+Steps of `examples/train_llama.py` run on CPU ranks in bfloat16, with a kernel that allocates what FlashAttention does
 and norms that save what those of GPUs save. PyTorch's profiler counts every byte of its allocator. What is to wait in
 host memory goes into memory of numpy's, which it does not count. On CPUs a sum of float32 and bfloat16 takes a copy
 that GPUs do not make: the vocabulary is small where that would show.
@@ -37,8 +37,9 @@ from cp_mesh.tools import explain_step
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples")]
 
+import data  # noqa: E402
 import llama  # noqa: E402
-import long_llama  # noqa: E402
+import train_llama  # noqa: E402
 
 ModelSizes, PRESETS, FAMILIES, MOST = inner("explain.step", "ModelSizes", "PRESETS", "FAMILIES", "MOST")
 token_losses, host_copies, checkpointed = room("token_losses"), room("host_copies"), room("checkpointed")
@@ -146,7 +147,7 @@ def as_on_gpus() -> Iterator[None]:
 
 def told(case: Case, cp_size: int, **changed: Any) -> Any:
     options: dict[str, Any] = IN_USE | {"recompute": "selective", "optimizer_dtype": "fp32"} | case.options | changed
-    dtype = long_llama.DTYPES[options.pop("optimizer_dtype")]
+    dtype = train_llama.DTYPES[options.pop("optimizer_dtype")]
     given = {"optimizer_dtype": dtype, "device": "cpu", "kernel": "stand_in"}
     return explain_step(case.model, case.rows * cp_size, cp_size, **options, **given)
 
@@ -154,26 +155,31 @@ def told(case: Case, cp_size: int, **changed: Any) -> Any:
 def measured(rank: int, case: Case) -> dict[str, int]:
     """Peak bytes of a second step with AdamW's states; bytes that went to the host; what is predicted."""
     size = torch.distributed.get_world_size()
-    words = ["--device", "cpu", "--seq-len", str(case.rows * size)]
-    args = long_llama.parse_arguments(words)
-    options = {"precision": "bf16", "tied": bool(case.model.get("tie_word_embeddings"))} | case.options
-    vars(args).update(options)
-    m = ModelSizes.read(case.model)
-    config = llama.LlamaConfig(
-        m.vocab_size, m.hidden_size, m.num_hidden_layers, m.num_attention_heads, m.num_key_value_heads,
-        ffn_dim=m.intermediate_size,
-    )  # fmt: skip
+    words = ["--device", "cpu", "--seq-len", str(case.rows * size), "--batch-size", "1", "--cp", str(size)]
+    args = train_llama.parse_arguments([*words, "--precision", "bf16", "--model", json.dumps(case.model)])
+    vars(args).update({"recompute": "selective"} | case.options)
     peaks, Lane.made = [], 0
     with as_on_gpus():
-        trainer = long_llama.Trainer(config, mesh((1, size), ("dp", "cp")), args, torch.device("cpu"))
-        for parameter in trainer.model.parameters() if args.offload_optimizer else ():
+        trainer = train_llama.setup_on(mesh((1, 1, size, 1), ("pp", "dp", "cp", "tp")), args, torch.device("cpu"))
+        parameters = list(trainer.model.parameters())
+        for parameter in parameters if args.offload_optimizer else ():
             parameter.register_post_accumulate_grad_hook(to_host)
-        trainer.step(case.rows * size)
-        held = 3 * sum(x.to_local().nbytes for x in trainer.model.parameters())
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        tokens = data.random_tokens(case.rows * size + 1, case.model["vocab_size"], seed=0)
+        batch = data.Corpus(tokens, case.rows * size, 1).batch(0)
+
+        def step() -> None:
+            trainer.share_of_loss({**batch}).backward()
+            trainer.clip(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        held = 3 * sum(x.to_local().nbytes for x in parameters)
         for _ in range(1 if size == 1 else 12):  # what gloo's threads free late is not seen: the least counts
             time.sleep(0.02)
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as notes:
-                trainer.step(case.rows * size)
+                step()
             live = most = 0
             for event in sorted(notes.profiler.kineto_results.events(), key=lambda x: x.start_ns()):
                 live += event.nbytes() if event.name() == "[memory]" else 0
@@ -226,16 +232,12 @@ BUILT = {
 @pytest.mark.parametrize("name", BUILT)
 def test_parameters_are_those_of_the_model(name: str) -> None:
     m = ModelSizes.read(BUILT[name])
-    config = llama.LlamaConfig(
-        m.vocab_size, m.hidden_size, m.num_hidden_layers, m.num_attention_heads, m.num_key_value_heads,
-        ffn_dim=m.intermediate_size,
-    )  # fmt: skip
+    config = llama.LlamaConfig.read(json.dumps(vars(m)))
     with torch.device("meta"):
         model = llama.Llama(config)
     blocks = sum(x.numel() for x in model.layers.parameters())
     assert m.num_hidden_layers * m.of_block == blocks
-    ends = sum(x.numel() for x in model.parameters()) - blocks
-    assert m.of_ends == ends - model.output.weight.numel() * m.tie_word_embeddings
+    assert m.of_ends == sum(x.numel() for x in model.parameters()) - blocks
 
 
 def test_a_config_is_a_file_a_folder_or_its_content(tmp_path: Path) -> None:
