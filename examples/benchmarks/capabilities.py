@@ -115,38 +115,20 @@ def cells() -> dict[tuple[str, str, str], str]:
     }
 
 
-def supported_table() -> str:
-    """All cells as Markdown, a column for each kernel; what methods answer differently is told by method."""
-    answers, notes = cells(), dict[str, int]()
-
-    def mark(why: str) -> str:
-        return EXACT if why == EXACT else f"refused ({notes.setdefault(why, len(notes) + 1)})"
-
-    lines = [f"| | {' | '.join(KERNELS)} |", "|---" * (len(KERNELS) + 1) + "|"]
-    for words in FEATURES:
-        row = [words]
-        for kernel in KERNELS:
-            by_method = {method: answers[words, method, kernel] for method in METHODS}
-            usual = by_method["ring"]
-            others: dict[str, list[str]] = {}
-            for method, why in by_method.items():
-                if why != usual:
-                    others.setdefault(why, []).append(method)
-            row.append("; ".join([mark(usual), *(f"{', '.join(names)}: {mark(why)}" for why, names in others.items())]))
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", *(f"{number}. {why}" for why, number in notes.items())]
-    return "\n".join(lines) + "\n"
-
-
 def support_table() -> str:
-    """For each feature the methods and kernels that compute it."""
+    """For each feature the methods and kernels that compute it; what methods answer differently is told by method."""
     answers, usual = cells(), [name for name in KERNELS if name != "flex"]
     lines = ["| | methods | kernels |", "|---|---|---|"]
     for words in FEATURES:
-        methods = [name for name in METHODS if any(answers[words, name, kernel] == EXACT for kernel in KERNELS)]
-        kernels = [name for name in KERNELS if answers[words, "ring", name] == EXACT]
+        kernels: dict[str, list[str]] = {}
+        for method in METHODS:
+            able = [name for name in KERNELS if answers[words, method, name] == EXACT]
+            if able:
+                kernels.setdefault("any" if able == usual else ", ".join(able), []).append(method)
+        methods = [method for names in kernels.values() for method in names]
+        told = [f"{', '.join(names)}: {able}" if i else able for i, (able, names) in enumerate(kernels.items())]
         of_methods = "all" if len(methods) == len(METHODS) else ", ".join(methods)
-        lines.append(f"| {words} | {of_methods} | {'any' if kernels == usual else ', '.join(kernels)} |")
+        lines.append(f"| {words} | {of_methods} | {'; '.join(told)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,6 @@ DOCUMENTS = (
     "docs/performance.md",
     "docs/decoding.md",
     "docs/linears.md",
-    "docs/exact_or_refused.md",
     "docs/results/README.md",
 )  # which hold tables of `REGIONS`
 OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
@@ -119,20 +118,6 @@ def measured_linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
     return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
 
 
-def training_table() -> str:
-    lines = [
-        [
-            TRAINERS[row["variant"]],
-            f"{float(row['step_ms_median']):.0f}",
-            f"{100 * float(row['mfu']):.1f} %",
-            f"{float(row['peak_gib']):.1f}",
-            f"{float(row['loss']):.5f}",
-        ]
-        for row in read("training_4xh200.csv")
-    ]
-    return markdown(["", "ms a step", "of peak FLOP/s", "peak memory, GiB", "loss"], lines)
-
-
 def speed_table(name: str, commit: str, heads: tuple[str, str], modes: Sequence[str] = ("queued",)) -> str:
     """One number a cell: cp_mesh, the others' best variants, and the same tiles without communication."""
     rows = [
@@ -184,60 +169,17 @@ def documents_table() -> str:
     return markdown(["", "rows a GPU", "tokens", "`balance`", "zigzag", "commit"], lines)
 
 
-def placement_table() -> str:
-    """Packed documents in balanced layouts of equal pairs and of equal time, and in zigzag."""
-    found = {
-        (row["commit"], row["layout"], row["documents"], row["rows"], row["ranks"]): row for row in read(PLACEMENT)
-    }
-    lines = []
-    for commit, layout, *case in found:
-        if commit == "eb9e298":
-            old, zigzag = found["7cb2a68", layout, *case], found["7cb2a68", "zigzag", *case]
-            row, name = found[commit, layout, *case], f"{case[0]}, {short(int(case[1]))}, {case[2]}"
-            moved = [f"{float(x['mib']):.1f}" for x in (zigzag, old, row)]
-            lines.append([name, zigzag["time"], old["time"], row["time"], *moved, f"{100 * float(row['local']):.0f} %"])
-    head = "documents, rows a GPU, GPUs", "time: zigzag", "equal pairs", "`balance`"
-    return markdown([*head, "MiB: zigzag", "equal pairs", "`balance`", "ranks that move nothing"], lines)
-
-
-PLACEMENT = "placement.csv"
-
-
-def memory_table() -> str:
-    rows = [
-        row
-        for row in read("attention_4xh200.csv")
-        if row["extra_mem_gib"] and (row["commit"], row["mode"], row["heads_q"], row["heads_kv"]) == MEMORY_OF
-    ]
-    lengths = sorted({int(row["local_len"]) for row in rows})
-    cells = {(row["contestant"], int(row["local_len"])): float(row["extra_mem_gib"]) for row in rows}
-    names = {
-        OURS: "cp_mesh, zigzag, FlashAttention-4",
-        "ulysses/fa4": "Ulysses, FlashAttention-4",
-        TORCH[0]: "PyTorch context_parallel, allgather, cuDNN",
-        TORCH[1]: "PyTorch context_parallel, alltoall, cuDNN",
-        RING_FLASH[0]: "ring-flash-attention, zigzag, FlashAttention-4",
-    }
-    lines = [[words, *(f"{cells[name, x]:.2f}" for x in lengths)] for name, words in names.items()]
-    return markdown(["rows a GPU", *map(short, lengths)], lines)
-
-
-MEMORY_OF = ("14bfd52", "eager", "32", "8")  # commit, mode, heads
-
 REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
-    "placement": placement_table,
     "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
-    "memory": memory_table,
     "decoding": decoding_table,
     "linears": measured_linears_table,
-    "training": training_table,
     "training on 2 GPUs": lambda: turned(steps_table(read("training_2xh200.csv"))),
 }
 """Tables that stand in `DOCUMENTS`, by the name in their first line; `ASKED` has those that ask the code."""
-ASKED = {"kernels": "kernel_table", "support": "support_table", "supported": "supported_table"}
+ASKED = {"kernels": "kernel_table", "support": "support_table"}
 """Functions of capabilities.py, which needs PyTorch."""
 
 REGION = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
