@@ -3,7 +3,6 @@
     torchrun --nproc-per-node 4 examples/benchmarks/attention.py --csv attention.csv       # everything, on 4 GPUs
     torchrun --nproc-per-node 2 examples/benchmarks/attention.py --quick                   # a few short cases
     torchrun --nproc-per-node 8 examples/benchmarks/attention.py --grid magi --csv magi.csv
-    python examples/benchmarks/plot.py attention.csv                                       # the pictures
 
 A correctness gate runs first; contestants that fail it are not timed. In each repeat every contestant runs once, after
 a barrier. A time is that of the slowest rank; a row has the median, minimum and maximum over the repeats. "eager" rows

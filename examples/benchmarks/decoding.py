@@ -21,7 +21,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
-from attention import PLAIN_FACTOR, Ranks, milliseconds  # noqa: E402
+from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
 from report import append, machine  # noqa: E402
 
 from cp_mesh import ShardedSequence  # noqa: E402
@@ -69,7 +69,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=20)
     add("--time-limit", type=float, default=float("inf"), help="start no further length after this many seconds")
-    add("--profile", action="store_true", help="print the kernels of one step of each contestant, with their times")
     add("--csv", type=Path, help="append a row for each contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
@@ -233,45 +232,9 @@ def run(contestant: Any, x: Sequences, num_steps: int) -> Tensor:
 def race(args: argparse.Namespace, ranks: Ranks, names: Sequence[str], cached: int) -> dict[str, list[float]]:
     """Milliseconds of a step on the slowest rank, repeat by repeat; the first repeat, which warms up, is left out."""
     x = Sequences.random(args, ranks, cached, (args.repeats + 1) * args.calls + 2)
-    contestants = {name: CONTESTANTS[name](x, ranks) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
     token = x.token(0)
-    for repeat in range(args.repeats + 1):
-        for name, contestant in contestants.items():
-            ranks.line_up()
-            begin = ranks.mark()
-            for _ in range(args.calls):
-                contestant.step(*token)
-            end = ranks.mark()
-            ranks.synchronize()
-            ms = float(ranks.largest(milliseconds(begin, end))) / args.calls
-            times[name] += [ms] * (repeat > 0)
-    return times
-
-
-def profile_all(args: argparse.Namespace, ranks: Ranks, names: Sequence[str], cached: int) -> None:
-    x = Sequences.random(args, ranks, cached, 8)
-    for name in names:
-        contestant = CONTESTANTS[name](x, ranks)
-        for step in range(3):  # kernels are compiled, a graph is captured
-            contestant.step(*x.token(step))
-        profile(name, ranks, partial(contestant.step, *x.token(3)))
-
-
-def profile(name: str, ranks: Ranks, step: Callable[[], Any]) -> None:
-    """Print the kernels of one step, each with its time, and the time from the first begin to the last end."""
-    ranks.line_up()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        step()
-        ranks.synchronize()
-    events = sorted((x for x in profiler.events() or () if x.device_time_total), key=lambda x: x.time_range.start)
-    if not events:
-        return
-    whole = max(x.time_range.end for x in events) - events[0].time_range.start
-    ranks.print(f"{name}: {len(events)} kernels and copies in {whole:.1f} us:")
-    for x in events:
-        begin = x.time_range.start - events[0].time_range.start
-        ranks.print(f"    at {begin:8.1f} us for {x.time_range.elapsed_us():8.1f} us: {x.name[:110]}")
+    steps = {name: [partial(CONTESTANTS[name](x, ranks).step, *token)] for name in names}
+    return {name: times for name, (times,) in in_turns(ranks, steps, args.repeats, args.calls).items()}
 
 
 @torch.no_grad()
@@ -308,8 +271,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             ranks.print(f"{cached:>9} tokens  {name:16} ms, of best, GB/s, error: {figures}  {status[:100]}")
         if args.csv is not None and ranks.rank == 0:
             append(args.csv, COLUMNS, rows)
-        if args.profile and ranks.device.type == "cuda":
-            profile_all(args, ranks, list(times), cached)
     dist.barrier()
     dist.destroy_process_group()
     if any(status.startswith("failed") for _, status in verdicts.values()):

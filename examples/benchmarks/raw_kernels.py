@@ -91,26 +91,6 @@ def _fa2_backward(dout, q, k, v, out, lse, causal, scale, into=None):
     return _store(tuple(swap(x) for x in gradients), into)
 
 
-def _fa3_ops():
-    if not hasattr(torch.ops.flash_attn_3, "fwd"):
-        import_module("flash_attn_interface")
-    return torch.ops.flash_attn_3
-
-
-def _fa3_forward(q, k, v, causal, scale):
-    # num_splits=0 would leave the choice to a heuristic that can add a combine kernel
-    out, lse, *_ = _fa3_ops().fwd(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)
-    return out, lse
-
-
-def _fa3_backward(dout, q, k, v, out, lse, causal, scale, into=None):
-    dq, dk, dv = into or [torch.empty_like(x) for x in (q, k, v)]
-    _fa3_ops().bwd(
-        dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal
-    )  # fmt: skip
-    return dq, dk, dv
-
-
 def _fa4_forward(q, k, v, causal, scale):
     # by keyword, and the first two results: both lists have grown between releases
     interface = import_module("flash_attn.cute.interface")
@@ -200,7 +180,6 @@ RAW_KERNELS = {
         RawKernel(
             "fa4", _fa4_forward, _fa4_backward, bottom_right=True, packed=(_fa4_packed_forward, _fa4_packed_backward)
         ),
-        RawKernel("fa3", _fa3_forward, _fa3_backward, bottom_right=True),
         RawKernel("cudnn", _cudnn_forward, _cudnn_backward, bottom_right=False, writes_into=False),
         RawKernel("fa2", _fa2_forward, _fa2_backward, bottom_right=True, writes_into=False),
         RawKernel(

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,8 +41,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "integrations")]
 
 import titan  # noqa: E402
+from attention import Ranks  # noqa: E402
 from contestants import document_lengths  # noqa: E402
-from report import append  # noqa: E402
+from report import append, machine  # noqa: E402
 
 from cp_mesh.comm.exchange import release, symmetric_memory_bytes  # noqa: E402
 from cp_mesh.integrations.torchtitan import context_parallel  # noqa: E402
@@ -146,116 +145,70 @@ def common(args: argparse.Namespace, seq_len: int) -> dict[str, Any]:
     }
 
 
-def synchronize(args: argparse.Namespace) -> None:
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def slowest(args: argparse.Namespace, value: float) -> float:
-    """The largest of all ranks."""
-    x = torch.tensor(value, dtype=torch.float64, device=args.device)
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x.item()
-
-
-def run(args: argparse.Namespace, variant: str, seq_len: int) -> tuple[list[float], float, list[tuple[float, float]]]:
+def run(
+    ranks: Ranks, args: argparse.Namespace, variant: str, seq_len: int
+) -> tuple[list[float], float, list[tuple[float, float]]]:
     """Step times in ms, peak in GiB, and losses and gradient norms of one Trainer."""
     trainer = make_trainer(args, variant, seq_len)
     losses: list[tuple[float, float]] = []
     trainer.metrics_processor.should_log = lambda step: True
     trainer.metrics_processor.log = lambda step, loss, _, norm, *__, **___: losses.append((float(loss), float(norm)))
     data, times = trainer.batch_generator(trainer.dataloader), []
-    group = trainer.parallel_dims.get_mesh("cp").get_group()
+    group, cuda = trainer.parallel_dims.get_mesh("cp").get_group(), args.device == "cuda"
     for step in range(args.warmup + args.steps):
-        if step == args.warmup and args.device == "cuda":
+        if step == args.warmup and cuda:
             torch.cuda.reset_peak_memory_stats()
-        dist.barrier()
-        synchronize(args)
+        ranks.line_up()
         begin = time.perf_counter()
         trainer.step = step + 1
         trainer.train_step(data)
-        synchronize(args)
-        times.append(slowest(args, (time.perf_counter() - begin) * 1e3))
-    peak = torch.cuda.max_memory_allocated() + symmetric_memory_bytes() if args.device == "cuda" else 0
+        ranks.synchronize()
+        times.append(float(ranks.largest((time.perf_counter() - begin) * 1e3)))
+    peak = torch.cuda.max_memory_allocated() + symmetric_memory_bytes() if cuda else 0
     trainer.close()
     del trainer, data
     torch._dynamo.reset()
     gc.collect()
     release(group)
-    if args.device == "cuda":
+    if cuda:
         torch.cuda.empty_cache()
-    return times[args.warmup :], slowest(args, peak / 2**30), losses
+    return times[args.warmup :], float(ranks.largest(peak / 2**30)), losses
 
 
-def measure(args: argparse.Namespace, seq_len: int) -> list[dict[str, str]]:
-    found: dict[str, Any] = {variant: ([], [], [], "ok") for variant in args.variants}
+def measure(ranks: Ranks, args: argparse.Namespace, seq_len: int) -> list[dict[str, Any]]:
+    found: dict[str, list[Any]] = {variant: [] for variant in args.variants}
     for _ in range(args.rounds):
         for variant in args.variants:
-            times, peaks, losses, _ = found[variant]
-            more, peak, of_steps = run(args, variant, seq_len)
-            times += more
-            peaks.append(peak)
-            losses.append(of_steps)
-    first = found[args.variants[0]][2][0][0]
-    rows = []
-    for variant, (times, peaks, losses, status) in found.items():
+            found[variant].append(run(ranks, args, variant, seq_len))
+    first, rows = found[args.variants[0]][0][2][0], []
+    about = machine(ranks.device, ranks.size, args.commit) | vars(args)
+    about |= {"date": datetime.now(UTC).date(), "torchtitan": version("torchtitan"), "seq_len": seq_len}
+    for variant, rounds in found.items():
+        losses, status = [losses for _, _, losses in rounds], "ok"
         apart = [abs(x / y - 1) for each in losses for x, y in zip(each[0], first, strict=True)]
         if not all(x < most for x, most in zip(apart, cycle(AGREE[args.precision]))):
             status = f"first loss and gradient norm are not those of {args.variants[0]}, {first[0]:.6f}, {first[1]:.6f}"
-        ms, ours = statistics.median(times), variant == "cp_mesh"
-        values = {
-            "date": datetime.now(UTC).date(),
-            "commit": args.commit or commit(),
-            "gpu": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "world_size": dist.get_world_size(),
-            "torch": torch.__version__,
-            "torchtitan": version("torchtitan"),
-            "variant": variant,
-            "kernel": args.kernel if ours else "torchtitan's",
-            "method": args.method if ours else "torch context parallel",
-            "precision": args.precision,
-            "layers": args.layers,
-            "seq_len": seq_len,
-            "documents": args.documents,
-            "checkpoint": args.checkpoint,
-            "compile": args.compile,
-            "rounds": args.rounds,
-            "steps": args.steps,
-            "step_ms": f"{ms:.2f}",
-            "step_ms_min": f"{min(times):.2f}",
-            "step_ms_max": f"{max(times):.2f}",
-            "tokens_per_s": f"{seq_len / ms * 1e3:.0f}",
-            "peak_gib": f"{max(peaks):.2f}" if args.device == "cuda" else "",
-            "first_loss": f"{losses[0][0][0]:.6f}",
-            "first_norm": f"{losses[0][0][1]:.6f}",
-            "last_loss": f"{losses[0][-1][0]:.6f}",
-            "status": status,
-        }
-        rows.append({name: str(values[name]) for name in COLUMNS})
-        if dist.get_rank() == 0:
-            told = ("variant", "seq_len", "step_ms", "tokens_per_s", "peak_gib", "first_loss", "last_loss", "status")
-            print(", ".join(f"{name} {rows[-1][name]}" for name in told), flush=True)
-    return rows
-
-
-def commit() -> str:
-    """The commit of this file's repository, marked if the tree has changes; "unknown" outside of one."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        times = [ms for of_round, _, _ in rounds for ms in of_round]
+        ms, peak = statistics.median(times), max(peak for _, peak, _ in rounds)
+        row = about | {"variant": variant, "status": status}
+        if variant != "cp_mesh":
+            row |= {"kernel": "torchtitan's", "method": "torch context parallel"}
+        row |= {"step_ms": f"{ms:.2f}", "step_ms_min": f"{min(times):.2f}", "step_ms_max": f"{max(times):.2f}"}
+        row |= {"tokens_per_s": f"{seq_len / ms * 1e3:.0f}", "peak_gib": f"{peak:.2f}" if peak else ""}
+        row |= {"first_loss": f"{losses[0][0][0]:.6f}", "first_norm": f"{losses[0][0][1]:.6f}"}
+        rows.append(row | {"last_loss": f"{losses[0][-1][0]:.6f}"})
+        told = ("variant", "seq_len", "step_ms", "tokens_per_s", "peak_gib", "first_loss", "last_loss", "status")
+        ranks.print(", ".join(f"{name} {rows[-1][name]}" for name in told))
+    return [{name: row[name] for name in COLUMNS} for row in rows]
 
 
 def main() -> None:
     args = parse_arguments()
     if args.device == "cpu":
         titan.on_cpus()
-    else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    rows = [row for seq_len in args.seq_len for row in measure(args, seq_len)]
-    if args.csv and dist.get_rank() == 0:
+    ranks = Ranks(args.device)
+    rows = [row for seq_len in args.seq_len for row in measure(ranks, args, seq_len)]
+    if args.csv and ranks.rank == 0:
         append(args.csv, COLUMNS, rows)
     dist.barrier()
     dist.destroy_process_group()

@@ -34,7 +34,6 @@ import argparse
 import gc
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +62,7 @@ from llama import CoreAttention, Llama, LlamaConfig  # noqa: E402
 from metrics import flops_per_token, peak_flops  # noqa: E402
 from parallel_llama import apply_fsdp, apply_overlapped, apply_tensor_parallel  # noqa: E402
 from raw_kernels import RAW_KERNELS, present_kernels, swap  # noqa: E402
-from report import append  # noqa: E402
+from report import append, git_commit  # noqa: E402
 from tables import steps_table  # noqa: E402
 
 import cp_mesh  # noqa: E402
@@ -643,7 +642,7 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
     args, world = trainer.args, trainer.mesh.size() * trainer.args.tp
     values: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "commit": args.commit or commit(),
+        "commit": args.commit or git_commit(),
         "gpu": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
         "world": world,
         "tp": args.tp,
@@ -676,15 +675,6 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
             ):
                 values[name] = f"{flops / (median / 1e3 * world * peak):.4f}"
     return {name: str(value) for name, value in values.items()}
-
-
-def commit() -> str:
-    """The commit of this file's repository, marked if the tree has changes; "unknown" outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def say(text: str) -> None:
