@@ -1,6 +1,6 @@
 """Memory of a training step of a whole Llama: by term, at the moments that can be its peak; and what would fit.
 
-`memory_of` is the formula, for the model of examples/long_llama.py: every block is recomputed, the MLP is gated, norms
+`memory_of` is the formula, for the model of examples/train_llama.py: every block is recomputed, the MLP is gated, norms
 save their input alone, as `nn.RMSNorm` does on GPUs, and AdamW is fused. What saves more takes more, such as norms that
 are written in Python.
 """
