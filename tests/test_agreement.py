@@ -1,13 +1,12 @@
-"""Check mode: what must be equal on all ranks and is not raises on every rank, and none waits for another."""
+"""What must be equal on all ranks and is not raises on every rank, and none waits for another."""
 
 from __future__ import annotations
 
 import functools
-import itertools
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -18,25 +17,38 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks import forget_kept, forget_plans
 from inside import MergingForward, SummingBackward, inner, room
-from ranks import mesh, num_collectives
+from ranks import REFUSALS, mesh, num_collectives, on_ranks, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, Striped, attention, check_mode, mixers
+from cp_mesh import (  # fmt: skip
+    ArgumentError,
+    ContextParallel,
+    Contiguous,
+    Mask,
+    RankMismatchError,
+    ShardedModel,
+    ShardedSequence,
+    Striped,
+    ZigZag,
+    attention,
+    check_mode,
+    mixers,
+)
 from cp_mesh.geometry import Permuted
+from cp_mesh.inference import ShardedCache, decode
 from cp_mesh.training import document_sums
 
 agreement = room("agreement")
-passes = room("passes")
 fingerprint = inner("fingerprints", "fingerprint")
 
-WORLD_SIZE = 3
 B, H, K, S, D = 2, 4, 2, 24, 8
-ROWS = S // WORLD_SIZE
+ROWS = S // 3
 ODD = 1  # the rank that differs
+Given = dict[str, Any]
 
 
 def tensors(B: int = B, H: int = H, K: int = K, rows: int = ROWS, D: int = D, dtype: torch.dtype = torch.float64):
@@ -44,199 +56,84 @@ def tensors(B: int = B, H: int = H, K: int = K, rows: int = ROWS, D: int = D, dt
     return {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
 
 
-def documents(first: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Two documents of ``first`` and the other tokens, in every row of the batch."""
-    return (torch.arange(S) >= first).to(dtype).expand(B, S)
+def documents(first: int, dtype: torch.dtype = torch.int64, what: str = "documents") -> Given:
+    """Two of ``first`` and the other tokens, in every row of the batch."""
+    return {"mask": Mask(**{what: (torch.arange(S) >= first).to(dtype).expand(B, S)})}
 
 
-@dataclass(frozen=True)
-class Case:
-    """Arguments that all ranks share and those of the odd one, and what every rank says.
-
-    Where the odd rank refuses its own arguments, ``odd_error`` is its class and ``odd_says`` its words; the other ranks
-    say ``says``.
-    """
-
-    says: tuple[str, ...]
-    odd: Callable[[], dict[str, Any]]
-    shared: Callable[[], dict[str, Any]] = field(default=dict)
-    odd_error: str = "RankMismatchError"
-    odd_says: tuple[str, ...] = ()
+def new_axis(**options: Any) -> DeviceMesh:
+    """Over which nothing was called."""
+    return DeviceMesh.from_group(dist.new_group(**options), "cpu", mesh_dim_names=("cp",))
 
 
-CASES = {
-    "layout": Case(("same layout", "cp rank 1: striped", "cp rank 2: zigzag"), lambda: {"layout": Striped()}),
-    "index of a layout": Case(
-        ("same layout index",),
-        lambda: {"layout": Permuted(range(S))},
-        lambda: {"layout": Permuted(range(S)[::-1])},
-    ),
-    "causal": Case(
-        ("same mask", "cp rank 0: Mask(causal=True);", "cp rank 1: Mask(causal=False);"),
-        lambda: {"mask": Mask(causal=False)},
-    ),
-    "window": Case(
-        ("same mask", "window=(4, 0))", "window=(3, 0))"),
-        lambda: {"mask": Mask(window=(3, 0))},
-        lambda: {"mask": Mask(window=(4, 0))},
-    ),
-    "prefix": Case(("same mask", "Mask(causal=True, prefix=2)"), lambda: {"mask": Mask(prefix=2)}),
-    "a mask of padding": Case(("same mask", "Mask(causal=True, length=23)"), lambda: {"mask": Mask(length=S - 1)}),
-    "sequence length": Case(("same seq_len", "cp rank 0: 24", "cp rank 1: 21"), lambda: tensors(rows=7)),
-    "local lengths": Case(
-        ("cp rank 1 raised", "ArgumentError: local sequence length", "got 7 rows"),
-        lambda: tensors(rows=7),
-        lambda: {"seq_len": S},
-        "ArgumentError",
-        ("local sequence length", "got 7 rows"),
-    ),
-    "content of documents": Case(
-        ("same documents", "torch.int64 (2, 24)"),
-        lambda: {"mask": Mask(documents=documents(7))},
-        lambda: {"mask": Mask(documents=documents(8))},
-    ),
-    "dtype of documents": Case(
-        ("same documents", "torch.int32 (2, 24)"),
-        lambda: {"mask": Mask(documents=documents(8, torch.int32))},
-        lambda: {"mask": Mask(documents=documents(8))},
-    ),
-    "documents on one rank": Case(
-        ("same documents", "cp rank 0: None", "cp rank 1: torch.int64"), lambda: {"mask": Mask(documents=documents(8))}
-    ),
-    "content of blocks": Case(
-        ("same blocks", "torch.int64 (2, 24)"),
-        lambda: {"mask": Mask(blocks=documents(7))},
-        lambda: {"mask": Mask(blocks=documents(8))},
-    ),
-    "key padding": Case(
+DROPOUT, TRAINED = {"dropout_p": 0.5, "dropout_seed": 1}, torch.zeros(2, 4, 8, S, requires_grad=True)
+SIZES = "same batch, heads and head dims"
+CASES: dict[str, tuple[Given, Given, tuple[str, ...]]] = {
+    "layout": ({"layout": Striped()}, {}, ("same layout", "cp rank 1: striped", "cp rank 2: zigzag")),
+    "index": ({"layout": Permuted(range(S))}, {"layout": Permuted(range(S)[::-1])}, ("same layout index",)),
+    "causal": ({"mask": Mask(causal=False)}, {}, ("same mask", "0: Mask(causal=True);", "1: Mask(causal=False);")),
+    "window": ({"mask": Mask(window=(3, 0))}, {"mask": Mask(window=(4, 0))}, ("same mask", "window=(3, 0))")),
+    "prefix": ({"mask": Mask(prefix=2)}, {}, ("same mask", "Mask(causal=True, prefix=2)")),
+    "length of a mask": ({"mask": Mask(length=S - 1)}, {}, ("same mask", "Mask(causal=True, length=23)")),
+    "sequence length": (tensors(rows=7), {}, ("same seq_len", "cp rank 0: 24", "cp rank 1: 21")),
+    "documents": (documents(7), documents(8), ("same documents", "torch.int64 (2, 24)")),
+    "dtype of documents": (documents(8, torch.int32), documents(8), ("same documents", "torch.int32 (2, 24)")),
+    "documents on one rank": (documents(8), {}, ("same documents", "cp rank 0: None", "cp rank 1: torch.int64")),
+    "blocks": (documents(7, what="blocks"), documents(8, what="blocks"), ("same blocks", "torch.int64 (2, 24)")),
+    "key padding": (
+        {"mask": Mask(key_padding=torch.arange(S) < S - 1)},
+        {"mask": Mask(key_padding=torch.arange(S) < S)},
         ("same key_padding", "torch.bool (24,)"),
-        lambda: {"mask": Mask(key_padding=torch.arange(S) < S - 1)},
-        lambda: {"mask": Mask(key_padding=torch.arange(S) < S)},
     ),
-    "batch": Case(("same batch, heads and head dims", "[(1, 4, 8)"), lambda: tensors(B=1)),
-    "query heads": Case(("same batch, heads and head dims", "[(2, 6, 8)"), lambda: tensors(H=6)),
-    "kv heads": Case(("same batch, heads and head dims", "(2, 1, 8)"), lambda: tensors(K=1)),
-    "head dim": Case(("same batch, heads and head dims", "(2, 4, 4)"), lambda: tensors(D=4) | {"scale": 0.5}),
-    "dtype": Case(("same dtype", "cp rank 1: torch.float32"), lambda: tensors(dtype=torch.float32)),
-    "scale": Case(("same options", "scale=0.5"), lambda: {"scale": 0.5}),
-    "kernel": Case(("same options", "kernel=reference"), lambda: {"kernel": "reference"}),
-    "degree": Case(
-        ("same options", "ulysses_degree=0", "ulysses_degree=1"),
-        lambda: {"method": "hybrid", "ulysses_degree": 1},
-        lambda: {"method": "hybrid"},
+    "batch": (tensors(B=1), {}, (SIZES, "[(1, 4, 8)")),
+    "query heads": (tensors(H=6), {}, (SIZES, "[(2, 6, 8)")),
+    "kv heads": (tensors(K=1), {}, (SIZES, "(2, 1, 8)")),
+    "head dim": (tensors(D=4) | {"scale": 0.5}, {}, (SIZES, "(2, 4, 4)")),
+    "dtype": (tensors(dtype=torch.float32), {}, ("same dtype", "cp rank 1: torch.float32")),
+    "scale": ({"scale": 0.5}, {}, ("same options", "scale=0.5")),
+    "kernel": ({"kernel": "reference"}, {}, ("same options", "kernel=reference")),
+    "degree": (
+        {"method": "hybrid", "ulysses_degree": 1}, {"method": "hybrid"}, ("same options", "ulysses_degree=1"),
     ),
-    "determinism": Case(("same options", "deterministic=True"), lambda: {"deterministic": True}),
-    "sinks": Case(
-        ("same sinks", "torch.float64 (4,)"),
-        lambda: {"sinks": torch.zeros(4, dtype=torch.float64)},
-        lambda: {"sinks": torch.ones(4, dtype=torch.float64)},
-    ),
-    "sinks of bfloat16": Case(
-        ("same sinks", "torch.bfloat16 (4,)"),
-        lambda: {"sinks": torch.zeros(4, dtype=torch.bfloat16)},
-        lambda: {"sinks": torch.ones(4, dtype=torch.bfloat16)},
-    ),
-    "alibi": Case(
-        ("same alibi_slopes", "cp rank 0: None"), lambda: {"alibi_slopes": torch.ones(4, dtype=torch.float64)}
-    ),
-    "heads of a bias": Case(
-        ("same bias", "(2, 1, 24)", "(2, 4, 24)"),
-        lambda: {"bias": torch.zeros(2, 1, 8, S)},
-        lambda: {"bias": torch.zeros(2, 4, 8, S)},
-    ),
-    "a bias that is trained": Case(
-        ("same gradients wanted of", "cp rank 0: none", "cp rank 1: bias"),
-        lambda: {"bias": torch.zeros(2, 4, 8, S, requires_grad=True)},
-        lambda: {"bias": torch.zeros(2, 4, 8, S)},
-    ),
-    "inputs that are trained": Case(
-        ("same requires_grad of any input", "cp rank 0: False", "cp rank 1: True"),
-        lambda: {"query": tensors()["query"].requires_grad_()},
-    ),
-    "dropout": Case(
-        ("same options", "dropout_p=0.5"),
-        lambda: {"dropout_p": 0.5, "dropout_seed": 1},
-        lambda: {"dropout_p": 0.25, "dropout_seed": 1},
-    ),
-    "seed": Case(
-        ("same dropout_seed",),
-        lambda: {"dropout_p": 0.5, "dropout_seed": 1},
-        lambda: {"dropout_p": 0.5, "dropout_seed": 2},
-    ),
-    "softcap": Case(("same options", "softcap=30.0", "softcap=0.0"), lambda: {"softcap": 30.0}),
-    "an option that cannot be": Case(
-        ("cp rank 1 raised", "ArgumentError: softcap"),
-        lambda: {"softcap": -30.0},
-        odd_error="ArgumentError",
-        odd_says=("softcap", "got -30.0"),
-    ),
-    "a kernel that does not exist": Case(
-        ("cp rank 1 raised", "ArgumentError: kernel", "'flash'"),
-        lambda: {"kernel": "flash"},
-        odd_error="ArgumentError",
-        odd_says=("kernel", "'flash'"),
-    ),
-    "a kernel that cannot": Case(
-        ("cp rank 1 raised", "UnsupportedError: kernel='cudnn' lacks"),
-        lambda: {"kernel": "cudnn"},
-        odd_error="UnsupportedError",
-        odd_says=("kernel='cudnn' lacks",),
-    ),
-    "heads that do not divide": Case(
-        ("cp rank 1 raised", "ArgumentError: heads"),
-        lambda: tensors(K=3),
-        odd_error="ArgumentError",
-        odd_says=("multiple of kv heads",),
-    ),
+    "determinism": ({"deterministic": True}, {}, ("same options", "deterministic=True")),
+    "sinks": ({"sinks": torch.zeros(4).bfloat16()}, {"sinks": torch.ones(4).bfloat16()}, ("same sinks", "16 (4,)")),
+    "alibi": ({"alibi_slopes": torch.ones(4).double()}, {}, ("same alibi_slopes", "cp rank 0: None")),
+    "bias": ({"bias": torch.zeros(2, 1, 8, S)}, {"bias": TRAINED.detach()}, ("same bias", "(2, 1, 24)", "(2, 4, 24)")),
+    "trained bias": ({"bias": TRAINED}, {"bias": TRAINED.detach()}, ("same gradients wanted of", "cp rank 1: bias")),
+    "trained query": ({"query": tensors()["query"].requires_grad_()}, {}, ("same requires_grad of any", "1: True")),
+    "dropout": (DROPOUT, DROPOUT | {"dropout_p": 0.25}, ("same options", "dropout_p=0.5")),
+    "seed": (DROPOUT, DROPOUT | {"dropout_seed": 2}, ("same dropout_seed",)),
+    "softcap": ({"softcap": 30.0}, {}, ("same options", "softcap=30.0", "softcap=0.0")),
+}  # fmt: skip
+"""Arguments of the odd rank, of the others, and what every rank says."""
+
+REFUSED: dict[str, tuple[Given, Given, tuple[str, ...]]] = {
+    "local lengths": (tensors(rows=7), {"seq_len": S}, ("ArgumentError: local sequence length", "got 7 rows")),
+    "an option that cannot be": ({"softcap": -30.0}, {}, ("ArgumentError: softcap", "got -30.0")),
+    "a kernel that does not exist": ({"kernel": "flash"}, {}, ("ArgumentError: kernel", "'flash'")),
+    "a kernel that cannot": ({"kernel": "cudnn"}, {}, ("UnsupportedError: kernel='cudnn' lacks",)),
+    "heads": (tensors(K=3), {}, ("ArgumentError: heads", "multiple of kv heads")),
+    "a dim, before the group is known": ({"seq_dim": 3}, {}, ("ArgumentError: ",)),
 }
+"""As above of what the odd rank refuses itself, of which the others hear."""
 
 
-def arguments(rank: int, case: Case) -> dict[str, Any]:
-    return tensors() | {"mesh": mesh((3,), ("cp",))} | case.shared() | (case.odd() if rank == ODD else {})
-
-
-def disagree(rank: int, always: bool) -> dict[str, tuple[str, str] | None]:
-    """What each case raised on this rank, in check mode or in a first call on a new group."""
-    raised: dict[str, tuple[str, str] | None] = {}
-    new = {"mesh": dist.new_group()}
+@pytest.mark.parametrize("always", [True, False], ids=["check mode", "first call"])
+@on_ranks(3)
+def test_every_rank_raises(rank: int, always: bool) -> None:
+    group = {"mesh": dist.new_group()}
     with check_mode() if always else nullcontext():
-        for name, case in CASES.items():
-            raised[name] = None
-            try:
-                attention(**arguments(rank, case) | new)
-            except Exception as error:
-                raised[name] = type(error).__name__, str(error)
-        attention(**arguments(rank, Case((), dict)) | new)  # the ranks are in step, and equal arguments pass
-    return raised
+        for name, (odd, others, says) in (CASES | REFUSED).items():
+            with pytest.raises(REFUSALS) as raised:
+                attention(**tensors() | group | others | (odd if rank == ODD else {}))
+            said, own = f"{raised.type.__name__}: {raised.value}", rank == ODD and name in REFUSED
+            assert own or raised.type is RankMismatchError, (name, said)
+            assert name in CASES or own or "cp rank 1 raised" in said, (name, said)
+            assert all(part in said for part in says), (name, said)
+        attention(**tensors() | group)  # the ranks are in step, and equal arguments pass
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["check mode", "first call"])
-def raised(pool: Any, request: pytest.FixtureRequest) -> list[dict[str, tuple[str, str] | None]]:
-    return pool(WORLD_SIZE).run(disagree, request.param)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_rank_raises(name: str, raised: list[dict[str, tuple[str, str] | None]]) -> None:
-    case = CASES[name]
-    for rank in range(WORLD_SIZE):
-        is_odd = rank == ODD and case.odd_error != "RankMismatchError"
-        expected, says = (case.odd_error, case.odd_says) if is_odd else ("RankMismatchError", case.says)
-        outcome = raised[rank][name]
-        assert outcome is not None, f"rank {rank} did not raise"
-        assert outcome[0] == expected, f"rank {rank}: {outcome}"
-        missing = [part for part in says if part not in outcome[1]]
-        assert not missing, f"rank {rank} does not say {missing}: {outcome[1]}"
-
-
-def differ(rank: int, name: str) -> None:
-    sequence = ShardedSequence(dist.new_group(), length=16)
-    cache = cp_mesh.inference.ShardedCache(sequence)
-    key = torch.ones(1, 2, 8, 4)
-    cache.prefill(key, key)
-    DIFFERENT[name][0](sequence, cache, rank)
-
-
-DIFFERENT: dict[str, tuple[Callable[[ShardedSequence, cp_mesh.inference.ShardedCache, int], Any], str]] = {
+DIFFERENT: dict[str, tuple[Callable[[ShardedSequence, ShardedCache, int], Any], str]] = {
     "dim": (lambda sequence, cache, i: sequence.unshard(torch.ones(8, 8), i), "unshard: expected the same shape"),
     "shape": (lambda sequence, cache, i: sequence.gather(torch.ones(2, 8, 3 + i)), "gather: expected the same shape"),
     "function": (
@@ -259,96 +156,51 @@ DIFFERENT: dict[str, tuple[Callable[[ShardedSequence, cp_mesh.inference.ShardedC
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_first_calls_of_a_sequence_are_compared(pool: Any, name: str) -> None:
-    for error in pool(2).run_expecting_error(differ, name, timeout=20.0):
-        assert error is not None and error.type == "RankMismatchError" and DIFFERENT[name][1] in error.message, error
-
-
-def cut_otherwise(rank: int, dim: int, layout: cp_mesh.Layout) -> None:
+@on_ranks(2, timeout=20.0)
+def test_first_calls_of_a_sequence_are_compared(rank: int, name: str) -> None:
     sequence = ShardedSequence(dist.new_group(), length=16)
-    x = sequence.shard(torch.ones(2, 16, 16, 8), dim=dim)
-    attention(x, x, x, mesh=sequence.mesh, layout=layout)
+    cache, key = ShardedCache(sequence), torch.ones(1, 2, 8, 4)
+    cache.prefill(key, key)
+    call, says = DIFFERENT[name]
+    with refused(says, RankMismatchError):
+        call(sequence, cache, rank)
 
 
-@pytest.mark.parametrize(
-    ("dim", "layout", "says"),
-    [(1, cp_mesh.ZigZag(), "seq_dim: expected 1, the dim in which"), (2, Striped(), "layout: expected zigzag, in")],
-)
-def test_rows_that_shard_cut_otherwise(pool: Any, dim: int, layout: cp_mesh.Layout, says: str) -> None:
-    for error in pool(2).run_expecting_error(cut_otherwise, dim, layout, timeout=20.0):
-        assert error is not None and error.type == "ArgumentError" and says in error.message, error
+@on_ranks(2, timeout=20.0)
+def test_rows_that_shard_cut_otherwise(rank: int) -> None:
+    cases = (1, ZigZag(), "seq_dim: expected 1, the dim in which"), (2, Striped(), "layout: expected zigzag, in")
+    for dim, layout, says in cases:
+        sequence = ShardedSequence(dist.new_group(), length=16)
+        x = sequence.shard(torch.ones(2, 16, 16, 8), dim=dim)
+        with refused(says, ArgumentError):
+            attention(x, x, x, mesh=sequence.mesh, layout=layout)
 
 
-def disagree_by_dtensors(rank: int) -> None:
-    layout = Striped() if rank == ODD else Contiguous()
-    axis = mesh((3,), ("cp",))
+@on_ranks(3)
+def test_dtensors(rank: int, axis: DeviceMesh) -> None:
     q, k, v = (DTensor.from_local(x, axis, [Shard(2)], run_check=False) for x in tensors().values())
-    with check_mode():
-        attention(q, k, v, layout=layout)
+    with check_mode(), refused("same layout", RankMismatchError):
+        attention(q, k, v, layout=Striped() if rank == ODD else Contiguous())
 
 
-def disagree_compiled(rank: int) -> None:
-    options = arguments(rank, CASES["window"])
-    with check_mode():
-        torch.compile(lambda: attention(**options), backend="eager", fullgraph=True)()
+@pytest.mark.full
+@on_ranks(3)
+def test_compiled_calls(rank: int, axis: DeviceMesh) -> None:
+    call = functools.partial(attention, **tensors(), mesh=axis, mask=Mask(window=(3 + (rank == ODD), 0)))
+    with check_mode(), refused("same mask", RankMismatchError):
+        torch.compile(call, backend="eager", fullgraph=True)()
 
 
-@pytest.mark.parametrize("call", [disagree_by_dtensors, pytest.param(disagree_compiled, marks=pytest.mark.full)])
-def test_dtensors_and_compiled_calls(pool: Any, call: Callable[..., None]) -> None:
-    for error in pool(WORLD_SIZE).run_expecting_error(call):
-        assert error is not None and error.type == "RankMismatchError", error
-
-
-def refuse_dtensors(rank: int, told: dict[str, Any], odd: dict[str, Any]) -> None:
-    """A refusal on one rank alone, of DTensors whose cp axis has another name."""
-    grid = mesh((1, WORLD_SIZE), ("rest", "sequence"))
-    options: dict[str, Any] = {
-        name: DTensor.from_local(x, grid, (Replicate(), Shard(2))) for name, x in tensors().items()
-    }
-    options |= {"mesh": grid["sequence"]} if told.get("mesh") else told
-    with check_mode():
-        attention(**options | (odd if rank == ODD else {}))
-
-
-@pytest.mark.parametrize("odd", [{"scale": -1.0}, {"kernel": "none of them"}, {"seq_len": 7}, {"mask": None}], ids=str)
 @pytest.mark.parametrize("told", [{"mesh": True}, {"seq_dim": 2}], ids=str)
-def test_a_refusal_is_heard_on_an_axis_of_any_name(pool: Any, told: dict[str, Any], odd: dict[str, Any]) -> None:
-    errors = pool(WORLD_SIZE).run_expecting_error(refuse_dtensors, told, odd, timeout=5.0)
-    for rank, error in enumerate(errors):
-        assert error is not None and error.type == ("ArgumentError" if rank == ODD else "RankMismatchError"), error
-
-
-def refuse_before_the_group(rank: int) -> None:
-    options = arguments(rank, Case((), lambda: {"seq_dim": 3}))
-    with check_mode():
-        attention(**options)
-
-
-def test_a_refused_seq_dim_does_not_hang(pool: Any) -> None:
-    for rank, error in enumerate(pool(WORLD_SIZE).run_expecting_error(refuse_before_the_group, timeout=3.0)):
-        assert error is not None and error.type == ("ArgumentError" if rank == ODD else "RankMismatchError")
-
-
-def count(rank: int, context: Callable[[], Any], environment: dict[str, str]) -> tuple[list[int], list[int]]:
-    """Comparisons and collectives of a forward that is not the first of its kind, and of its backward."""
-    forget_plans()  # CP_MESH_CHECK is read when a plan is made
-    options = arguments(rank, Case((), dict))
-    for name in ("query", "key", "value"):
-        options[name].requires_grad_()
-    attention(**options)
-
-    def done() -> list[int]:
-        return [words.call_count, num_collectives()]
-
-    with mock.patch.dict("os.environ", environment), context():
-        with mock.patch.object(agreement, "Words", wraps=agreement.Words) as words:
-            numbers = [done()]
-            out = attention(**options)
-            numbers.append(done())
-            out.sum().backward()
-            numbers.append(done())
-    forward, backward = ([y - x for x, y in zip(*pair, strict=True)] for pair in itertools.pairwise(numbers))
-    return forward, backward
+@on_ranks(3, timeout=20.0)
+def test_a_refusal_is_heard_on_an_axis_of_any_name(rank: int, told: Given) -> None:
+    """Of DTensors, of one rank alone."""
+    grid = mesh((1, 3), ("rest", "sequence"))
+    given: Given = {name: DTensor.from_local(x, grid, (Replicate(), Shard(2))) for name, x in tensors().items()}
+    given |= {"mesh": grid["sequence"]} if told.get("mesh") else told
+    for odd in ({"scale": -1.0}, {"kernel": "none of them"}, {"seq_len": 7}, {"mask": None}):
+        with check_mode(), refused("", ArgumentError if rank == ODD else RankMismatchError):
+            attention(**given | (odd if rank == ODD else {}))
 
 
 def checks_off() -> Any:
@@ -356,24 +208,36 @@ def checks_off() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("context", "environment", "exchanges"),
+    ("context", "word", "first", "later"),
     [
-        (nullcontext, {}, False),
-        (nullcontext, {"CP_MESH_CHECK": "0"}, False),
-        (nullcontext, {"CP_MESH_CHECK": "1"}, True),
-        (check_mode, {}, True),
-        (checks_off, {"CP_MESH_CHECK": "1"}, False),
-        *[(nullcontext, {"CP_MESH_CHECK": word}, True) for word in ("true", "Yes", "ON")],
-        *[(nullcontext, {"CP_MESH_CHECK": word}, False) for word in ("", "False", "no", "off")],
-        (check_mode, {"CP_MESH_CHECK": "2"}, True),
+        (nullcontext, None, True, False),
+        (nullcontext, "1", True, True),
+        (check_mode, None, True, True),
+        (checks_off, None, False, False),
+        (checks_off, "1", False, False),
+        (check_mode, "2", True, True),
+        *((nullcontext, word, True, True) for word in ("true", "Yes", "ON")),
+        *((nullcontext, word, False, False) for word in ("0", "False", "no", "off")),
+        (nullcontext, "", True, False),
     ],
 )
-def test_exchanges_only_where_asked(
-    pool: Any, context: Callable[[], Any], environment: dict[str, str], exchanges: bool
-) -> None:
-    ring = WORLD_SIZE - 1  # one hop of K and V from each other rank, one of their gradients back
-    for found in pool(WORLD_SIZE).run(count, context, environment):
-        assert found == ([int(exchanges), ring], [int(exchanges), 2 * ring])
+@on_ranks(3)
+def test_which_calls_are_compared(rank: int, context: Any, word: str | None, first: bool, later: bool) -> None:
+    """Dropout's seeds, of which no kind of call depends; and no collective is added."""
+    forget_plans()  # CP_MESH_CHECK is read when a plan is made
+    given = {name: x.requires_grad_() for name, x in tensors().items()} | {"dropout_p": 0.5, "mesh": dist.new_group()}
+    with mock.patch.dict(os.environ, {} if word is None else {"CP_MESH_CHECK": word}), context():
+        for compared in (first, later):
+            with refused("same dropout_seed", RankMismatchError) if compared else nullcontext():
+                attention(**given, dropout_seed=int(rank == ODD))
+            before = num_collectives()
+            attention(**given, dropout_seed=1).sum().backward()
+            assert num_collectives() - before == 3 * 2  # hops of k and v, twice as many back
+
+
+class Core(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 class Cores(nn.Module):
@@ -383,92 +247,72 @@ class Cores(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({name: Core() for name in ("first", "second")})
 
-    def forward(self, x: Tensor, order: tuple[str, ...]) -> Tensor:
+    def forward(self, x: Tensor, order: list[str]) -> Tensor:
         for name in order:
             x = self.layers[name](x)
         return x
 
 
-class Core(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+def modules(axis: DeviceMesh, order: tuple[int, ...]) -> None:
+    sequence = ShardedSequence(axis)
+    model = cp_mesh.parallelize(Cores(), axis, {"layers.*": ContextParallel(sequence)})
+    model(torch.randn(B, H, ROWS, D), [("first", "second")[i] for i in order])
 
 
-def backwards(order: tuple[int, ...], compiled: bool) -> None:
+def backwards(axis: DeviceMesh, order: tuple[int, ...], how: str = "eager") -> None:
     """Two calls of attention, then their backwards in an order."""
-    axis, losses = mesh((WORLD_SIZE,), ("cp",)), []
-    for window in (3, 5 if compiled else 3):
-        x = torch.randn(B, H, ROWS, D).requires_grad_()
-        call = functools.partial(attention, mesh=axis, mask=Mask(window=(window, 0)))
-        losses.append((torch.compile(call, backend="aot_eager") if compiled else call)(x, x, x).sum())
+    losses = []
+    for window in (3, 3 if how == "eager" else 5):
+        x, call = torch.randn(B, H, ROWS, D).requires_grad_(), functools.partial(attention, mesh=axis)
+        call = functools.partial(call, mask=Mask(window=(window, 0)))
+        if how == "compiled":
+            call = torch.compile(call, backend="aot_eager")
+        losses.append((checkpoint(call, x, x, x, use_reentrant=False) if how == "recomputed" else call(x, x, x)).sum())
     for number in order:
         losses[number].backward()
 
 
-def recomputed(order: tuple[int, ...], compiled: bool) -> None:
-    """As `backwards`, of two checkpoints, which call attention once more in their backward."""
-    axis, losses = mesh((WORLD_SIZE,), ("cp",)), []
-    for window in (3, 5):
-        x = torch.randn(B, H, ROWS, D).requires_grad_()
-        call = functools.partial(attention, mesh=axis, mask=Mask(window=(window, 0)))
-        losses.append(checkpoint(call, x, x, x, use_reentrant=False).sum())
-    for number in order:
-        losses[number].backward()
-
-
-def in_order(rank: int, of: str, compiled: bool, whole: bool, same: bool) -> None:
-    """In check mode for all of it (``whole``), by the forwards' context or by the environment alone."""
-    order = (1, 0) if rank == ODD and not same else (0, 1)
-    with check_mode() if whole else mock.patch.dict("os.environ", {"CP_MESH_CHECK": "1"}):
-        if of == "modules":
-            sequence = ShardedSequence(mesh((WORLD_SIZE,), ("cp",)))
-            model = cp_mesh.parallelize(Cores(), sequence.mesh, {"layers.*": ContextParallel(sequence)})
-            model(torch.randn(B, H, ROWS, D), tuple(("first", "second")[i] for i in order))
-        else:
-            (backwards if of == "backwards" else recomputed)(order, compiled)
+WINDOWS = ("same mask", "window=(3, 0)", "window=(5, 0)")
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
-    ("of", "compiled", "says"),
+    ("run", "says"),
     [
-        ("modules", False, ("order of calls", " in layers.first", " in layers.second")),
-        ("backwards", False, ("order of calls", "cp rank 0: backward", "cp rank 1: backward", "of a set differs")),
-        ("backwards", True, ("same mask", "window=(3, 0)", "window=(5, 0)")),
-        ("recomputed", False, ("same mask", "window=(3, 0)", "window=(5, 0)")),
+        (modules, ("order of calls", " in layers.first", " in layers.second")),
+        (backwards, ("order of calls", "cp rank 0: backward", "cp rank 1: backward", "of a set differs")),
+        pytest.param(functools.partial(backwards, how="compiled"), WINDOWS, marks=pytest.mark.full),
+        (functools.partial(backwards, how="recomputed"), WINDOWS),
     ],
 )
-@pytest.mark.quick(without="backwards-True")
-def test_check_mode_compares_the_order_of_calls(
-    pool: Any, of: str, compiled: bool, says: tuple[str, ...], whole: bool
-) -> None:
-    ranks = pool(WORLD_SIZE)
-    for error in ranks.run_expecting_error(in_order, of, compiled, whole, False):
-        assert error is not None and error.type == "RankMismatchError", error
-        assert all(text in error.message for text in says), error.message
-    ranks.run(in_order, of, compiled, whole, True)
+@on_ranks(3)
+def test_check_mode_compares_the_order_of_calls(rank: int, axis: DeviceMesh, run: Any, says: Any, whole: bool) -> None:
+    """In check mode for all of it (``whole``), or by the environment."""
+    with check_mode() if whole else mock.patch.dict(os.environ, {"CP_MESH_CHECK": "1"}):
+        run(axis, (0, 1))
+        with pytest.raises(RankMismatchError) as raised:
+            run(axis, (1, 0) if rank == ODD else (0, 1))
+    assert all(text in str(raised.value) for text in says), raised.value
 
 
-def one_more(rank: int) -> None:
-    """The odd rank runs a compiled backward once more, where the others call attention."""
-    axis, x = mesh((WORLD_SIZE,), ("cp",)), torch.randn(B, H, ROWS, D).requires_grad_()
+@pytest.mark.full
+@on_ranks(3)
+def test_check_mode_compares_how_many_compiled_backwards_there_are(rank: int, axis: DeviceMesh) -> None:
+    """The odd rank runs one once more, where the others call attention."""
+    x = torch.randn(B, H, ROWS, D).requires_grad_()
     call = torch.compile(functools.partial(attention, mesh=axis), backend="aot_eager")
     with check_mode():
         loss = call(x, x, x).sum()
         loss.backward(retain_graph=True)
-        loss.backward() if rank == ODD else call(x, x, x)
+        with pytest.raises(RankMismatchError, match="same pass on every cp rank, got cp rank 0: forward; cp rank 1: b"):
+            loss.backward() if rank == ODD else call(x, x, x)
 
 
-@pytest.mark.full
-def test_check_mode_compares_how_many_compiled_backwards_there_are(pool: Any) -> None:
-    for error in pool(WORLD_SIZE).run_expecting_error(one_more):
-        assert error is not None and error.type == "RankMismatchError", error
-        assert "same pass on every cp rank, got cp rank 0: forward; cp rank 1: backward" in error.message
-
-
-def one_rank_forgets(rank: int, compiled: bool) -> None:
-    """The odd rank has lost its plan before a second forward, and before its backward."""
-    call = functools.partial(attention, mesh=mesh((WORLD_SIZE,), ("cp",)))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_ranks(3)
+def test_a_plan_that_one_rank_lost_is_no_first_call(rank: int, axis: DeviceMesh, compiled: bool) -> None:
+    """What ranks compare goes by the kind of a call, which they know alike; plans come and go on each rank."""
+    call = functools.partial(attention, mesh=axis)
     call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     q, k, v = (x.requires_grad_() for x in tensors().values())
     call(q, k, v).sum().backward()
@@ -483,103 +327,54 @@ def one_rank_forgets(rank: int, compiled: bool) -> None:
     compared.assert_not_called()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_plan_that_one_rank_lost_is_no_first_call(pool: Any, compiled: bool) -> None:
-    """What ranks compare goes by the kind of a call, which they know alike; plans come and go on each rank."""
-    pool(WORLD_SIZE).run(one_rank_forgets, compiled, timeout=60.0)
-
-
-def refused_words(rank: int) -> list[tuple[str, int]]:
-    """What each call raises where the environment has a word that nobody knows, and its collectives; then of one rank.
-
-    On the last rank alone, the others hear of it.
-    """
-    axis = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("cp",))
-    sequence, given = cp_mesh.ShardedSequence(axis), tensors() | {"mesh": axis}
-    root = cp_mesh.ShardedModel(sequence, inputs=("input",), positions=None)
-    model = cp_mesh.parallelize(torch.nn.Embedding(8, 4), axis, {"": root})
-    cache = cp_mesh.inference.ShardedCache(sequence)
-    row = torch.zeros(1, 1, 1, 4)
+@on_ranks(3, timeout=120.0)
+def test_other_words_are_refused_before_the_first_collective(rank: int) -> None:
+    """Words of the environment that nobody knows; of the last call on one rank alone, of which the others hear."""
+    axis = new_axis()
+    sequence, given = ShardedSequence(axis), tensors() | {"mesh": axis}
+    root = ShardedModel(sequence, inputs=("input",), positions=None)
+    model = cp_mesh.parallelize(nn.Embedding(8, 4), axis, {"": root})
+    cache, row = ShardedCache(sequence), torch.zeros(1, 1, 1, 4)
     calls: list[tuple[str, Callable[[], Any]]] = [
         *[(word, lambda: attention(**given)) for word in ("2", "ture", "1 ")],
         ("x", torch.compile(lambda: attention(**given), backend="eager", fullgraph=True)),
         ("x", lambda: model(torch.zeros(1, 6, dtype=torch.int64))),
-        ("x", lambda: cp_mesh.inference.decode(row, row, row, mesh=axis)),
+        ("x", lambda: decode(row, row, row, mesh=axis)),
         ("x", lambda: cache.append(row, row)),
         ("x" if rank == ODD else "", lambda: attention(**given)),
     ]
-    found = []
-    for word, call in calls:
-        before = num_collectives()
-        with mock.patch.dict("os.environ", {"CP_MESH_CHECK": word}), pytest.raises(Exception) as raised:
+    for i, (word, call) in enumerate(calls):
+        kind = ArgumentError if rank == ODD or i < len(calls) - 1 else RankMismatchError
+        says = rf"CP_MESH_CHECK: expected 1, true, yes or on; 0, false,.*got '{word or 'x'}'"
+        with mock.patch.dict(os.environ, {"CP_MESH_CHECK": word}), refused(says, kind):
             call()
-        found.append((f"{raised.type.__name__}: {raised.value}", num_collectives() - before))
     attention(**given)  # ranks are in step
-    return found
 
 
-def test_other_words_are_refused_before_the_first_collective(pool: Any) -> None:
-    words = ["'2'", "'ture'", "'1 '", "'x'", "'x'", "'x'", "'x'"]
-    for rank, found in enumerate(pool(WORLD_SIZE).run(refused_words, timeout=120.0)):
-        *alike, (odd, _) = found
-        assert [num for _, num in found] == [0] * len(found)
-        for (said, _), word in zip(alike, words, strict=True):
-            assert said.startswith("ArgumentError: CP_MESH_CHECK: expected 1, true, yes or on; 0, false,"), said
-            assert f"got {word}; " in said, said
-        assert odd.startswith("ArgumentError: CP_MESH_CHECK" if rank == ODD else "RankMismatchError"), odd
-        assert "CP_MESH_CHECK: expected 1" in odd and "got 'x'" in odd, odd
-
-
-def looked_at(rank: int) -> list[int]:
-    """Comparisons of a first call, of two like it and of one of another window; then with all of it turned off."""
-    counts, group, real = [], dist.new_group(), dist.PrefixStore.set
-    seen: list[str] = []
-    with mock.patch.object(
-        dist.PrefixStore, "set", lambda store, key, value: seen.append(key) or real(store, key, value)
-    ):
-        for mask in (Mask(), Mask(), Mask(), Mask(window=(5, 0))):
-            attention(**tensors(), mesh=group, mask=mask)
-            counts.append(len(seen))
-        with check_mode(False):
-            attention(**tensors(), mesh=group, mask=Mask(window=(4, 0)))
-        with mock.patch.dict("os.environ", {"CP_MESH_CHECK": "0"}):
-            attention(**tensors(), mesh=group, mask=Mask(window=(3, 0)))
-        counts.append(len(seen))
-    return counts
-
-
-def test_later_calls_are_not_compared(pool: Any) -> None:
-    assert pool(WORLD_SIZE).run(looked_at) == [[1, 1, 1, 2, 2]] * WORLD_SIZE
-
-
-def never_come(rank: int) -> float:
-    """One rank stays away from a first call: the others wait in the store, and not for ever."""
-    begin, group = time.perf_counter(), dist.new_group()
-    with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.5)):
-        if rank != ODD:
-            with pytest.raises(cp_mesh.RankMismatchError, match=r"got none from ranks \[1\]"):
-                attention(**tensors(), mesh=group)
-    return time.perf_counter() - begin
-
-
-def test_a_first_call_does_not_wait_for_ever(pool: Any) -> None:
-    assert max(pool(WORLD_SIZE).run(never_come)) < 20
+@on_ranks(3)
+def test_a_first_call_does_not_wait_for_ever(rank: int) -> None:
+    """One rank stays away: the others wait in the store, as long as collectives of the group would."""
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank != ODD:
+        with refused(r"got none from ranks \[1\]", RankMismatchError):
+            attention(**tensors(), mesh=group)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.int64, torch.bool))
-@pytest.mark.parametrize("shape", ((), (0,), (1,), (1, 1), (0, 2), (3, 1), (2, 3)), ids=str)
-def test_how_a_tensor_lies_in_memory_is_not_compared(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_how_a_tensor_lies_in_memory_is_not_compared(dtype: torch.dtype) -> None:
     inside = torch.arange(100).to(dtype)
-    x = inside.as_strided(shape, [7, 5][: len(shape)], 3)
-    ones = inside[1].expand(shape)  # with strides of 0
-    for y in (x, x.transpose(0, -1).contiguous().transpose(0, -1) if shape else x, ones):
-        assert fingerprint(y) == fingerprint(torch.tensor(y.tolist(), dtype=dtype).view(shape))
-    assert (fingerprint(x) == fingerprint(ones)) == torch.equal(x, ones)
+    for shape in ((), (0,), (1,), (1, 1), (0, 2), (3, 1), (2, 3)):
+        x = inside.as_strided(shape, [7, 5][: len(shape)], 3)
+        ones = inside[1].expand(shape)  # with strides of 0
+        for y in (x, x.transpose(0, -1).contiguous().transpose(0, -1) if shape else x, ones):
+            assert fingerprint(y) == fingerprint(torch.tensor(y.tolist(), dtype=dtype).view(shape))
+        assert (fingerprint(x) == fingerprint(ones)) == torch.equal(x, ones)
 
 
-def made_anew(rank: int) -> None:
-    """Two comparisons of one number over one store, as when a group is destroyed and made again under its name."""
-    group = mesh((2,), ("cp",)).get_group()
+@on_ranks(2)
+def test_a_group_that_is_made_anew_reads_nothing_old(rank: int, axis: DeviceMesh) -> None:
+    """Comparisons of one number over one store, as when a group is destroyed and made again under its name."""
+    group = axis.get_group()
     for number in range(3):
         forget_kept(agreement.Calls)
         dist.barrier(group)
@@ -587,142 +382,113 @@ def made_anew(rank: int) -> None:
         agreement.compare(group, number, lambda number=number: {"seq_len": str(number)})
 
 
-def test_a_group_that_is_made_anew_reads_nothing_old(pool: Any) -> None:
-    pool(2).run(made_anew)
-
-
 # Refusals that a script catches before it goes on over the same group.
 
 
-def try_settings(rank: int) -> list[str]:
+@on_ranks(3)
+def test_each_refusal_is_heard_once(rank: int) -> None:
     """Each setting is refused by one rank alone; the last one by none."""
-    group, said = dist.new_group(), []
-    settings: list[dict[str, Any]] = [{"scale": 0.5}, {"kernel": "reference"}, {"softcap": 30.0}, {"scale": 0.25}]
-    wrong: list[dict[str, Any]] = [{"scale": -1.0}, {"kernel": "flash"}, {"softcap": -30.0}, {}]
-    for odd, (right, refused) in enumerate(zip(settings, wrong, strict=True)):
-        try:
-            attention(**tensors() | right | (refused if rank == odd else {}), mesh=group)
-            said.append("nothing")
-        except Exception as error:
-            said.append(type(error).__name__)
-    return said
+    group = dist.new_group()
+    settings = ("scale", 0.5, -1.0), ("kernel", "reference", "flash"), ("softcap", 30.0, -30.0), ("scale", 0.25, 0.25)
+    for odd, (name, right, wrong) in enumerate(settings):
+        kind = ArgumentError if rank == odd else RankMismatchError
+        with refused("", kind) if odd < 3 else nullcontext():
+            attention(**tensors() | {name: wrong if rank == odd else right}, mesh=group)
 
 
-def test_each_refusal_is_heard_once(pool: Any) -> None:
-    for rank, said in enumerate(pool(WORLD_SIZE).run(try_settings)):
-        assert said == ["ArgumentError" if rank == odd else "RankMismatchError" for odd in range(3)] + ["nothing"]
+def said_of(call: Callable[[], Any]) -> str:
+    """The error that it raises."""
+    try:
+        call()
+    except RuntimeError as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def refuse_later(rank: int) -> str:
+@on_ranks(2)
+def test_a_later_refusal_is_told_when_the_wait_ends(rank: int) -> None:
     """A call that is like the first one to one rank, and that the other one refuses and goes on."""
     group = dist.new_group(timeout=timedelta(seconds=3))
-    for wrong in ({}, tensors(rows=7) if rank == ODD else {}):
-        try:
-            attention(**tensors() | wrong, mesh=group, seq_len=2 * ROWS)
-        except Exception as error:
-            return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        finally:
-            dist.barrier()
-    return "nothing"
-
-
-def test_a_later_refusal_is_told_when_the_wait_ends(pool: Any) -> None:
-    waited, refused = pool(2).run(refuse_later)
-    assert refused.startswith("ArgumentError: local sequence length"), refused
-    assert waited.startswith("RuntimeError: attention: rows of other ranks never came"), waited
-    assert f"rank 1 of the group has raised: {refused}" in waited, waited
-
-
-def many_kinds(rank: int) -> list[str]:
-    """What calls say after the most kinds that are kept, of which the third differs on the odd rank."""
-    group, said = dist.new_group(), []
-    with mock.patch.object(agreement, "MOST_KINDS", 1):
-        for i in range(5):
-            try:
-                attention(**tensors(), mesh=group, scale=1 + i + (0.5 if (i, rank) == (3, ODD) else 0))
-                said.append("")
-            except cp_mesh.RankMismatchError as error:
-                said.append(f"{error}")
-    return said
-
-
-def test_after_many_kinds_some_calls_are_compared(pool: Any) -> None:
-    for said in pool(2).run(many_kinds):
-        assert said[:4] == [""] * 4
-        assert "expected the same calls after the first 1 kinds on every cp rank, got cp rank 0:" in said[4]
-
-
-def leave_a_pass(rank: int, direction: str) -> list[str]:
-    """What two calls say of which the odd rank leaves the first by an error, in one direction."""
-    group, said = dist.new_group(timeout=timedelta(seconds=3)), []
-    x = tensors(K=H)["query"].requires_grad_()
-    first, out = (attention(x, x, x, mesh=group) for _ in range(2))
-    first.sum().backward()
-    calls = [lambda: attention(x, x, x, mesh=group), lambda: attention(x, x, x, mesh=group, scale=0.5)]
-    owner = MergingForward
-    if direction == "backward":
-        calls[0], owner = lambda: out.sum().backward(), SummingBackward
-    error = torch.OutOfMemoryError("as planted")
-    with mock.patch.object(owner, "step", side_effect=error) if rank == ODD else nullcontext():
-        for call in calls:
-            try:
-                call()
-            except RuntimeError as caught:
-                said.append("\n".join([f"{type(caught).__name__}: {caught}", *getattr(caught, "__notes__", [])]))
+    attention(**tensors(), mesh=group, seq_len=2 * ROWS)
+    wrong = tensors(rows=7) if rank == ODD else {}
+    said = said_of(lambda: attention(**tensors() | wrong, mesh=group, seq_len=2 * ROWS))
     dist.barrier()
-    return said
+    if rank == ODD:
+        assert said.startswith("ArgumentError: local sequence length"), said
+    else:
+        assert said.startswith("RuntimeError: attention: rows of other ranks never came"), said
+        assert "rank 1 of the group has raised: ArgumentError: local sequence length" in said, said
+
+
+@on_ranks(2)
+def test_after_many_kinds_some_calls_are_compared(rank: int) -> None:
+    """The third call after the most kinds that are kept differs."""
+    group = dist.new_group()
+    with mock.patch.object(agreement, "MOST_KINDS", 1):
+        for i in range(4):
+            attention(**tensors(), mesh=group, scale=1 + i + (0.5 if (i, rank) == (3, ODD) else 0))
+        with refused("expected the same calls after the first 1 kinds on every cp rank, got cp rank 0:"):
+            attention(**tensors(), mesh=group, scale=5)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_after_an_error_in_a_pass_its_rank_refuses_the_group(pool: Any, direction: str) -> None:
-    others, (left, refused) = pool(2).run(leave_a_pass, direction)
-    assert left == "OutOfMemoryError: as planted"
-    assert refused.startswith("RankMismatchError: group: expected one whose passes have ended"), refused
-    assert left in refused, refused
-    assert f"rank {ODD}" in others[0] and f"raised: {left}" in others[0].replace(" while this rank did not", ""), others
+@on_ranks(2)
+def test_after_an_error_in_a_pass_its_rank_refuses_the_group(rank: int, direction: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    x = tensors(K=H)["query"].requires_grad_()
+    first, out = (attention(x, x, x, mesh=group) for _ in range(2))
+    first.sum().backward()
+    backward = direction == "backward"
+    call = (lambda: out.sum().backward()) if backward else lambda: attention(x, x, x, mesh=group)
+    owner, error = SummingBackward if backward else MergingForward, torch.OutOfMemoryError("as planted")
+    with mock.patch.object(owner, "step", side_effect=error) if rank == ODD else nullcontext():
+        said, later = said_of(call), said_of(lambda: attention(x, x, x, mesh=group, scale=0.5))
+    dist.barrier()
+    if rank == ODD:
+        assert said == "OutOfMemoryError: as planted"
+        assert later.startswith("RankMismatchError: group: expected one whose passes have ended"), later
+        assert said in later, later
+    else:
+        said = (said or later).replace(" while this rank did not", "")
+        assert f"rank {ODD}" in said and "raised: OutOfMemoryError: as planted" in said, said
 
 
-class Planned(torch.nn.Module):
-    def forward(self, q: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
-def plan_again(rank: int) -> None:
-    """What a rank refuses where the others call nothing is of no plan that comes after."""
-    axis = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("cp",))  # later calls over it would hear it
-    style = cp_mesh.ContextParallel(cp_mesh.ShardedSequence(axis))
+@on_ranks(2)
+def test_a_new_plan_hears_of_nothing_before(rank: int) -> None:
+    """What a rank refuses where the others call nothing."""
+    axis = new_axis()  # later calls over it would hear it
+    style = ContextParallel(ShardedSequence(axis))
     for plans in range(2):
-        attend = cp_mesh.parallelize(torch.nn.Sequential(Planned()), axis, {"0": style}, watch=False)
+        attend = cp_mesh.parallelize(nn.Sequential(Core()), axis, {"0": style}, watch=False)
         attend(torch.randn(1, 2, 8, 8 + 2 * plans))
         if rank == 1:
-            with pytest.raises(cp_mesh.ArgumentError, match="scale"):
+            with refused("scale", ArgumentError):
                 attention(**tensors(), mesh=axis, scale=-1.0)
 
 
-def test_a_new_plan_hears_of_nothing_before(pool: Any) -> None:
-    pool(2).run(plan_again)
-
-
-def later(rank: int, what: str) -> None:
-    """Of two equal calls in check mode the second has other documents, or another shape, on one rank."""
-    sequence = ShardedSequence(mesh((2,), ("cp",)), length=16)
-    x = torch.randn(2, 8, 2, 4, dtype=torch.float64)
-    calls = {
-        "document_sums": lambda mask, n: document_sums(x[..., 0, 0], sequence=sequence, mask=mask),
-        "causal_conv1d": lambda mask, n: mixers.causal_conv1d(x.flatten(2), x[0, :, 0], sequence=sequence, mask=mask),
-        "gated_delta_rule": lambda mask, n: mixers.gated_delta_rule(
-            x, x, x, -x[..., 0].abs(), x[..., 0], sequence=sequence, mask=mask
-        ),
-        "gla, refused": lambda mask, n: mixers.gla(x, x[..., n:], x, sequence=sequence),
-        "unshard": lambda mask, n: sequence.unshard(x[..., n:]),
-    }
-    with check_mode():
-        for n in (0, rank):
-            calls[what](Mask(documents=torch.arange(16) // (4 + n)), n)
-
-
 @pytest.mark.parametrize("what", ["document_sums", "causal_conv1d", "gated_delta_rule", "gla, refused", "unshard"])
-def test_check_mode_compares_all_calls(pool: Any, what: str) -> None:
-    for rank, raised in enumerate(pool(2).run_expecting_error(later, what)):
-        refused = rank == 1 and "refused" in what
-        assert raised is not None and raised.type == ("ArgumentError" if refused else "RankMismatchError")
+@on_ranks(2)
+def test_check_mode_compares_all_calls(rank: int, what: str, axis: DeviceMesh) -> None:
+    """Of two equal calls the second has other documents, or another shape, on one rank."""
+    sequence = ShardedSequence(axis, length=16)
+    x = torch.randn(2, 8, 2, 4, dtype=torch.float64)
+
+    def call(n: int) -> Any:
+        mask = Mask(documents=torch.arange(16) // (4 + n))
+        calls: dict[str, Callable[[], Any]] = {
+            "document_sums": lambda: document_sums(x[..., 0, 0], sequence=sequence, mask=mask),
+            "causal_conv1d": lambda: mixers.causal_conv1d(x.flatten(2), x[0, :, 0], sequence=sequence, mask=mask),
+            "gated_delta_rule": lambda: mixers.gated_delta_rule(
+                x, x, x, -x[..., 0].abs(), x[..., 0], sequence=sequence, mask=mask
+            ),
+            "gla, refused": lambda: mixers.gla(x, x[..., n:], x, sequence=sequence),
+            "unshard": lambda: sequence.unshard(x[..., n:]),
+        }
+        return calls[what]()
+
+    with check_mode():
+        call(0)
+        with pytest.raises(ArgumentError if rank == 1 and "refused" in what else RankMismatchError):
+            call(rank)

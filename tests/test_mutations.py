@@ -84,12 +84,6 @@ def few(cases: list[Case], num_ranks: int = 3) -> Check:
     return on(num_ranks, parity_on_ranks, (num_ranks,), ("cp",), cases, True, timeout=20.0)
 
 
-def every_disagreement(pool: Any) -> None:
-    raised = pool(3).run(test_agreement.disagree, True, timeout=10.0)
-    for name in test_agreement.CASES:
-        test_agreement.test_every_rank_raises(name, raised)
-
-
 def labels_by_chunk(pool: Any) -> None:
     for said in pool(2).run(attempt, "labels by chunk", "eager", "guard", False):
         assert said.found in ("found", "refused"), said
@@ -145,7 +139,7 @@ CHECKS: dict[str, Check] = {
     "labels of batches": test_auto_layout.test_labels_and_outputs_of_another_layout_are_refused,
     "ranks with layouts": of(test_auto_layout.test_ranks_with_other_layouts_are_refused, True),
     "changing layouts": of(test_changing_layouts.test_whole_model, 24, False),
-    "check mode": every_disagreement,
+    "check mode": of(test_agreement.test_every_rank_raises, True),
     "first calls": of(test_agreement.test_first_calls_of_a_sequence_are_compared, "gradients"),
     "verify": of(test_verify.test_verify_finds_what_one_device_has_too, False, "a scale wrong by 2 %", "cpu_flash"),
     "verify_model": on(2, test_verify_model.looked_at, timeout=120.0),
