@@ -44,10 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
     if INTERPRETED and find_spec("triton"):
         speed_up_interpreter()
-    full = config.getoption("--full") or bool(config.getoption("--nightly"))
-    # On CI the same examples in every run.
-    examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}
-    settings.register_profile("form", **examples)
+    nightly = bool(config.getoption("--nightly"))  # it draws anew, the other forms the same examples in every run
+    examples = 1000 if nightly or config.getoption("--full") else 100
+    settings.register_profile("form", max_examples=examples, deadline=None, derandomize=not nightly, print_blob=True)
     settings.load_profile("form")
 
 
