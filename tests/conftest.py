@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -45,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETED and find_spec("triton"):
         speed_up_interpreter()
     nightly = bool(config.getoption("--nightly"))  # it draws anew, the other forms the same examples in every run
-    examples = 1000 if nightly or config.getoption("--full") else 100
+    examples = 5000 if nightly else 1000 if config.getoption("--full") else 100
     settings.register_profile("form", max_examples=examples, deadline=None, derandomize=not nightly, print_blob=True)
     settings.load_profile("form")
 

@@ -39,9 +39,7 @@ from cases import LAYOUTS, MASKS, make_mask
 from checks import Case, call, report
 from covering import covering_array
 from dense import make_qkv
-from drawing import line
 from frames import COUNTED
-from fuzz import Fuzzer
 from inside import METHOD_NAMES, SOURCES, planned
 from model import Core, Model, batch
 from ranks import Pools, mesh
@@ -532,18 +530,3 @@ def test_compilations(pool: Any, pin: Any, what: str) -> None:
     found, other = pool(2).run(graphs, what, timeout=300.0)
     assert found == other
     pin(f"compilations of {what}", found, {"torch": VERSION}, falls=True)
-
-
-# Random uses.
-
-
-@pytest.mark.nightly("random")
-@pytest.mark.parametrize("size", (2, 3, 4))
-def test_random_uses(pool: Any, pin: Any, size: int) -> None:
-    """A hundred of the fuzzer's, the same in every run; which are refused stays as it is."""
-    uses, refused, failed = [(f"pins:{i}", size) for i in range(100)], [], []
-    for (seed, _), (use, verdict) in zip(uses, Fuzzer(pool, timeout=300.0).run(size, uses), strict=True):
-        refused += [seed] * (verdict.kind == "refused")
-        failed += [f"{verdict.kind}:\n{line(use)}\n{verdict.words}"] * verdict.fails
-    report([failed])
-    pin(f"random uses on {size} ranks", {"refused": refused})
