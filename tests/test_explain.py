@@ -280,7 +280,6 @@ def test_every_option_counts(name: str) -> None:
         ({"transport": "nccl"}, ArgumentError, "transport='functional' works"),
         ({"transport": "symmetric_memory"}, UnsupportedError, "of one host, got device='cpu'.*'functional' works"),
         (ON_GPU | {"transport": "symmetric_memory", "gpus_per_host": 2}, UnsupportedError, "got 2 hosts"),
-        ({"gpus_per_host": 0}, ArgumentError, "gpus_per_host: expected an int of 1 to 1048576, got 0; gpus_per_host=8"),
         ({"kernel": "flash"}, ArgumentError, "one of auto, fa4.*got 'flash'; kernel='auto' works"),
         ({"kernel": "fa4"}, UnsupportedError, "kernel='fa4' lacks device cpu.*kernel='auto' works"),
         ({"method": "tree"}, ArgumentError, "method='ring' works"),
@@ -298,23 +297,7 @@ def test_every_option_counts(name: str) -> None:
         ({"scores": ["cap"]}, ArgumentError, "names of softcap, sinks.*got 'cap'"),
         (ON_GPU | {"scores": ["bias"]}, UnsupportedError, "kernel='fa4' lacks .*scores with bias.*kernel='auto' works"),
         ({"device": "gpu"}, ArgumentError, "device: expected one of cpu, cuda, got 'gpu'"),
-        ({"num_heads": 2**70}, ArgumentError, "num_heads: expected an int of 1 to"),
-        ({"columns": 0}, ArgumentError, "columns: expected an int of 1 to 1048576, got 0; columns=64"),
-        ({"batch": 0}, ArgumentError, "batch: expected an int of 1 to 1048576, got 0; batch=1"),
         ({"head_dim": 0}, ArgumentError, "head_dim: expected an int of 1 to 1048576, got 0; head_dim=128"),
-        ({"head_dim": -8}, ArgumentError, "head_dim: expected an int of 1 to 1048576, got -8"),
-        ({"num_heads": 0}, ArgumentError, "num_heads: expected an int of 1 to 1048576, got 0; num_heads=32"),
-        ({"num_heads": -4}, ArgumentError, "num_heads: expected an int of 1 to 1048576, got -4"),
-        (
-            {"num_heads": 8, "num_kv_heads": 0},
-            ArgumentError,
-            "num_kv_heads: expected an int of 1 to 1048576, got 0; None means",
-        ),
-        (
-            {"num_heads": 8, "head_chunks": 0},
-            ArgumentError,
-            "head_chunks: expected an int of 1 to 1048576, got 0; None is automatic",
-        ),
     ),
 )
 def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -331,7 +314,7 @@ def test_no_ranks_and_no_tokens_are_refused() -> None:
 # ---- text
 
 
-@pytest.mark.parametrize("cp_size", (1, 2, 8, 36, 64, 200))
+@pytest.mark.parametrize("cp_size", (1, 8, 36, 200))
 @pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid"))
 @pytest.mark.quick("hybrid-36", "ring-200")
 def test_text_fits(cp_size: int, method: str) -> None:
@@ -349,18 +332,12 @@ def test_of_many_ranks_the_worst_are_looked_at() -> None:
     assert ranks[:3] == [0, 1, 2] and ranks[-1] == 63 and len(ranks) < 10  # contiguous: the last has most of all
     left_out = f"{64 - len(ranks)} ranks are left out; memory is the largest"
     assert len(found.found.work) == 64 and left_out in str(found)
-    turned = Permuted(torch.arange(64 * 256).view(64, 256).roll(41, 0).flatten())  # now rank 40 has
-    assert 40 in [x.rank for x in explain(64 * 256, 64, layout=turned).found.ranks]
-    # rank 40 has one long document, 11 fetches most, and 24, the first of a host, most from another
+    # rank 40 has one long document, and 11 fetches most
     begins = {16 * i for i in range(64 * 16)} - {256 * 40 + 16 * i for i in range(1, 16)}
-    begins -= set(range(9 * 256 + 16, 12 * 256, 16)) | set(range(23 * 256 + 16, 25 * 256, 16))
+    begins -= set(range(9 * 256 + 16, 12 * 256, 16))
     ids = torch.tensor([i in begins for i in range(64 * 256)]).cumsum(0)
     fetching = explain(64 * 256, 64, layout=Contiguous(), mask=Mask(documents=ids), **ON_GPU).found
-    assert fetching.work.argmax() == 11 and {11, 24} < {x.rank for x in fetching.ranks}
-    begins |= set(range(9 * 256 + 16, 12 * 256, 16)) | set(range(23 * 256 + 16, 25 * 256, 16))
-    ids = torch.tensor([i in begins for i in range(64 * 256)]).cumsum(0)
-    working = explain(64 * 256, 64, layout=Contiguous(), mask=Mask(documents=ids), **ON_GPU).found
-    assert working.work.argmax() == 40 and 40 in [x.rank for x in working.ranks] and working.moved == 0
+    assert fetching.work.argmax() == 11 and {11, 40} < {x.rank for x in fetching.ranks}
     twelve = explain(12 * 256, 12, layout=Contiguous())
     assert len(twelve.found.ranks) == 12 and "3 ranks are left out" in str(twelve)
     assert lines_of(explain(64 * 256, 64, layout=Contiguous()), "owner")[0].split()[1:3] == ["0", "3"]
@@ -370,15 +347,6 @@ def test_stages_that_do_not_fit_are_summed() -> None:
     found = explain(64 * 256, 64, layout=Contiguous(), **ON_GPU)
     last = re.sub(r"from [\d,]+", "", lines_of(found, "63")[0]).split()
     assert "stages 4-17" in str(found) and last[4:8] == ["256", "512", "1024", str(56 * 256)]
-
-
-@pytest.mark.nightly("geometry")
-def test_thousands_of_ranks_take_seconds() -> None:
-    """32M tokens on 4096 ranks of 512 hosts; 17 seconds of a core."""
-    begin = time.process_time()
-    found = explain(1 << 25, 4096, **ON_GPU | {"method": "auto"})
-    assert time.process_time() - begin < 60
-    assert {x.method for x in found.others} == {"all_gather", "ring", "hybrid"}  # 32 heads
 
 
 @pytest.mark.full
@@ -404,13 +372,11 @@ def sources(rank: int, step: int, method: str) -> list[int]:
 @pytest.mark.parametrize(
     "mask",
     (
-        Mask(),
         Mask(window=(9, 4), causal=False),
         Mask(documents=DOCUMENTS, key_padding=torch.arange(96) < 90),
-        Mask(blocks=torch.arange(96) // 20),
     ),
 )
-@pytest.mark.parametrize("layout", (ZigZag(), Striped(), Permuted(torch.randperm(96)), Contiguous()))
+@pytest.mark.parametrize("layout", (ZigZag(), Permuted(torch.randperm(96))))
 @pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid"))
 @pytest.mark.quick("ring-layout0", "hybrid-layout1")
 def test_picture_has_the_stage_of_each_pair(layout: Any, mask: Mask, method: str) -> None:
@@ -442,22 +408,6 @@ def test_plot(tmp_path: Path) -> None:
         found.plot(path, points)
         assert path.read_bytes().startswith(b"\x89PNG")
     assert paths[0].read_bytes() != paths[1].read_bytes()
-
-
-@pytest.mark.parametrize("cp_size", (1, 3, 4, 5))
-@pytest.mark.quick("5")
-def test_ranks_have_the_colours_of_the_documents(tmp_path: Path, cp_size: int) -> None:
-    """Those of docs/pictures, of up to 4 ranks; of more, the first and the last."""
-    image = pytest.importorskip("matplotlib.image")
-    explain(cp_size * 72, cp_size, layout=Contiguous()).plot(tmp_path / "drawn.png")
-    drawn = (image.imread(tmp_path / "drawn.png")[..., :3] * 255).round().astype(int).reshape(-1, 3)
-    found = {f"#{red:02X}{green:02X}{blue:02X}" for red, green, blue in np.unique(drawn, axis=0)}
-    picture = (ROOT / "docs" / "pictures" / "layout_contiguous.svg").read_text()
-    colors = list(dict.fromkeys(re.findall(r'y="10" .*?fill="(#\w+)"', picture)))  # of its legend
-    assert len(colors) == 4 and [x in found for x in colors] == [
-        i in (range(cp_size) if cp_size < 5 else (0, 3)) for i in range(4)
-    ]
-    assert ("#EEEEEE" in found) and '"#EEEEEE"' in picture  # what is hidden
 
 
 def test_plot_without_matplotlib(tmp_path: Path) -> None:

@@ -253,24 +253,14 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "experts": (
         SMALL | {"model_type": "mixtral"}, {}, "model_type: expected one of llama, mistral, qwen2, got 'mixtral'"
     ),
-    "no family": ({"hidden_size": 4}, {}, "model_type: expected one of llama, mistral, qwen2, got None"),
     "a size": (
         {k: x for k, x in SMALL.items() if k != "vocab_size"}, {}, "model: expected the key vocab_size, got ['h"
     ),
-    "no layers": (SMALL | {"num_hidden_layers": None}, {}, "expected the key num_hidden_layers"),
-    "half a layer": (SMALL | {"num_hidden_layers": 2.5}, {}, "num_hidden_layers: expected an int of 1 to"),
-    "text for a size": (
-        SMALL | {"hidden_size": "64"}, {}, "hidden_size: expected an int of 1 to 1099511627776, got '64'"
-    ),
+    "memory": (SMALL, {"gpu_memory": float("nan")}, "gpu_memory: expected a number above 0, in GiB, got nan"),
     "text for a switch": (SMALL | {"tie_word_embeddings": "yes"}, {}, "tie_word_embeddings: expected true or false"),
-    "less than no memory": (SMALL, {"gpu_memory": -3}, "gpu_memory: expected a number above 0, in GiB, got -3"),
-    "memory that is none": (SMALL, {"gpu_memory": float("nan")}, "gpu_memory: expected a number above 0"),
     "recompute": (SMALL, {"recompute": "all"}, "recompute: expected one of selective, full, got 'all'"),
     "rows": (SMALL, {"mlp_rows": 0}, "explain_step: mlp_rows: expected an int of 1 to 1099511627776, got 0; 1 works"),
-    "dp": (SMALL, {"dp_size": 0}, "explain_step: dp_size: expected an int of 1 to 1099511627776, got 0"),
     "the host's alone": (SMALL, {"host_memory": 4.0}, "host_memory: expected gpu_memory with it"),
-    "cp": (SMALL, {"cp_size": 0}, "cp_size: expected an int of 1 to 8192, got 0"),
-    "a kernel": (SMALL, {"kernel": "fa5"}, "kernel: expected"),
 }  # fmt: skip
 
 
@@ -282,7 +272,7 @@ def test_others_are_refused_by_name(name: str) -> None:
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(("text", "says"), [("x", "JSONDecodeError"), ("[" * 10**5, "RecursionError"), ("[]", "list")])
+@pytest.mark.parametrize(("text", "says"), [("x", "JSONDecodeError"), ("[]", "list")])
 def test_files_that_are_no_config(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ArgumentError, match=f"expected a config.json of Transformers, got .*: {says}"):
@@ -353,9 +343,6 @@ def test_the_command_prints_the_same(capsys: pytest.CaptureFixture[str], tmp_pat
         "--offload-optimizer": {"offload_optimizer": True},
         "--optimizer-dtype bfloat16": {"optimizer_dtype": torch.bfloat16},
         "--dtype float16 --head-chunks 2": {"dtype": torch.float16, "head_chunks": 2},
-        "--mlp-rows 128 --method all_gather --layout contiguous": {
-            "mlp_rows": 128, "method": "all_gather", "layout": cp_mesh.Contiguous(),
-        },
         "--mlp-rows 128 --method all_gather --layout contiguous --window 99": {
             "mlp_rows": 128, "method": "all_gather", "layout": cp_mesh.Contiguous(),
             "mask": cp_mesh.Mask(window=(98, 0)),
@@ -387,16 +374,13 @@ def test_moments_sum_to_the_peak() -> None:
     assert max(map(len, found.text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("seq_len", (262144, 1048576))
-def test_measured_steps_took_about_that(seq_len: int) -> None:
+def test_measured_steps_took_about_that() -> None:
     """Those of an older script, whose MLP and loss were other modules in checkpoints: within a tenth."""
-    compared = 0
     with (ROOT / "docs" / "results" / "long_2xh200.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if int(row["seq_len"]) == seq_len:
-                sizes = PRESETS["llama-3-8b"] | {"num_hidden_layers": int(row["layers"])}
-                given = {"tiled_loss": True, "offload_checkpoints": True, "recompute": row["recompute"]}
-                found = explain_step(sizes, seq_len, 2, mlp_rows=int(row["mlp_rows"]), kernel="fa4", **given)
-                assert found.peak / GIB == pytest.approx(float(row["peak_gib"]), rel=0.1)
-                compared += 1
-    assert compared == {262144: 3, 1048576: 2}[seq_len]
+        rows = [row for row in csv.DictReader(file) if row["seq_len"] in ("262144", "1048576")]
+    assert len(rows) == 5
+    for row in rows:
+        sizes = PRESETS["llama-3-8b"] | {"num_hidden_layers": int(row["layers"])}
+        given = {"tiled_loss": True, "offload_checkpoints": True, "recompute": row["recompute"], "kernel": "fa4"}
+        found = explain_step(sizes, int(row["seq_len"]), 2, mlp_rows=int(row["mlp_rows"]), **given)
+        assert found.peak / GIB == pytest.approx(float(row["peak_gib"]), rel=0.1)
