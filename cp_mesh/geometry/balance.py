@@ -131,11 +131,12 @@ def _deal(parts: list[Part], room: list[int], share: float, slack: float, weight
         now = weight * more / max(tokens, 1) + (1 - weight) * parts[-1].pairs / parts[-1].num
         if now < 0.9 * lighter:
             lighter = now  # ranks by their pairs with those that their room will hold
-            order = sorted((pairs[rank] + num * lighter, rank) for rank, num in enumerate(room) if num)
+            order = sorted([(pairs[rank] + num * lighter, rank) for rank, num in enumerate(room) if num])
         used = []
         while part.num and order:
             (load, rank), price = order[0], part.pairs - lighter * part.num
-            able = next((x for x in order if room[x[1]] >= part.num), None) if load + price <= most else None
+            fits = load + price <= most and part.num <= max(room)
+            able = next((x for x in order if room[x[1]] >= part.num), None) if fits else None
             if able and able[0] + price <= most:
                 order.remove(able)
                 rank, num = able[1], part.num
@@ -154,7 +155,7 @@ def _deal(parts: list[Part], room: list[int], share: float, slack: float, weight
         left += [part] if part.num else []
         for rank in filter(room.__getitem__, used):
             insort(order, (pairs[rank] + room[rank] * lighter, rank))
-    for rank in sorted(range(len(room)), key=room.__getitem__):
+    for rank in sorted(filter(room.__getitem__, range(len(room))), key=room.__getitem__):
         some = change[-2 * CHANGE :]
         taken = {some[i] for i in _adding_up([part.num for part in some], room[rank])}
         for part in sorted(taken):
@@ -181,6 +182,8 @@ def _ends(part: Part, num: int, wanted: float, tolerance: float) -> tuple[int, f
 
     One end is enough where it has as many pairs as wanted; if both have, the one that leaves fewer keys to fetch.
     """
+    if num == part.num:
+        return num, part.pairs
     of_tail = part.pairs * num / part.num + part.rise * (part.num - num) * num / 2
     step = part.rise * (part.num - num)  # what a row of the head instead of the tail saves
     head = round(min(max((of_tail - wanted) / step, 0), num)) if step else 0

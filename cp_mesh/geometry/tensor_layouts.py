@@ -142,24 +142,15 @@ class Balanced(OfTensor):
         return super().shard_len(seq_len, cp_size, cp_rank)
 
     def positions(self, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
-        if torch.compiler.is_compiling():
-            return positions_of_runs(self.tensor, seq_len, cp_size, cp_rank)
-        return super().positions(seq_len, cp_size, cp_rank)
+        num, (first, end) = self.shard_len(seq_len, cp_size, cp_rank), chunk_bounds(seq_len, cp_size, cp_rank)
+        starts, lens = self.tensor.unbind(1)
+        after = lens.cumsum(0)  # rows of all ranks
+        held = after.clamp(first, end) - (after - lens).clamp(first, end)
+        shift = (starts - (after - lens)).repeat_interleave(held, output_size=num)
+        return shift + torch.arange(first, end, device="cpu")
 
     def spec(self) -> str:
         return "balanced"
-
-
-@torch.library.custom_op("cp_mesh::positions_of_runs", mutates_args=())
-def positions_of_runs(table: Tensor, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
-    """`Balanced.positions` in compiled code, whose traces have no content."""
-    return Balanced(table).positions(seq_len, cp_size, cp_rank)
-
-
-@positions_of_runs.register_fake
-def _(table: Tensor, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
-    begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
-    return torch.empty(end - begin, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
