@@ -12,6 +12,12 @@ of ``--batches`` batches:
     local                 part of the ranks that neither send nor receive
     calls                 of the attention kernel in a forward, most of a rank
     plan_ms               of one processor to make the layout, the least of three; the mask has read its documents
+
+    python examples/benchmarks/placement.py --host --layouts zigzag balanced --csv planning_cpu.csv
+
+What a new batch costs one processor, in ms: 128K tokens, 100 lognormal documents, the least of three; mean and largest
+of the batches. ``layout``: from document ids to the mask, the layout and this rank's positions. ``call``: the plan of
+attention.
 """
 
 from __future__ import annotations
@@ -20,17 +26,20 @@ import argparse
 import math
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not installed
 
 from report import append, git_commit  # noqa: E402
 
-from cp_mesh import Contiguous, Layout, Mask, ZigZag, balance  # noqa: E402
+from cp_mesh import Contiguous, Layout, Mask, ShardedSequence, ZigZag, balance  # noqa: E402
 from cp_mesh.geometry.pair_counts import pairs_between  # noqa: E402
 from cp_mesh.geometry.schedule import make_schedule  # noqa: E402
 from cp_mesh.geometry.survey import of_many_ranks  # noqa: E402
@@ -43,6 +52,7 @@ CASES = [("chat", 4096, 2), ("chat", 16384, 2), ("web", 16384, 2), ("web", 65536
 CASES += [("chat", 16384, 8), ("web", 16384, 8), ("web", 65536, 8), ("long", 65536, 8), ("chat", 1024, 128)]
 COLUMNS = ("commit", "layout", "documents", "rows", "ranks", "time", "worst_time", "pairs")
 COLUMNS += ("mib", "worst_mib", "local", "calls", "plan_ms")
+HOST = ("commit", "layout", "ranks", "layout_ms", "worst_layout_ms", "call_ms", "worst_call_ms")
 
 
 def lengths(name: str, seq_len: int, seed: int) -> list[int]:
@@ -73,6 +83,28 @@ def measure(layout: str, mask: Mask, seq_len: int, ranks: int) -> list[float]:
     return [*evenness, mib.mean(), mib.max(), local, max(map(len, tiles)), min(plan_ms, default=0.0)]
 
 
+def host(layout: str, ranks: int, batches: int) -> list[float]:
+    """Mean and largest time of batches, in ms: of their layouts, and of the plans of their calls."""
+    rank, seq_len, found = ranks // 2, 1 << 17, []
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    sequence = ShardedSequence(dist.group.WORLD, OTHERS.get(layout, "auto"))
+    for seed in range(batches):
+        ends = np.random.RandomState(seed).lognormal(size=100).cumsum()
+        ids = torch.from_numpy((ends / ends[-1] * seq_len).round().searchsorted(np.arange(seq_len), "right"))
+        times = []
+        for _ in range(3):
+            clock = [time.process_time()]
+            mask = Mask(documents=ids)
+            batch = sequence.for_batch(seq_len, mask)
+            batch.positions()
+            clock.append(time.process_time())
+            make_schedule(batch.layout, batch.mask(mask), seq_len, ranks, rank, segments=True)
+            times.append(np.diff([*clock, time.process_time()]) * 1e3)
+        found.append(np.min(times, axis=0))
+    dist.destroy_process_group()
+    return [x for each in np.transpose(found) for x in (each.mean(), each.max())]
+
+
 OTHERS: dict[str, Layout] = {"zigzag": ZigZag(), "contiguous": Contiguous()}
 
 
@@ -82,8 +114,15 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--csv", type=Path, help="append a row for each layout and case")
     parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
+    parser.add_argument("--host", action="store_true", help="time what a batch costs the host, and nothing else")
     args = parser.parse_args()
-    for layout in args.layouts:
+    for layout, ranks in product(args.layouts, (2, 4, 8, 16, 32, 64, 128) if args.host else ()):
+        figures = [f"{x:.2f}" for x in host(layout, ranks, args.batches)]
+        row = dict(zip(HOST, [args.commit or git_commit(), layout, ranks, *figures], strict=True))
+        print(*row.values(), flush=True)
+        if args.csv:
+            append(args.csv, HOST, [row])
+    for layout in () if args.host else args.layouts:
         for name, rows, ranks in CASES:
             found = []
             for seed in range(args.batches):
