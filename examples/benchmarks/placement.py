@@ -15,7 +15,7 @@ of ``--batches`` batches:
 
     python examples/benchmarks/placement.py --host --layouts zigzag balanced --csv planning_cpu.csv
 
-What a new batch costs one processor, in ms: 128K tokens, 100 lognormal documents, the least of three; mean and largest
+What a new batch costs one processor, in ms: 128K tokens, 100 lognormal documents, the least of nine; mean and largest
 of the batches. ``layout``: from document ids to the mask, the layout and this rank's positions. ``call``: the plan of
 attention.
 """
@@ -92,7 +92,7 @@ def host(layout: str, ranks: int, batches: int) -> list[float]:
         ends = np.random.RandomState(seed).lognormal(size=100).cumsum()
         ids = torch.from_numpy((ends / ends[-1] * seq_len).round().searchsorted(np.arange(seq_len), "right"))
         times = []
-        for _ in range(3):
+        for _ in range(9):
             clock = [time.process_time()]
             mask = Mask(documents=ids)
             batch = sequence.for_batch(seq_len, mask)
