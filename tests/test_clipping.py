@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from inside import inner, room
 from ranks import mesh, on_ranks
+from set_ups import whole_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -33,13 +33,11 @@ class Model(nn.Module):
         return self.down(self.up(self.norm(x)).tanh()) * self.scale.repeat(2)
 
 
-def gradients_of_one(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def gradients_of_one() -> dict[str, Tensor]:
     """The same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
-        for name, parameter in Model().named_parameters()
-    }
+    made = torch.Generator().manual_seed(1)
+    named = Model().named_parameters()
+    return {name: torch.randn(x.shape, generator=made, dtype=torch.float64) for name, x in named}
 
 
 def clipped_by_torch(norm_type: float, without: tuple[str, ...] = ()) -> tuple[Tensor, dict[str, Tensor]]:
@@ -49,10 +47,6 @@ def clipped_by_torch(norm_type: float, without: tuple[str, ...] = ()) -> tuple[T
             model.get_parameter(name).grad = grad
     norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST, norm_type)
     return norm, {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def spread_model() -> nn.Module:
@@ -90,7 +84,7 @@ def test_fsdp_cp_and_tp_as_on_one_rank(norm_type: float, without: tuple[str, ...
     dist.all_gather(every, norm)
     assert all(torch.equal(norm, x) for x in every)
     torch.testing.assert_close(norm, want, rtol=1e-12, atol=0.0)
-    got = {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
+    got = {name: whole_of(x.grad) for name, x in model.named_parameters() if x.grad is not None}
     torch.testing.assert_close(got, grads, rtol=1e-12, atol=1e-15)
 
 
@@ -127,8 +121,9 @@ def test_error_if_nonfinite_raises_on_every_rank_and_scales_nothing(rank: int) -
     assert torch.equal(parameter.grad.to_local(), local)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize(
+    ("norm_type", "dtype"), [*((norm, torch.float64) for norm in NORMS), (2.0, torch.float32), (3.0, torch.bfloat16)]
+)
 def test_plain_parameters_as_in_pytorch(norm_type: float, dtype: torch.dtype) -> None:
     parameters, others = ([nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for _ in range(3)] for _ in range(2))
     for i, (parameter, other) in enumerate(zip(parameters, others, strict=True)):
@@ -152,17 +147,15 @@ def test_small_gradients_stay_as_they_are_and_half_precision_is_summed_in_float3
     assert torch.equal(parameter.grad, before)
 
 
-def test_foreach_is_what_takes_all_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    of_all = inner("clip_grad", "norm_of_each")
-    counting = lambda xs, *a, **k: taken.append(len(xs)) or of_all(xs, *a, **k)  # noqa: E731
-    monkeypatch.setattr(room("clip_grad"), "norm_of_each", counting)
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_foreach_takes_all_in_one_call(foreach: bool | None) -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    for foreach in (None, False, True):
-        for parameter in parameters:
-            parameter.grad = torch.ones(2)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert float(clip_grad_norm(parameters, 1.0, foreach=foreach)) == pytest.approx(math.sqrt(6))
-    assert taken == [3]
+    names = {event.name for event in profile.events()}
+    assert ("aten::_foreach_norm" in names, "aten::_foreach_mul_" in names) == (foreach is True,) * 2
 
 
 def test_no_gradient_at_all() -> None:

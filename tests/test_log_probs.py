@@ -65,8 +65,7 @@ def assert_same(found: Any, want: Any) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 45, 46, 100])
-@pytest.mark.parametrize(("temperature", "bias"), [(1.0, False), (0.7, True)])
+@pytest.mark.parametrize(("num_rows", "temperature", "bias"), [(1, 1.0, False), (7, 0.7, True), (46, 0.7, True)])
 def test_hidden_states(num_rows: int, temperature: float, bias: bool) -> None:
     """46 rows, in chunks."""
     (hidden, labels), linear = rows(), head(bias=bias)
@@ -172,9 +171,13 @@ class WithHead(nn.Module):
 
 @pytest.mark.parametrize(
     ("layout", "documents", "size"),
-    [*((layout, documents, 3) for documents in DOCUMENTS for layout in LAYOUTS), ("zigzag", "packed", 2)],
+    [
+        ("zigzag", "packed", 3),
+        ("striped", "excluded, of each row", 3),
+        ("contiguous", "one", 3),
+        ("zigzag", "packed", 2),
+    ],
 )
-@pytest.mark.quick("zigzag-packed", "striped-excluded")
 @on_ranks("size")
 def test_sums_of_documents(axis: Any, layout: str, documents: str, size: int) -> None:
     """With padding, and FSDP2 on two ranks; equal bit by bit on all ranks."""
@@ -193,9 +196,7 @@ def test_sums_of_documents(axis: Any, layout: str, documents: str, size: int) ->
     every = [torch.empty_like(sums) for _ in range(size)]
     dist.all_gather(every, sums.detach())
     assert all(torch.equal(x, sums) for x in every)
-    grads = [x.grad for x in linear.parameters()]
-    for i, x in enumerate(grads):
-        grads[i] = x.full_tensor() if size == 2 else dist.all_reduce(x) or x
+    grads = [x.grad.full_tensor() if size == 2 else dist.all_reduce(x.grad) or x.grad for x in linear.parameters()]
     assert_same([sums, sequence.unshard(local["hidden"].grad), *grads], [want, *wanted])
 
 

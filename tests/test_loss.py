@@ -70,8 +70,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("lies", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lies"), [*((x, "contiguous") for x in DTYPES), *((torch.float16, x) for x in [*LAYOUTS][1:])]
+)
 def test_loss_and_gradient(dtype: torch.dtype, lies: str) -> None:
     """Those of `F.cross_entropy` in float64; in half precision, rounded once, so that nearly all entries are equal."""
     logits, labels = labelled(dtype)
@@ -102,16 +106,6 @@ def test_chunks_change_nothing(dtype: torch.dtype) -> None:
             chunked = step(ours, logits, labels)
         for x, y in zip(chunked, whole, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-15, atol=1e-15)
-
-
-def test_large_logits_lose_no_digits() -> None:
-    logits, labels = labelled(torch.float64)
-    for shift in (1e4, -1e4):
-        shifted = (logits + shift).float()
-        total, grad = step(ours, shifted, labels)
-        exact, exact_grad = step(torchs, shifted.double(), labels)
-        torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=0.0)
-        torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("label", [0, 1, IGNORED])
@@ -157,7 +151,7 @@ def test_derivatives_that_there_are_not() -> None:
         ours(forward_ad.make_dual(logits, logits), labels)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     logits, labels = labelled(dtype)
     expected = step(ours, logits, labels)
@@ -179,7 +173,7 @@ def peak_of(fn: Callable[[], Any]) -> int:
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_memory(dtype: torch.dtype) -> None:
     """The gradient, and a few chunks: the CPU copies what it casts, CUDA does not."""
     logits, labels = labelled(dtype, 512, 1024)
@@ -206,7 +200,7 @@ def test_a_chunk_is_bounded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     """Results, the same each time, also where nothing else is allowed; and memory: one chunk beside the gradient."""
     logits, labels = labelled(dtype, 4096, 8192, "cuda")

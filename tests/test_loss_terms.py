@@ -75,8 +75,7 @@ def losses(x: Tensor, labels: Tensor, **given: Any) -> Tensor:
     return ops.prepare_losses("cross_entropy", x, labels, -100, **given)().sum()
 
 
-@pytest.mark.parametrize("num_rows", [7, 46])
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(("terms", "num_rows"), [*((terms, 7) for terms in TERMS), ("all", 46)])
 def test_hidden_states(terms: str, num_rows: int) -> None:
     """Of both models, with a temperature and biases, in chunks of 46 rows."""
     (hidden, labels), linear, teacher = rows(), head(), teacher_of()
@@ -145,15 +144,14 @@ def test_evaluated_first(axis: Any) -> None:
         cross_entropy(hidden, wrong, axis, weight=linear.weight)
 
 
-@pytest.mark.parametrize("terms", TERMS)
-def test_half_precision(terms: str) -> None:
+def test_half_precision() -> None:
     """Losses in float32, and gradients that are rounded once."""
     (hidden, labels), teacher = rows(), teacher_of()
     logits = F.linear(hidden, head().weight).detach().bfloat16().requires_grad_()
     soft = F.linear(*teacher).bfloat16()
-    found = step(losses(logits, labels, **arguments(terms, soft)), logits)
+    found = step(losses(logits, labels, **arguments("all", soft)), logits)
     assert [x.dtype for x in found] == [torch.float32, torch.bfloat16]
-    want = step(whole(logits.double(), labels, terms, soft.double()), logits)
+    want = step(whole(logits.double(), labels, "all", soft.double()), logits)
     torch.testing.assert_close(found[0].double(), want[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(found[1], want[1], rtol=2**-7, atol=1e-5)
 
@@ -170,8 +168,9 @@ class Student(nn.Module):
         return cross_entropy(x, labels, self.axis, **given, **arguments(self.terms, teacher))
 
 
-@pytest.mark.parametrize(("layout", "fsdp"), [("zigzag", False), ("striped", True)])
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(
+    ("terms", "layout", "fsdp"), [*((terms, "zigzag", False) for terms in TERMS), ("all", "striped", True)]
+)
 @on_ranks(2)
 def test_shards(axis: Any, terms: str, layout: str, fsdp: bool) -> None:
     """The sum of shares is the mean over valid tokens, of which one rank has more; packed rows ignore their ends."""
