@@ -31,7 +31,7 @@ def dense_attention(
         q: [B, H, Sq, D]; computed in fp64 whatever the dtype.
         k: [B, K, Sk, D]; query head h reads kv head ``h // (H // K)``.
         v: [B, K, Sk, E].
-        allowed: bool [B or 1, Sq, Sk].
+        allowed: bool [B or 1, Sq, Sk], or [B, H, Sq, Sk].
         scale: Factor of the scores; None is ``D ** -0.5``.
         softcap: Bound of the scaled scores.
         sinks: [H], a logit that each query of a head sees beside its keys, and that brings no value.
@@ -54,7 +54,7 @@ def dense_attention(
         scores = scores - alibi_slopes.double()[:, None, None] * ahead.abs()
     if bias is not None:
         scores = scores + bias.double()
-    pairs = allowed[:, None]
+    pairs = allowed[:, None] if allowed.ndim == 3 else allowed
     alone = ~pairs.any(-1)
     # A row of -inf alone has NaN gradients, so rows without keys compute on zeros and are replaced afterwards.
     scores = scores.masked_fill(~pairs, -torch.inf).masked_fill(alone[..., None], 0.0)

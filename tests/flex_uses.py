@@ -1,19 +1,23 @@
-"""Functions of scores and masks as users write them, each said twice: on scalars, and on whole tensors by broadcasting.
+"""Functions of scores and masks as users write them, each said twice: on scalars, and on whole tensors by broadcasting;
+and the calls of `flex_attention` that tests make with them.
 
 B batch, H query heads, S tokens; i is a column of positions of queries, j a row of positions of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from cp_mesh import Mask
+
 Tensors = dict[str, Tensor]
+ALL = Mask(causal=False)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -45,6 +49,14 @@ def nothing(B: int, H: int, S: int) -> Tensors:
     return {}
 
 
+def documents(length: Callable[[int], int]) -> Use:
+    return Use(
+        lambda B, H, S: {"ids": torch.arange(S) // length(S)},
+        lambda t: lambda b, h, q, kv: (t["ids"][q] == t["ids"][kv]) & (q >= kv),
+        lambda t, i, j: (t["ids"][:, None] == t["ids"]) & (i >= j),
+    )
+
+
 def _chain(t: Tensors) -> Callable[..., Tensor]:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         inner = torch.sin(score) * t["gain"][h]
@@ -73,20 +85,10 @@ SCORES: dict[str, Use] = {
         lambda t: lambda score, b, h, q, kv: score + t["table"][h, q - kv + t["table"].shape[1] // 2],
         lambda x, t, i, j: x + t["table"][:, i - j + len(i) - 1],
     ),
-    "clipped table": Use(
-        lambda B, H, S: {"table": numbers(H, 7)},
-        lambda t: lambda score, b, h, q, kv: score + t["table"][h, (q - kv).clamp(-3, 3) + 3],
-        lambda x, t, i, j: x + t["table"][:, (i - j).clamp(-3, 3) + 3],
-    ),
     "read from the end": Use(
         lambda B, H, S: {"table": numbers(H, 2 * S - 1)},
         lambda t: lambda score, b, h, q, kv: score + t["table"][h, q - kv],
         lambda x, t, i, j: x + t["table"][:, i - j],
-    ),
-    "softcap": Use(
-        nothing,
-        lambda t: lambda score, b, h, q, kv: 1.5 * torch.tanh(score / 1.5),
-        lambda x, t, i, j: 1.5 * torch.tanh(x / 1.5),
     ),
     "tanh chain": Use(
         lambda B, H, S: {"gain": numbers(H), "shift": numbers(H, 3)},
@@ -141,11 +143,6 @@ SCORES: dict[str, Use] = {
         lambda B, H, S: {"gate": numbers(B, S)},
         lambda t: lambda score, b, h, q, kv: score + logsigmoid(t["gate"][b, kv] - t["gate"][b, q]),
         lambda x, t, i, j: x + logsigmoid(t["gate"][:, None] - t["gate"][:, :, None])[:, None],
-    ),
-    "sink in the first column": Use(
-        lambda B, H, S: {"sinks": numbers(H)},
-        lambda t: lambda score, b, h, q, kv: torch.where(kv == 0, t["sinks"][h], score),
-        lambda x, t, i, j: torch.where(j == 0, t["sinks"][:, None, None], x),
     ),
     "pair bias of low rank": Use(
         lambda B, H, S: {"of_q": numbers(H, S, 3), "of_k": numbers(H, S, 3)},
@@ -219,11 +216,6 @@ MASKS: dict[str, Use] = {
         lambda t: lambda b, h, q, kv: (q - kv).abs() < t["window"][h],
         lambda t, i, j: (i - j).abs() < t["window"][:, None, None],
     ),
-    "slower in one head": Use(
-        lambda B, H, S: {"slow": torch.arange(H) == 0},
-        lambda t: lambda b, h, q, kv: (q - kv) * torch.where(t["slow"][h], 0.5, 0.25) < 2.0,
-        lambda t, i, j: (i - j) * torch.where(t["slow"], 0.5, 0.25)[:, None, None] < 2.0,
-    ),
     "some queries without keys": Use(
         lambda B, H, S: {"keep": integers(3, S) > 0},
         lambda t: lambda b, h, q, kv: t["keep"][q] & (kv != q),
@@ -232,14 +224,90 @@ MASKS: dict[str, Use] = {
 }
 
 
+PARTS: dict[str, Use] = {
+    "short documents": documents(lambda S: 3),
+    "long documents": documents(lambda S: max(1, S // 2)),
+    "documents of rows": Use(
+        lambda B, H, S: {"ids": (torch.arange(S) + 2 * torch.arange(B)[:, None]) // max(1, S // 3)},
+        lambda t: lambda b, h, q, kv: t["ids"][b, q] == t["ids"][b, kv],
+        lambda t, i, j: (t["ids"][:, :, None] == t["ids"][:, None])[:, None],
+    ),
+    "the other half": Use(
+        lambda B, H, S: {"half": torch.tensor(S // 2)},
+        lambda t: lambda b, h, q, kv: (q < t["half"]) != (kv < t["half"]),
+        lambda t, i, j: (i < t["half"]) != (j < t["half"]),
+    ),
+    "later ones": Use(
+        lambda B, H, S: {"half": torch.tensor(S // 2)},
+        lambda t: lambda b, h, q, kv: kv > q + t["half"],
+        lambda t, i, j: j > i + t["half"],
+    ),
+    "nothing": Use(nothing, lambda t: lambda b, h, q, kv: (q < 0) & (kv < 0), lambda t, i, j: (i < 0) & (j < 0)),
+}
+"""Masks that hide the keys of whole ranks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `flex_attention`, by names.
+
+    ``of``: who makes its mask: "", "torch", or "sequence", by which less is fetched. ``beside``: its `mask`.
+    """
+
+    layout: str
+    method: str = "ring"
+    score: str = "none"
+    mask: str = "none"
+    S: int = 21
+    of: str = ""
+    seq_dim: int = 2
+    beside: Mask = ALL
+    sharded: bool = False  # q, k and v are DTensors
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def leaves_of(tensors: Tensors) -> Tensors:
+    return {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
+
+
+def graded(tensors: Tensors) -> Tensors:
+    return {name: x for name, x in tensors.items() if x.requires_grad}
+
+
+def expected(
+    qkv: Sequence[Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    score: str,
+    mask: str,
+    scale: Any = None,
+    beside: Any = None,
+) -> Tensors:
+    """out, lse, dq, dk, dv of the whole sequence, and d with the name of each tensor that the score captures."""
+    B, H, S = qkv[0].shape[:3]
+    leaves, t = [x.detach().clone().requires_grad_() for x in qkv], leaves_of(SCORES[score].tensors(B, H, S))
+    out, lse = dense(*leaves, score, mask, t, mask_of(mask).tensors(B, H, S), scale, beside)
+    given = torch.zeros_like(lse) if dlse is None else dlse
+    found = torch.autograd.grad((out, lse), [*leaves, *graded(t).values()], (dout, given), materialize_grads=True)
+    names = ("out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in graded(t)))
+    return dict(zip(names, (out.detach(), lse.detach(), *found), strict=True))
+
+
+def mask_of(name: str) -> Use:
+    return MASKS[name] if name in MASKS else PARTS[name]
+
+
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, score: str, mask: str, of_score: Tensors, of_mask: Tensors, scale: Any = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, score: str, mask: str, of_score: Tensors, of_mask: Tensors, scale: Any = None,
+    beside: Mask | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B, H, S, E] and lse [B, H, S] of a whole sequence by broadcasting; differentiable.
 
     Products are of the dtype of q; scores are float64 for float64, else float32.
     """
     x = _scores(q, k, score, mask, of_score, of_mask, scale)
+    if beside is not None:
+        x = x.masked_fill(~beside.allowed(*[torch.arange(q.shape[2], device=q.device)] * 2)[:, None], -torch.inf)
     alone = (x == -torch.inf).all(-1)
     lse = torch.logsumexp(x.masked_fill(alone[..., None], 0.0), -1)
     weights = (x - lse[..., None]).exp().masked_fill(alone[..., None], 0.0)
@@ -274,4 +342,4 @@ def _scores(
     products = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     products = products.to(torch.promote_types(q.dtype, torch.float32))
     x = SCORES[score].dense(products * (q.shape[-1] ** -0.5 if scale is None else scale), of_score, i, j)
-    return x.masked_fill(~MASKS[mask].dense(of_mask, i, j), -torch.inf)
+    return x.masked_fill(~mask_of(mask).dense(of_mask, i, j), -torch.inf)

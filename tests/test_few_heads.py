@@ -8,7 +8,6 @@ import pytest
 import torch
 from dense import make_qkv
 from inside import (
-    FULL,
     KERNELS,
     BackwardTile,
     KernelTile,
@@ -25,7 +24,6 @@ from torch import Tensor
 from cp_mesh import Mask, UnsupportedError
 
 few_heads = room("few_heads")
-merge = room("kernels.merge")
 reference = room("kernels.reference")
 ScoreGradients = inner("scores", "ScoreGradients")
 
@@ -118,41 +116,31 @@ def test_results_are_those_of_all_heads(heads: tuple[int, int], name: str, shape
     assert max(q for q, _ in seen) == (fits[-1] if most < group else most // group * group)
 
 
-def test_small_tensors_and_large_kernels_stay_whole() -> None:
-    """A tensor counts with what lies between its elements: rows of a buffer that also holds others."""
+def test_a_tensor_that_spans_much_is_large() -> None:
+    """Each of dout, out, q, k and v counts with what lies between its elements, since kernels take offsets from
+    strides; in kernels that count in 32 bits."""
     asked: list[int] = []
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         asked.append(q.shape[1])
         return q, q[..., 0]
 
-    few, _ = by_heads(forward, None)
-    wide, q = torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 5, 8)
-    for x, parts in (
-        (q, [2]),
-        (wide.transpose(1, 2), [2]),
-        (torch.zeros(1, 5, 3, 8)[:, :, :2].transpose(1, 2), [1, 1]),
-    ):
-        with mock.patch.multiple(few_heads, FAR=q.numel() + 1, PART=1):
-            few(x, q, q, None, Scores(1.0))
-        assert asked == parts
-        asked.clear()
-    kernels = KERNELS.values()
-    tile, lse, scores = KernelTile((0, 5), (0, 5), FULL), q[..., 0], Scores(1.0)
-    parted: list[Any] = []
-    with mock.patch.multiple(
-        merge,
-        are_far=lambda *_: True,
-        forward_of_parts=lambda function, *_: parted.append(function),
-        backward_of_parts=lambda function, *_: parted.append(function),
-    ):
-        for kernel in (x for x in kernels if not x.large):
-            kernel.bind_forward(tile, q, q, q, scores)(q, q, q, scores)
-            kernel.bind_backward(tile, q, q, q, q, q, lse, scores, None, None)(
-                q, q, q, q, q, lse, None, scores, *[None] * 2
-            )
-    small = [x for x in kernels if x.name in ("fa4", "cudnn", "flex")]
-    assert parted == [function for x in small for function in (x.forward, x.backward)]
+    def backward(t: BackwardTile) -> tuple[Tensor, ...]:
+        asked.append(t.q.shape[1])
+        return t.q, t.k, t.v
+
+    x, wide, names = torch.zeros(1, 2, 5, 8), torch.zeros(1, 3, 50, 8)[:, :2, ::10], ("dout", "q", "k", "v", "out")
+    passes, others = by_heads(forward, backward), {"lse": x[..., 0], "delta": None, "cover": None}
+    with mock.patch.multiple(few_heads, FAR=2 * 5 * 8 + 1, PART=1):
+        for name in (None, *names):
+            given = dict.fromkeys(names, x) | ({name: wide} if name else {})
+            passes[1](BackwardTile(**given, **others, scores=Scores(1.0)))
+            if name not in ("dout", "out"):
+                passes[0](given["q"], given["k"], given["v"], None, Scores(1.0))
+            assert asked == ([1, 1] if name else [2]) * (1 + (name not in ("dout", "out"))), name
+            asked.clear()
+    assert (few_heads.FAR, few_heads.PART) == (2**31, 2**29)  # of 32 bits with a sign; a size that was timed
+    assert {name for name, kernel in KERNELS.items() if not kernel.large} == {"fa4", "cudnn", "flex"}
 
 
 @pytest.mark.parametrize("shape", [(S, D), (1, D), (2 * S, D // 2), (S // 2, 2 * D)])
@@ -161,32 +149,8 @@ def test_a_head_that_is_too_large_is_refused(shape: tuple[int, int]) -> None:
     _, k, v, _ = make_qkv(B, 2, 2, shape[0], q.shape[3], shape[1], seed=1)
     forward, _ = by_heads(reference._forward, reference._backward)
     largest = B * max(q.shape[2], shape[0]) * max(q.shape[3], shape[1])
-    with (
-        mock.patch.multiple(few_heads, FAR=largest, PART=1),
-        pytest.raises(UnsupportedError, match="elements in a head"),
-    ):
+    with mock.patch.multiple(few_heads, FAR=largest, PART=1), pytest.raises(UnsupportedError, match="in a head"):
         forward(q, k, v, None, Scores(1.0))
-
-
-def test_a_tensor_that_spans_much_is_large() -> None:
-    """Each of dout, out, q, k and v, since kernels take offsets from strides."""
-    asked: list[int] = []
-
-    def backward(t: BackwardTile) -> tuple[Tensor, ...]:
-        asked.append(t.q.shape[1])
-        return t.q, t.k, t.v
-
-    x, wide = torch.zeros(1, 2, 5, 8), torch.zeros(1, 3, 50, 8)[:, :2, ::10]
-    names = ("dout", "q", "k", "v", "out")
-    with mock.patch.multiple(few_heads, FAR=2 * 5 * 8 + 1, PART=1):
-        for name in (None, *names):
-            given = dict.fromkeys(names, x) | ({name: wide} if name else {})
-            by_heads(None, backward)[1](
-                BackwardTile(**given, lse=x[..., 0], delta=None, cover=None, scores=Scores(1.0))
-            )
-            assert asked == ([1, 1] if name else [2])
-            asked.clear()
-    assert (few_heads.FAR, few_heads.PART) == (2**31, 2**29)  # of 32 bits with a sign; a size that was timed
 
 
 def test_partial_gradients_of_one_kv_head_add_up_in_float32() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -18,18 +18,17 @@ from cases import LAYOUTS, gap
 from checks import TOLERANCE, to_format
 from covering import Row, covering_array
 from dense import make_qkv
-from flex_uses import MASKS, SCORES, Use, dense, integers, numbers
+from flex_uses import ALL, MASKS, PARTS, SCORES, Case, expected, graded, integers, leaves_of, mask_of, numbers
 from inside import NUM_TENSORS, AttentionSpec, inner, room, trace
 from ranks import mesh, on_ranks, refused
-from recording import recording
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.attention import flex_attention as of_torch
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ArgumentError, Mask, RankMismatchError, UnsupportedError, ZigZag, flex_attention
+from cp_mesh import ArgumentError, Mask, RankMismatchError, ShardedSequence, UnsupportedError, ZigZag, flex_attention
 from cp_mesh.flex import create_block_mask
 from cp_mesh.training import checkpoint_context_fn
 
@@ -37,15 +36,12 @@ ops = room("op")
 read_mask = inner("block_mask", "read_mask")
 functions = room("functions")
 
-B, D, E = 2, 5, 4
+B, D, E, S = 2, 5, 4, 12
 HEADS = {2: (4, 2), 3: (6, 3), 4: (4, 2)}
 METHODS = {
-    "ring": {},
-    "all_gather": {},
-    "ulysses": {},
-    "hybrid": {"ulysses_degree": 2},
+    "ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2},
     "heads in chunks": {"method": "ring", "head_chunks": 1},
-}
+}  # fmt: skip
 FACTORS: dict[str, Sequence[Any]] = {
     "cp_size": (2, 3, 4),
     "layout": ("contiguous", "zigzag", "striped", "shuffled", "joint"),
@@ -53,20 +49,6 @@ FACTORS: dict[str, Sequence[Any]] = {
     "score": tuple(name for name in SCORES if "causal" not in name),
     "mask": tuple(MASKS),
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call of `flex_attention`."""
-
-    layout: str
-    method: str
-    score: str
-    mask: str
-    S: int = 21
-    seq_dim: int = 2
-    of_block_mask: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def goes_together(row: Row) -> bool:
@@ -79,52 +61,37 @@ def options_of(method: str, num_kv_heads: int) -> dict[str, Any]:
     return options | ({"head_chunks": num_kv_heads} if "head_chunks" in options else {})
 
 
-def leaves_of(use: Use, *sizes: int) -> dict[str, Tensor]:
-    return {name: x.clone().requires_grad_() if x.is_floating_point() else x for name, x in use.tensors(*sizes).items()}
-
-
 def check(case: Case) -> None:
     """This rank's part of a call is that of dense attention in fp64."""
     cp_size, rank = dist.get_world_size(), dist.get_rank()
-    axis = mesh((cp_size,), ("cp",))
-    heads = HEADS[cp_size]
+    axis, heads, layout = mesh((cp_size,), ("cp",)), HEADS[cp_size], LAYOUTS[case.layout](case.S)
     *qkv, dout = make_qkv(B, *heads, case.S, D, E)
-    dlse = numbers(B, heads[0], case.S)
-    score, mask = SCORES[case.score], MASKS[case.mask]
-    layout = LAYOUTS[case.layout](case.S)
-    rows = layout.positions(case.S, cp_size, rank)
-
-    whole = [x.clone().requires_grad_() for x in qkv]
-    t, of_mask = leaves_of(score, B, heads[0], case.S), mask.tensors(B, heads[0], case.S)
-    graded = {name: x for name, x in t.items() if x.requires_grad}
-    out, lse = dense(*whole, case.score, case.mask, t, of_mask, case.options.get("scale"))
-    found = torch.autograd.grad((out, lse), [*whole, *graded.values()], (dout, dlse), materialize_grads=True)
-    want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
-    of_captured = dict(zip(graded, found[3:], strict=True))
+    dlse, rows = numbers(B, heads[0], case.S), layout.positions(case.S, cp_size, rank)
+    want = expected(qkv, dout, dlse, case.score, case.mask, case.options.get("scale"), case.beside)
 
     local = [to_format(x[:, :, rows], case.seq_dim).clone().requires_grad_() for x in qkv]
-    t = leaves_of(score, B, heads[0], case.S)
-    block_mask, mask_mod = None, mask.make(of_mask)
-    if mask_mod is not None:
-        make = of_torch.create_block_mask if case.of_block_mask else create_block_mask
-        device = {"device": "cpu", "BLOCK_SIZE": 8} if case.of_block_mask else {}
-        block_mask = make(mask_mod, B, heads[0], case.S, case.S, **device)
-    options = {"mesh": axis, "layout": layout, "seq_len": case.S, "seq_dim": case.seq_dim, "enable_gqa": True}
-    options |= options_of(case.method, heads[1]) | case.options
-    out, lse = flex_attention(*local, score.make(t), block_mask, return_lse=True, **options)
-    graded = {name: x for name, x in t.items() if x.requires_grad}
+    t, mask = leaves_of(SCORES[case.score].tensors(B, heads[0], case.S)), mask_of(case.mask)
+    block_mask, mask_mod = None, mask.make(mask.tensors(B, heads[0], case.S))
+    if mask_mod is not None and case.of == "torch":
+        block_mask = of_torch.create_block_mask(mask_mod, B, heads[0], case.S, case.S, device="cpu", BLOCK_SIZE=8)
+    elif mask_mod is not None:
+        sequence = ShardedSequence(axis, layout, length=case.S, pad=False) if case.of == "sequence" else None
+        block_mask = create_block_mask(mask_mod, B, heads[0], case.S, case.S, sequence)
+    options = {"mesh": axis, "layout": layout, "seq_dim": case.seq_dim, "enable_gqa": True, "mask": case.beside}
+    options |= options_of(case.method, heads[1]) | case.options | ({} if case.sharded else {"seq_len": case.S})
+    given = [DTensor.from_local(x, axis, [Shard(case.seq_dim)]) for x in local] if case.sharded else local
+    out, lse = flex_attention(*given, SCORES[case.score].make(t), block_mask, return_lse=True, **options)
+    out, lse = (x.to_local() if case.sharded else x for x in (out, lse))
     found = torch.autograd.grad(
-        (out, lse), [*local, *graded.values()], (to_format(dout[:, :, rows], case.seq_dim), dlse[:, :, rows])
+        (out, lse), [*local, *graded(t).values()], (to_format(dout[:, :, rows], case.seq_dim), dlse[:, :, rows])
     )
-    got = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
-    for name, x in got.items():
-        expected = want[name][:, :, rows]
-        expected = expected if name == "lse" else to_format(expected, case.seq_dim)
-        assert gap(x, expected) <= TOLERANCE, (case, name)
-    for name, share in zip(graded, found[3:], strict=True):
-        total = share.detach().clone()
-        dist.all_reduce(total)
-        assert gap(total, of_captured[name]) <= TOLERANCE, (case, name)
+    for (name, whole), got in zip(want.items(), (out, lse, *found), strict=True):
+        if name in ("out", "lse", "dq", "dk", "dv"):
+            whole = whole[:, :, rows] if name == "lse" else to_format(whole[:, :, rows], case.seq_dim)
+        else:
+            got = got.detach().clone()
+            dist.all_reduce(got)
+        assert gap(got, whole) <= TOLERANCE, (case, name)
 
 
 def rotating() -> dict[int, list[Case]]:
@@ -136,9 +103,10 @@ def rotating() -> dict[int, list[Case]]:
     for i, (score, mask) in enumerate(uses):
         cp_size = (4, 2, 3)[i % 3]
         methods = [m for m in METHODS if goes_together({"cp_size": cp_size, "method": m})]
-        method = methods[i // 3 % len(methods)]
-        case = Case(layouts[i % len(layouts)], method, score, mask, S=(21, 13)[i % 2], seq_dim=(2, 1)[i // 2 % 2])
-        cases[cp_size].append(case)
+        case = Case(layouts[i % len(layouts)], methods[i // 3 % len(methods)], score, mask, (21, 13)[i % 2])
+        cases[cp_size].append(
+            replace(case, of=("", "torch")[i // 4 % 2], seq_dim=(2, 1)[i // 2 % 2], beside=(ALL, Mask())[i // 5 % 2])
+        )
     return cases
 
 
@@ -160,10 +128,9 @@ def few_tokens() -> list[Case]:
     cases = []
     for i, (method, S) in enumerate(product(METHODS, (0, 1, 2, 0, 3, 0))):
         layout, score, mask = ("contiguous", "shuffled")[i % 2], scores[i % len(scores)], masks[i % len(masks)]
-        cases.append(Case(layout, method, score, mask, S, (2, 1)[i % 2]))
-    cases += [Case("zigzag", "ring", score, "none", 0) for score in scores]
-    cases += [Case("zigzag", "ring", "none", mask, 0) for mask in masks]
-    return [*cases, Case("zigzag", "ring", "none", "documents", 0, of_block_mask=True)]
+        cases.append(Case(layout, method, score, mask, S, seq_dim=(2, 1)[i % 2]))
+    cases += [Case("zigzag", score=score, S=0) for score in scores]
+    return cases + [Case("zigzag", mask=mask, S=0, of=("", "torch")[i % 2]) for i, mask in enumerate(masks)]
 
 
 def pairs_of_factors(cp_size: int) -> list[Case]:
@@ -171,19 +138,45 @@ def pairs_of_factors(cp_size: int) -> list[Case]:
     return [Case(**{name: x for name, x in row.items() if name != "cp_size"}) for row in rows]
 
 
-GROUPS: dict[str, tuple[int, Callable[[], list[Case]], tuple[Any, ...]]] = {
-    "a few": (2, lambda: FEW, ()),
-    **{f"every function on {n}": (n, lambda n=n: rotating()[n], (pytest.mark.full,) * (n != 3)) for n in (2, 3, 4)},
-    "masks of torch": (
-        2, lambda: [Case("zigzag", "ring", "none", mask, of_block_mask=True) for mask in MASKS if mask != "none"], ()
-    ),
-    "few tokens": (3, lambda: [Case("contiguous", "ring", "relative table", "causal", S=S) for S in (1, 2, 3)], ()),
-    "few tokens by every method": (4, few_tokens, (pytest.mark.full,)),
+OF_PARTS = [*PARTS, "causal", "windows of heads"]
+OF_SEQUENCES = {
+    2: [
+        *(Case(("striped", "joint")[i % 2], ("ulysses", "ring")[i % 2], mask=mask) for i, mask in enumerate(OF_PARTS)),
+        Case("contiguous", "ring", "relative table", "causal", 24, sharded=True),
+    ],
+    3: [
+        *(
+            Case(layout, ("ring", "all_gather")[i % 2], "relative table", mask)
+            for i, (mask, layout) in enumerate(product(OF_PARTS, ("contiguous", "zigzag")))
+        ),
+        Case("contiguous", mask="long documents", beside=Mask(window=(4, 0))),
+        Case("zigzag", mask="short documents", beside=Mask(documents=torch.arange(21) // 5)),
+    ],
+    4: [Case("contiguous", "hybrid", mask="long documents"), Case("zigzag", "hybrid", mask="later ones")],
+}
+"""With masks that were made for the sequence, which spare what they hide."""
+
+
+def every_mask_of_a_sequence(cp_size: int) -> list[Case]:
+    methods = {2: ("ring", "ulysses", "all_gather"), 3: ("ring", "all_gather"), 4: [*METHODS][:4]}[cp_size]
+    layouts = ("contiguous", "zigzag", "striped", "shuffled", "balanced")
+    uses = enumerate(product(OF_PARTS, layouts))
+    return [Case(layout, methods[i % len(methods)], mask=mask, of="sequence") for i, (mask, layout) in uses]
+
+
+NIGHTLY = pytest.mark.nightly("parity")
+GROUPS: dict[str, tuple[int, Callable[[int], list[Case]], tuple[Any, ...]]] = {
+    "a few": (2, lambda n: FEW, ()),
+    **{f"every function on {n}": (n, lambda n: rotating()[n], (pytest.mark.full,) * (n != 3)) for n in HEADS},
+    "few tokens": (3, lambda n: [Case("contiguous", "ring", "relative table", "causal", S=S) for S in (1, 2, 3)], ()),
+    "few tokens by every method": (4, lambda n: few_tokens(), (pytest.mark.full,)),
+    **{f"each two of all factors on {n}": (n, pairs_of_factors, (NIGHTLY,)) for n in HEADS},
     **{
-        f"each two of all factors on {n}": (n, lambda n=n: pairs_of_factors(n), (mark,))
-        for n, mark in ((3, pytest.mark.full), (2, pytest.mark.nightly("parity")), (4, pytest.mark.nightly("parity")))
+        f"masks of sequences on {n}": (n, lambda n: [replace(x, of="sequence") for x in OF_SEQUENCES[n]], ())
+        for n in HEADS
     },
-}  # fmt: skip
+    **{f"every mask of a sequence on {n}": (n, every_mask_of_a_sequence, (pytest.mark.full,)) for n in HEADS},
+}
 """By name: ranks, cases, and the forms that run them."""
 
 
@@ -191,8 +184,8 @@ GROUPS: dict[str, tuple[int, Callable[[], list[Case]], tuple[Any, ...]]] = {
     ("cp_size", "group"), [pytest.param(n, name, marks=marks) for name, (n, _, marks) in GROUPS.items()]
 )
 @on_ranks("cp_size", timeout=600)
-def test_functions(group: str) -> None:
-    for case in GROUPS[group][1]():
+def test_functions(cp_size: int, group: str) -> None:
+    for case in GROUPS[group][1](cp_size):
         check(case)
 
 
@@ -214,87 +207,41 @@ WAYS_TO_READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @on_ranks(2)
 def test_tensors_without_elements(axis: Any) -> None:
     """Ways to read a tensor of no tokens, whose gradient has no elements, and one of some tokens."""
-    sequence = cp_mesh.ShardedSequence(axis)
-    for (name, way), S in product(WAYS_TO_READ.items(), (0, 2)):
+    for (name, way), S, of in product(WAYS_TO_READ.items(), (0, 2), (None, ShardedSequence(axis))):
         q, x = torch.zeros(1, 1, S // 2, 4, requires_grad=True), numbers(S, 3).requires_grad_()
         read = functools.partial(way, x)
-        for of_sequence in (None, sequence):
-            mask_mod = functools.partial(lambda read, b, h, i, j: read(i) > -9, read)
-            mask = create_block_mask(mask_mod, None, None, S, S, of_sequence)
-            score_mod = functools.partial(lambda read, s, b, h, i, j: s + read(i) * read(j), read)
-            out = flex_attention(q, q, q, score_mod, mask, mesh=axis, seq_len=S)
-            grads = torch.autograd.grad(out.sum(), (q, x))
-            assert [y.shape for y in (out, *grads)] == [q.shape, q.shape, x.shape], (name, S)
+        mask = create_block_mask(lambda b, h, i, j, read=read: read(i) > -9, None, None, S, S, of)
+        out = flex_attention(q, q, q, lambda s, b, h, i, j, r=read: s + r(i) * r(j), mask, mesh=axis, seq_len=S)
+        grads = torch.autograd.grad(out.sum(), (q, x))
+        assert [y.shape for y in (out, *grads)] == [q.shape, q.shape, x.shape], (name, S)
 
 
 @pytest.mark.full
 @on_ranks(4)
 def test_captured_tensors_of_any_stride(rank: int, axis: Any) -> None:
     """Captured tensors of one element, with a stride that is not 1, are those that follow each other."""
-    *qkv, dout = (x[:, :, 3 * rank : 3 * rank + 3] for x in make_qkv(B, 8, 8, 12, D))
+    *qkv, dout = (x[:, :, 3 * rank : 3 * rank + 3] for x in make_qkv(B, 8, 8, S, D))
     for method in METHODS:
         found = []
         for x in (torch.tensor([0.5, 0.25]).double()[::2], torch.tensor([0.5]).double()):
             leaves = [*(y.clone().requires_grad_() for y in qkv), x.requires_grad_()]
-            block_mask = create_block_mask(lambda b, h, i, j, x=x: x[h * 0] * i >= x[0] * j, None, None, 12, 12)
+            mask = create_block_mask(lambda b, h, i, j, x=x: x[h * 0] * i >= x[0] * j, None, None, S, S)
             options = {"mesh": axis, "layout": cp_mesh.Contiguous()} | options_of(method, 8)
             with cp_mesh.check_mode():
-                out = flex_attention(
-                    *leaves[:3], lambda s, b, h, i, j, x=x: s * x[h * 0] - i * x[0], block_mask, **options
-                )
+                out = flex_attention(*leaves[:3], lambda s, b, h, i, j, x=x: s * x[h * 0] - i * x[0], mask, **options)
             found.append([out, *torch.autograd.grad(out, leaves, dout)])
         assert all(gap(a, b) == 0 for a, b in zip(*found, strict=True)), method
-
-
-@pytest.mark.parametrize(("size", "layout"), [(3, "zigzag"), (2, "contiguous")])
-@on_ranks("size")
-def test_a_mask_beside_the_functions(rank: int, axis: Any, layout: str) -> None:
-    """`mask` hides pairs as mask_mod does, and what it hides does not travel."""
-    S = 24
-    rows = LAYOUTS[layout](S).positions(S, axis.size(), rank)
-    q, k, v, _ = (x[:, :, rows] for x in make_qkv(B, 6, 6, S, D))
-    options = {"mesh": axis, "layout": LAYOUTS[layout](S), "return_lse": True}
-
-    def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return q_idx - kv_idx <= 3
-
-    def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx - kv_idx <= 3) & (q_idx >= kv_idx)
-
-    calls = {
-        "a mask beside": lambda: flex_attention(
-            q, k, v, None, create_block_mask(window, None, None, S, S), mask=Mask(), **options
-        ),
-        "one function": lambda: flex_attention(q, k, v, None, create_block_mask(both, None, None, S, S), **options),
-        "causal": lambda: cp_mesh.attention(q, k, v, mask=Mask(), **options),
-        "no function": lambda: cp_mesh.attention(q, k, v, mask=Mask(window=(3, 0)), **options),
-    }
-    results, moved = {}, {}
-    for name, call in calls.items():
-        with recording(axis) as notes:
-            results[name] = call()
-        received = torch.tensor(sum(sent.bytes_received for sent in notes.sent))
-        dist.all_reduce(received)
-        moved[name] = int(received)
-    got = results["a mask beside"]
-    off = max(gap(x, y) for name in ("one function", "no function") for x, y in zip(got, results[name], strict=True))
-    assert moved["a mask beside"] == moved["causal"] and (layout != "contiguous" or moved["causal"] > 0)
-    assert moved["one function"] > moved["causal"] or layout != "contiguous"
-    assert off <= TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @on_ranks(1, timeout=300)
 def test_as_torchs_function(axis: Any) -> None:
     """One rank against torch's own function, forward: it has no backward on CPUs."""
-    S = 24
-    q, k, v, _ = make_qkv(B, 4, 2, S, 8)
-    scores = FACTORS["score"]
-    for score, mask in zip([*scores[: len(MASKS)], *scores[-len(MASKS) :]], [*MASKS] * 2, strict=True):
-        t, of_mask = SCORES[score].tensors(B, 4, S), MASKS[mask].tensors(B, 4, S)
-        score_mod, mask_mod = SCORES[score].make(t), MASKS[mask].make(of_mask)
-        of = {"device": "cpu"}
-        block_mask = of_torch.create_block_mask(mask_mod, B, 4, S, S, **of) if mask_mod else None
+    q, k, v, _ = make_qkv(B, 4, 2, 24, 8)
+    for i, (score, use) in enumerate((name, x) for name, x in SCORES.items() if "causal" not in name):
+        mask = [*MASKS.values()][i % len(MASKS)]
+        score_mod, mask_mod = (x.make(x.tensors(B, 4, 24)) for x in (use, mask))
+        block_mask = of_torch.create_block_mask(mask_mod, B, 4, 24, 24, device="cpu") if mask_mod else None
         with mock.patch.object(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):
             want = of_torch.flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
         got = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, mesh=axis)
@@ -311,20 +258,16 @@ def test_parameters_views_and_constants(rank: int, axis: Any) -> None:
     i, j = torch.arange(S)[:, None], torch.arange(S)
     x = q @ k.mT * D**-0.5 + weight.T[:, i - j + S] * gain + numbers(S) + weight[:S, 0].detach()[:, None] + 0.5
     want = torch.autograd.grad(x.softmax(-1) @ v, (weight, gain), dout)
-    rows = ZigZag().positions(S, axis.size(), rank)
-    q, k, v, dout = (x[:, :, rows] for x in (q, k, v, dout))
-    table = torch.nn.Embedding(2 * S, 4, dtype=torch.float64)
+    q, k, v, dout = (x[:, :, ZigZag().positions(S, axis.size(), rank)] for x in (q, k, v, dout))
+    table = torch.nn.Embedding.from_pretrained(numbers(2 * S, 4), freeze=False)
     gain, unused, fixed = torch.nn.Parameter(numbers()), torch.nn.Parameter(numbers(2)), numbers(S)
-    with torch.no_grad():
-        table.weight.copy_(numbers(2 * S, 4))
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         unused[0]  # read, and of no use
         mine = table.weight.T[h, q_idx - kv_idx + S] * gain
         return score + mine + fixed[kv_idx] + table.weight.detach()[q_idx, 0] + torch.tensor(0.5)
 
-    out = flex_attention(q, k, v, score_mod, mesh=axis)
-    (out * dout).sum().backward()
+    (flex_attention(q, k, v, score_mod, mesh=axis) * dout).sum().backward()
     assert unused.grad is None and fixed.grad is None
     for x, y in zip((table.weight.grad, gain.grad), want, strict=True):
         dist.all_reduce(x)
@@ -335,9 +278,7 @@ def test_parameters_views_and_constants(rank: int, axis: Any) -> None:
 @on_ranks(2)
 def test_captured_gradients_are_summed_in_fp32(rank: int, axis: Any, method: str) -> None:
     """bfloat16 against the same call whose captured tensors came as float32, of which all sums are float32."""
-    S = 48
-    rows = ZigZag().positions(S, axis.size(), rank)
-    q, k, v, dout = (x[:, :, rows].bfloat16() for x in make_qkv(B, 4, 2, S, D))
+    q, k, v, dout = (x[:, :, ZigZag().positions(48, 2, rank)].bfloat16() for x in make_qkv(B, 4, 2, 48, D))
     grads = []
     for cast in (lambda x: x, Tensor.float):
         t = {"bias": cast(numbers(4).bfloat16()), "slope": cast(numbers().bfloat16())}
@@ -349,38 +290,54 @@ def test_captured_gradients_are_summed_in_fp32(rank: int, axis: Any, method: str
         assert got.dtype == torch.bfloat16 and torch.equal(got, want.bfloat16()), "not rounded once"
 
 
+@pytest.mark.parametrize("cp_size", (2, pytest.param(3, marks=pytest.mark.full)))
+@on_ranks("cp_size")
+def test_parts_that_are_made_whole(rank: int, axis: Any, cp_size: int) -> None:
+    """Captured tensors of which each rank holds a part: results, and gradients of parts."""
+    H, S = 4, 24
+    *qkv, dout = make_qkv(B, H, H, S, D)
+    gate, table = numbers(B, H, S).requires_grad_(), numbers(12, S).requires_grad_()
+    scores = qkv[0] @ qkv[1].mT * D**-0.5 + gate[:, :, None]
+    want = (scores + table.unflatten(0, (3, H))[0][:, :, None]).softmax(-1) @ qkv[2]
+    grads = torch.autograd.grad(want, (gate, table), dout)
+    for name in ("zigzag", "striped", "contiguous", "shuffled"):
+        sequence = ShardedSequence(axis, layout=LAYOUTS[name](S), length=S)
+        rows = sequence.positions()
+        part = gate.detach()[:, :, rows].requires_grad_()
+        sharded = DTensor.from_local(table.detach().chunk(cp_size)[rank], axis, [Shard(0)]).requires_grad_()
+        keys, heads = sequence.unshard(part, 2), sharded.full_tensor(grad_placements=[Partial()])
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, x: Any = keys, y: Any = heads) -> Any:
+            return score + x[b, h, j] + y[h, i]
+
+        local = [x[:, :, rows] for x in qkv]
+        out = flex_attention(*local, score_mod, mesh=axis, layout=sequence.layout, seq_len=S)
+        of_part, of_table = torch.autograd.grad(out, (part, sharded), dout[:, :, rows])
+        found = {"out": (out, want[:, :, rows]), "gate": (of_part, grads[0][:, :, rows])}
+        for what, pair in (found | {"table": (of_table.full_tensor(), grads[1])}).items():
+            assert gap(*pair) <= TOLERANCE, (name, what)
+
+
 @pytest.mark.parametrize(("names", "dim"), [(("cp", "tp"), 1), (("dp", "cp"), 0)])
 @on_ranks(4)
 def test_dtensors(rank: int, names: tuple[str, str], dim: int) -> None:
     """q, k and v over a mesh of cp and another axis, by which indices of heads or batch rows are global."""
     grid, S = mesh((2, 2), names), 16
-    layout = cp_mesh.Contiguous()
-    q, k, v, dout = make_qkv(4, 4, 4, S, D)
-    whole = [x.requires_grad_() for x in (q, k, v)]
-    bias = numbers(4, 4, S).requires_grad_()
-    window = 2 + torch.arange(4)[:, None] + torch.arange(4)
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + bias[b, h, kv_idx]
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx - kv_idx).abs() < window[b, h]
-
-    i, j = torch.arange(S)[:, None], torch.arange(S)
-    x = q @ k.mT * D**-0.5 + bias[:, :, None]
-    x = x.masked_fill((i - j).abs() >= window[:, :, None, None], -torch.inf)
-    out, lse = x.softmax(-1) @ v, x.logsumexp(-1)
-    want = [out, lse, *torch.autograd.grad(out, (*whole, bias), dout)]
-
+    *qkv, dout = make_qkv(4, 4, 4, S, D)
+    mask = ("windows of heads", "causal or of one image")[dim == 0]
+    want = expected(qkv, dout, None, "pair bias", mask)
     placements = [Shard(2) if name == "cp" else Shard(dim) for name in names]
-    local = [distribute_tensor(x.detach(), grid, placements).requires_grad_() for x in (q, k, v)]
-    of_mask = create_block_mask(mask_mod, 4, 4, S, S)
-    out, lse = flex_attention(*local, score_mod, of_mask, layout=layout, return_lse=True)
+    local = [distribute_tensor(x, grid, placements).requires_grad_() for x in qkv]
+    t, use = leaves_of(SCORES["pair bias"].tensors(4, 4, S)), MASKS[mask]
+    block_mask, score_mod = create_block_mask(use.make(use.tensors(4, 4, S)), 4, 4, S, S), SCORES["pair bias"].make(t)
+    out, lse = flex_attention(*local, score_mod, block_mask, layout=cp_mesh.Contiguous(), return_lse=True)
     assert all(isinstance(x, DTensor) and x.placements == tuple(placements) for x in (out, lse))
-    *grads, share = torch.autograd.grad(out, [*local, bias], distribute_tensor(dout, grid, placements))
-    share = DTensor.from_local(share, grid, [Partial()] * 2)
-    got = [x.full_tensor() for x in (out, lse, *grads, share)]
-    assert all(gap(x, y) <= TOLERANCE for x, y in zip(got, want, strict=True))
+    *grads, share = torch.autograd.grad(out, [*local, t["bias"]], distribute_tensor(dout, grid, placements))
+    got = [
+        *(x.full_tensor() for x in (out, lse, *grads)),
+        DTensor.from_local(share, grid, [Partial()] * 2).full_tensor(),
+    ]
+    assert all(gap(x, y) <= TOLERANCE for x, y in zip(got, want.values(), strict=True))
 
 
 # --- how it is called
@@ -406,10 +363,8 @@ def test_opcheck() -> None:
 @on_ranks(2)
 def test_ways_to_call(rank: int, axis: Any) -> None:
     """The same step in a checkpoint, beside other options of checkpoints, in check mode, and compiled around."""
-    S = 24
-    rows = ZigZag().positions(S, axis.size(), rank)
-    q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, 4, 4, S, D))
-    bias = numbers(4, S).requires_grad_()
+    q, k, v, dout = (x[:, :, ZigZag().positions(24, 2, rank)] for x in make_qkv(B, 4, 4, 24, D))
+    bias = numbers(4, 24).requires_grad_()
 
     def step(q: Tensor) -> Tensor:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -417,15 +372,11 @@ def test_ways_to_call(rank: int, axis: Any) -> None:
 
         return flex_attention(2 * q, k, v, score_mod, mesh=axis, mask=Mask()) * 3
 
-    def checked(q: Tensor) -> Tensor:
-        with cp_mesh.check_mode():
-            return step(q)
-
     of = {
         "eager": step,
         "checkpoint": lambda q: checkpoint(step, q, use_reentrant=False),
         "selective": lambda q: checkpoint(step, q, use_reentrant=False, context_fn=checkpoint_context_fn),
-        "check mode": checked,
+        "check mode": cp_mesh.check_mode()(step),
         "compiled": torch.compile(step, backend="aot_eager"),
     }
     found = {}
@@ -433,20 +384,17 @@ def test_ways_to_call(rank: int, axis: Any) -> None:
         x = q.clone().requires_grad_()
         out = call(x)
         found[name] = [out, *torch.autograd.grad(out, (x, bias), dout)]
+        assert all(torch.equal(a, b) for a, b in zip(found[name], found["eager"], strict=True)), name
     with pytest.raises(Exception, match="flex_attention"):
         torch.compile(step, backend="eager", fullgraph=True)(q)
-    out = step(x)
-    (grad,) = torch.autograd.grad(out, bias, dout, create_graph=True)
+    (grad,) = torch.autograd.grad(step(x), bias, dout, create_graph=True)
     with pytest.raises(UnsupportedError, match="differentiated once"):
         grad.sum().backward()
-    for name, results in found.items():
-        assert all(torch.equal(x, y) for x, y in zip(results, found["eager"], strict=True)), name
 
 
 @on_ranks(2)
 def test_a_function_that_changes(rank: int, axis: Any) -> None:
     """The same function object in two steps, with another number and another tensor: what it says now counts."""
-    S = 12
     rows = ZigZag().positions(S, axis.size(), rank)
     q, k, v, _ = make_qkv(B, 2, 2, S, D)
     state: dict[str, Any] = {}
@@ -457,16 +405,16 @@ def test_a_function_that_changes(rank: int, axis: Any) -> None:
     pending = []
     for step in range(3):
         state |= {"factor": step + 0.5, "bias": numbers(S) * (step + 1)}
-        x = q[:, :, rows].clone().requires_grad_()
+        x, whole = q[:, :, rows].clone().requires_grad_(), q.clone().requires_grad_()
         out = flex_attention(x, k[:, :, rows], v[:, :, rows], score_mod, mesh=axis)
-        whole = q.clone().requires_grad_()
         scores = state["factor"] * (whole @ k.mT * D**-0.5) + state["bias"]
         pending.append((out, x, scores.softmax(-1) @ v, whole))
     for step, (out, x, want, whole) in enumerate(pending):  # all backwards after all forwards
-        (dq,), (expected,) = (torch.autograd.grad(y.square().sum(), z) for y, z in ((out, x), (want, whole)))
-        assert max(gap(out, want[:, :, rows]), gap(dq, expected[:, :, rows])) <= TOLERANCE, step
+        (dq,), (of_want,) = (torch.autograd.grad(y.square().sum(), z) for y, z in ((out, x), (want, whole)))
+        assert max(gap(out, want[:, :, rows]), gap(dq, of_want[:, :, rows])) <= TOLERANCE, step
 
 
+TABLE = numbers(S)
 WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "constants": (
         lambda s, b, h, i, j: s * torch.tensor(0.5) + torch.tensor([0.3, 2.0], dtype=s.dtype)[j % 2],
@@ -508,13 +456,10 @@ def test_ways_to_write_a_function(name: str) -> None:
 @on_ranks(1)
 def test_functions_live_until_their_backward(axis: Any) -> None:
     """However many others are traced between."""
-    S = 4
-    q, k, v, _ = make_qkv(1, 1, 1, S, D)
+    q, k, v, _ = make_qkv(1, 1, 1, 4, D)
     q.requires_grad_()
-    texts = len(linecache.cache)
-    outs = [
-        flex_attention(q, k, v, lambda s, b, h, i, j, n=n: s * (n + 1), mesh=axis) for n in range(functions.KEPT + 30)
-    ]
+    texts, many = len(linecache.cache), functions.KEPT + 30
+    outs = [flex_attention(q, k, v, lambda s, b, h, i, j, n=n: s * (n + 1), mesh=axis) for n in range(many)]
     first = torch.autograd.grad(outs[0].sum(), q)[0]
     want = torch.autograd.grad((torch.softmax(q @ k.mT * D**-0.5, -1) @ v).sum(), q)[0]
     del outs
@@ -542,20 +487,13 @@ def test_deterministic(axis: Any) -> None:
 
 
 # --- refusals
-S = 12
+COUNTER, META, NOTHING = torch.zeros(3), torch.zeros((), device="meta"), torch.zeros(0)
+SHORT, THREE, ONE = numbers(4, S - 1), torch.arange(3), torch.tensor(1)
+A, U = ArgumentError, UnsupportedError
 
 
 def branches(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return score if q_idx > kv_idx else 2 * score
-
-
-COUNTER, META, TABLE, NOTHING = torch.zeros(3), torch.zeros((), device="meta"), numbers(S), torch.zeros(0)
-SHORT, THREE, ONE = numbers(4, S - 1), torch.arange(3), torch.tensor(1)
-
-
-def counts(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    COUNTER.add_(1)
-    return score
 
 
 def without_gradients(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -563,9 +501,8 @@ def without_gradients(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx
         return score * 2
 
 
-def placed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    table = DTensor.from_local(torch.zeros(S), mesh((2,), ("cp",)), [Replicate()])
-    return score + table[kv_idx]
+def placed() -> DTensor:
+    return DTensor.from_local(torch.zeros(S // 2), mesh((2,), ("cp",)), [Shard(0)])
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -579,9 +516,12 @@ def other_blocks() -> Any:
     return of_torch.BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
 
 
-def masked(**sizes: int) -> Callable[[], Any]:
-    of = {"B": 1, "H": 1, "Q_LEN": S, "KV_LEN": S} | sizes
-    return lambda: create_block_mask(causal, **of)
+def scored(score_mod: Any, **options: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"score_mod": score_mod, **options}
+
+
+def masked(mask_mod: Any = causal, Q_LEN: int = S, KV_LEN: int = S, B: int = 1, H: int = 1, **options: Any) -> Any:
+    return lambda: {"block_mask": create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN), **options}
 
 
 READING: dict[str, Callable[[Tensor], Any]] = {
@@ -599,97 +539,67 @@ READING: dict[str, Callable[[Tensor], Any]] = {
 
 def numbers_of(name: str, tensor: str) -> Callable[[], dict[str, Any]]:
     """A call with a function that reads numbers of an index, of a score, or of a captured tensor."""
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        READING[name]({"score": score, "captured": ONE}[tensor])
-        return score
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        READING[name](kv_idx)
-        return q_idx >= kv_idx
-
+    read = READING[name]
     if tensor == "index":
-        return lambda: {"block_mask": create_block_mask(mask_mod, None, None, S, S)}
-    return lambda: {"score_mod": score_mod}
+        return masked(lambda b, h, i, j: (read(j), i >= j)[1])
+    return scored(lambda s, b, h, i, j: (read({"score": s, "captured": ONE}[tensor]), s)[1])
 
 
+BLOCKS_FOLLOW = "blocks that follow from its mask_mod"
+NO_ELEMENT = r"read at an index: expected 1 element or more of each dim, got \(0,\)"
+NOT_WHOLE = r"got a DTensor, .*full_tensor\(grad.*sequence\.unshard\(part, dim"
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = {
-    "a branch": (UnsupportedError, "depends on values", lambda: {"score_mod": branches}),
-    "a write": (UnsupportedError, "a write, aten.add_", lambda: {"score_mod": counts}),
-    "random numbers": (
-        UnsupportedError, "random numbers", lambda: {"score_mod": lambda s, b, h, i, j: s + torch.rand(())}
+    "a branch": (U, "depends on values", scored(branches)),
+    "a write": (U, "a write, aten.add_", scored(lambda s, b, h, i, j: (COUNTER.add_(1), s)[1])),
+    "random numbers": (U, "random numbers", scored(lambda s, b, h, i, j: s + torch.rand(()))),
+    "no_grad": (U, "one grad mode", scored(without_gradients)),
+    "a DTensor of parts": (U, NOT_WHOLE, scored(lambda s, b, h, i, j: s + placed()[i])),
+    "a mask of a DTensor": (U, NOT_WHOLE, masked(lambda b, h, i, j: placed()[i] >= i)),
+    "a DTensor that is made whole inside": (
+        U, "call x.full_tensor.* before", scored(lambda s, b, h, i, j: s + placed().full_tensor()[i])
     ),
-    "no_grad": (UnsupportedError, "one grad mode", lambda: {"score_mod": without_gradients}),
-    "a DTensor": (UnsupportedError, "a DTensor", lambda: {"score_mod": placed}),
-    "a vector": (
-        ArgumentError, r"a scalar tensor, got torch.float64 \[12\]",
-        lambda: {"score_mod": lambda s, b, h, i, j: s + TABLE},
-    ),
-    "a number": (ArgumentError, "a scalar tensor, got float", lambda: {"score_mod": lambda s, b, h, i, j: 0.0}),
-    "a mask of integers": (
-        ArgumentError, "a scalar tensor of bool",
-        lambda: {"block_mask": create_block_mask(lambda b, h, i, j: i - j, 1, 1, S, S)},
-    ),
+    "a vector": (A, r"a scalar tensor, got torch.float64 \[12\]", scored(lambda s, b, h, i, j: s + TABLE)),
+    "a number": (A, "a scalar tensor, got float", scored(lambda s, b, h, i, j: 0.0)),
+    "a mask of integers": (A, "a scalar tensor of bool", masked(lambda b, h, i, j: i - j)),
     "a part of a range": (
-        UnsupportedError, "integers, or a full slice",
-        lambda: {"score_mod": lambda s, b, h, i, j: s + TABLE[:, None][i, 0:1].sum()},
+        U, "integers, or a full slice", scored(lambda s, b, h, i, j: s + TABLE[:, None][i, 0:1].sum())
     ),
-    "no function": (ArgumentError, "a function of scalars", lambda: {"score_mod": numbers(S)}),
-    "a function for a mask": (ArgumentError, "create_block_mask", lambda: {"block_mask": causal}),
-    "a mask without a function": (
-        ArgumentError, "a mask with a mask_mod", lambda: {"block_mask": create_block_mask(None, 1, 1, S, S)}
-    ),
-    "a mask of a part": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(Q_LEN=6, KV_LEN=6)()}),
-    "a mask of other heads": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(H=3)()}),
-    "a mask of another batch": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(B=4)()}),
-    "a mask of cross-attention": (UnsupportedError, "equal", lambda: {"block_mask": masked(Q_LEN=6)()}),
+    "no function": (A, "a function of scalars", scored(TABLE)),
+    "a function for a mask": (A, "create_block_mask", lambda: {"block_mask": causal}),
+    "a mask without a function": (A, "a mask with a mask_mod", masked(None)),
+    "a mask of a part": (A, "the whole sequence", masked(Q_LEN=6, KV_LEN=6)),
+    "a mask of other heads": (A, "the whole sequence", masked(H=3)),
+    "a mask of another batch": (A, "the whole sequence", masked(B=4)),
+    "a mask of cross-attention": (U, "equal", masked(Q_LEN=6)),
     "a sliced mask": (
-        ArgumentError, "a whole mask, got a slice",
+        A, "a whole mask, got a slice",
         lambda: {"block_mask": of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4)[:, :, :3]},
     ),
-    "other blocks": (UnsupportedError, "blocks that follow from its mask_mod", lambda: {"block_mask": other_blocks()}),
-    "blocks alone": (
-        UnsupportedError, "blocks that follow from its mask_mod",
-        lambda: {
-            "block_mask": of_torch.BlockMask.from_kv_blocks(
-                *other_blocks().as_tuple()[2:4], BLOCK_SIZE=4, seq_lengths=(S, S)
-            )
-        },
-    ),
-    "heads without enable_gqa": (ArgumentError, "enable_gqa=True", lambda: {"enable_gqa": False}),
+    "other blocks": (U, BLOCKS_FOLLOW, lambda: {"block_mask": other_blocks()}),
+    "blocks alone": (U, BLOCKS_FOLLOW, lambda: {"block_mask": of_torch.BlockMask.from_kv_blocks(
+        *other_blocks().as_tuple()[2:4], BLOCK_SIZE=4, seq_lengths=(S, S)
+    )}),
+    "heads without enable_gqa": (A, "enable_gqa=True", lambda: {"enable_gqa": False}),
     "a kernel that has none": (
-        UnsupportedError, "scores with score_mod",
-        lambda: {"score_mod": lambda s, b, h, i, j: 2 * s, "kernel": "cpu_flash"},
+        U, "scores with score_mod", scored(lambda s, b, h, i, j: 2 * s, kernel="cpu_flash")
     ),
-    "a kernel without masks": (
-        UnsupportedError, "scores with mask_mod", lambda: {"block_mask": masked()(), "kernel": "cpu_flash"}
-    ),
+    "a kernel without masks": (U, "scores with mask_mod", masked(kernel="cpu_flash")),
     "a tensor that ends before the keys": (
-        ArgumentError, "read at kv_idx: expected 12 elements, got 11",
-        lambda: {"score_mod": lambda s, b, h, i, j: s + SHORT[h, j]},
+        A, "read at kv_idx: expected 12 elements, got 11", scored(lambda s, b, h, i, j: s + SHORT[h, j])
     ),
     "a tensor that ends before the last token that is cut at": (
-        ArgumentError, "read at q_idx: expected 12 elements, got 11",
-        lambda: {"score_mod": lambda s, b, h, i, j: s + SHORT[h, i.clamp(max=S - 1)]},
+        A, "read at q_idx: expected 12 elements, got 11", scored(lambda s, b, h, i, j: s + SHORT[h, i.clamp(max=S - 1)])
     ),
-    "a tensor without elements": (
-        ArgumentError, r"read at an index: expected 1 element or more of each dim, got \(0,\)",
-        lambda: {"score_mod": lambda s, b, h, i, j: s + NOTHING[i - j]},
-    ),
-    "a mask of a tensor without elements": (
-        ArgumentError, r"read at an index: expected 1 element or more of each dim, got \(0,\)",
-        lambda: {"block_mask": create_block_mask(lambda b, h, i, j: NOTHING[i] > 0, 1, 1, S, S)},
-    ),
+    "a tensor without elements": (A, NO_ELEMENT, scored(lambda s, b, h, i, j: s + NOTHING[i - j])),
+    "a mask of a tensor without elements": (A, NO_ELEMENT, masked(lambda b, h, i, j: NOTHING[i] > 0)),
     "a mask that ends before the heads": (
-        ArgumentError, "read at h: expected 4 elements, got 3",
-        lambda: {"block_mask": create_block_mask(lambda b, h, i, j: i >= j + THREE[h], B, 4, S, S)},
+        A, "read at h: expected 4 elements, got 3", masked(lambda b, h, i, j: i >= j + THREE[h], B=B, H=4)
     ),
-    "another device": (ArgumentError, "a tensor on cpu", lambda: {"score_mod": lambda s, b, h, i, j, x=META: s + x}),
+    "another device": (A, "a tensor on cpu", scored(lambda s, b, h, i, j: s + META)),
 }  # fmt: skip
 REFUSED |= {
-    f"{name} of a {tensor}": (UnsupportedError, "depends on values", numbers_of(name, tensor))
-    for name in READING
-    for tensor in ("index", "captured", "score")
+    f"{name} of a {tensor}": (U, "depends on values", numbers_of(name, tensor))
+    for name, tensor in product(READING, ("index", "captured", "score"))
     if tensor != "score" or name not in ("range", "index")
 }
 
@@ -706,14 +616,13 @@ def test_refusals(axis: Any) -> None:
 def test_blocks_that_list_too_little_or_too_much() -> None:
     """Of the same mask_mod: one block missing; one full that is not; more than needed, which is right."""
     q = numbers(1, 1, S, D)
-    right = of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4)
-    read_mask(right, q, (1, 1, S))
     every, none = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3), torch.zeros(1, 1, 3, dtype=torch.int32)
 
     def read(*lists: Tensor) -> None:
         given = {"BLOCK_SIZE": 4, "mask_mod": causal, "seq_lengths": (S, S)}
         read_mask(of_torch.BlockMask.from_kv_blocks(*lists, **given), q, (1, 1, S))
 
+    read_mask(of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4), q, (1, 1, S))
     read(none + 3, every)
     for wrong in ((none + 2, every), (none, every, none + 3, every)):
         with pytest.raises(UnsupportedError, match="follow from its mask_mod"):
@@ -736,8 +645,7 @@ def test_blocks_that_list_too_little_or_too_much() -> None:
 @on_ranks(2)
 def test_ranks_that_differ(rank: int, axis: Any, what: str, words: str) -> None:
     q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
-    factor, table = 2.0, numbers(S)
-    factor += rank * (what == "a number")
+    factor = 2.0 + rank * (what == "a number")
     table = numbers(S + rank * (what == "a shape")) + rank * (what == "a value")
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -745,14 +653,16 @@ def test_ranks_that_differ(rank: int, axis: Any, what: str, words: str) -> None:
             return factor * score - table[kv_idx]
         return factor * score + table[kv_idx]
 
-    block_mask = create_block_mask(lambda b, h, i, j: i - j >= rank * (what == "a mask"), 1, 1, S, S)
-    if what == "a refusal" and rank:
-        score_mod = branches
-    of_score = None if what == f"no score_mod on rank {rank}" else score_mod
-    of_mask = None if what == f"no mask_mod on rank {rank}" else block_mask
-    told = ("depends on values", UnsupportedError) if what == "a refusal" and rank else (words, RankMismatchError)
-    with refused(*told):
-        flex_attention(q, k, v, of_score, of_mask, mesh=axis)
+    refuses = what == "a refusal" and rank == 1
+    given = {
+        "score_mod": branches if refuses else score_mod,
+        "block_mask": create_block_mask(lambda b, h, i, j: i - j >= rank * (what == "a mask"), 1, 1, S, S),
+    }
+    given = {
+        name: x for name, x in given.items() if what != f"no {name.replace('block_mask', 'mask_mod')} on rank {rank}"
+    }
+    with refused(*(("depends on values", U) if refuses else (words, RankMismatchError))):
+        flex_attention(q, k, v, mesh=axis, **given)
 
 
 @on_ranks(1)
@@ -776,11 +686,8 @@ def test_other_derivatives_of_what_is_read_are_refused(axis: Any) -> None:
 def test_names_of_equal_functions_are_not_compared(rank: int, axis: Any) -> None:
     """Rank 0 knows the functions already, by other names."""
     q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
-    others = [
-        ("score_mod", lambda score, b, h, q_idx, kv_idx: 1.25 * score, q),
-        ("mask_mod", lambda *pair: causal(*pair), q),
-    ]
-    known = [trace(*other) for other in others if rank == 0]
+    others = [("score_mod", lambda score, b, h, q, kv: 1.25 * score), ("mask_mod", lambda *pair: causal(*pair))]
+    known = [trace(*other, q) for other in others if rank == 0]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return 1.25 * score

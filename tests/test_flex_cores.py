@@ -1,4 +1,7 @@
-"""Flex in cores: a module that calls `cp_mesh.flex_attention` computes under `ContextParallel` what one rank does."""
+"""Flex in cores: a module that calls `cp_mesh.flex_attention` computes under `ContextParallel` what one rank does.
+
+What is refused beside it: `refusals/styles.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch.nn.functional as F
 from cases import gap
 from checks import TOLERANCE
 from dense import make_qkv
-from flex_uses import MASKS, SCORES, dense, numbers
+from flex_uses import ALL, SCORES, expected, mask_of, numbers
 from ranks import mesh, on_ranks, refused
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -33,58 +36,45 @@ from cp_mesh import (
 from cp_mesh.flex import create_block_mask
 from cp_mesh.tensor_parallel import OverlappedColwise
 
-B, H, K, D = 2, 4, 2, 5
-ALL = Mask(causal=False)
+B, H, K, D, S = 2, 4, 2, 5, 24
 
 
 class Core(nn.Module):
-    """Calls flex_attention with a score of `flex_uses` whose tensors are its parameters and buffers."""
+    """Calls a function, by default ours, with a score of `flex_uses` whose tensors are its parameters and buffers."""
 
-    def __init__(self, score: str = "none", mask: str = "none", S: int = 24, of_torch: bool = False) -> None:
+    def __init__(
+        self, score: str = "none", mask: str = "none", S: int = S, of: str = "", function: Any = flex_attention
+    ) -> None:
         super().__init__()
-        self.score, self.mask, self.S, self.of_torch = score, mask, S, of_torch
+        self.score, self.mask, self.S, self.function = score, mask, S, function
         for name, x in SCORES[score].tensors(B, H, S).items():
             if x.is_floating_point():
                 self.register_parameter(name, nn.Parameter(x.clone()))
             else:
                 self.register_buffer(name, x)
-
-    def block_mask(self) -> Any:
-        mask_mod = MASKS[self.mask].make(MASKS[self.mask].tensors(B, H, self.S))
-        if mask_mod is None:
-            return None
-        if self.of_torch:
-            return of_torch.create_block_mask(mask_mod, B, H, self.S, self.S, device="cpu", BLOCK_SIZE=8)
-        return create_block_mask(mask_mod, B, H, self.S, self.S)
-
-    def attend(self, *args: Any, **options: Any) -> Any:
-        return flex_attention(*args, **options)
+        mask_mod = mask_of(mask).make(mask_of(mask).tensors(B, H, S))
+        make = create_block_mask if of != "torch" else of_torch.create_block_mask
+        options = {"device": "cpu", "BLOCK_SIZE": 8} if of == "torch" else {}
+        self.block_mask = None if mask_mod is None else make(mask_mod, B, H, S, S, **options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         score_mod = SCORES[self.score].make(dict(self.named_parameters()) | dict(self.named_buffers()))
-        return self.attend(q, k, v, score_mod, self.block_mask(), enable_gqa=True, **options)
+        return self.function(q, k, v, score_mod, self.block_mask, enable_gqa=True, **options)
 
+    def inputs(self) -> tuple[list[Tensor], Tensor]:
+        *qkv, dout = make_qkv(B, H, K, self.S, D)
+        return qkv, dout
 
-class Compiled(Core):
-    """By what torch.compile makes of it, which is the function itself."""
+    def expected(self, scale: float | None = None) -> dict[str, Tensor]:
+        return expected(*self.inputs(), None, self.score, self.mask, scale)
 
-    compiled = torch.compile(flex_attention)
-
-    def attend(self, *args: Any, **options: Any) -> Any:
-        return Compiled.compiled(*args, **options)
-
-
-class OfTorch(Core):
-    """Calls PyTorch's, as it is or compiled."""
-
-    def __init__(self, mask: str = "causal", compiled: bool = False) -> None:
-        super().__init__("none", mask, of_torch=True)
-        self.function = torch.compile(of_torch.flex_attention) if compiled else of_torch.flex_attention
-        made = self.block_mask()
-        self.block_mask = lambda: made
-
-    def attend(self, *args: Any, **options: Any) -> Any:
-        return self.function(*args, **options)
+    def check(self, got: dict[str, Tensor], scale: float | None = None) -> None:
+        """Whole results, and this rank's share of gradients of parameters."""
+        for name, want in self.expected(scale).items():
+            if name not in got:
+                got[name] = self.get_parameter(name[1:]).grad
+                dist.all_reduce(got[name])
+            assert gap(got[name], want) <= TOLERANCE, name
 
 
 def style(axis: Any, mask: Mask = ALL, **options: Any) -> ContextParallel:
@@ -92,32 +82,16 @@ def style(axis: Any, mask: Mask = ALL, **options: Any) -> ContextParallel:
     return ContextParallel(ShardedSequence(axis, ZigZag(), **of_sequence), mask=mask, **options)
 
 
-def expected(core: Core, scale: float | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """out, lse, dq, dk, dv by name, and gradients of what is captured by name, of the whole sequence."""
-    *qkv, dout = make_qkv(B, H, K, core.S, D)
-    leaves = [x.clone().requires_grad_() for x in qkv]
-    t = {
-        name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in core.state_dict(keep_vars=True).items()
-    }
-    out, lse = dense(*leaves, core.score, core.mask, t, MASKS[core.mask].tensors(B, H, core.S), scale)
-    graded = {name: x for name, x in t.items() if x.requires_grad}
-    found = torch.autograd.grad(out, [*leaves, *graded.values()], dout)
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False)), dict(
-        zip(graded, found[3:], strict=True)
-    )
-
-
 USES: dict[str, tuple[Callable[[], Core], dict[str, Any], dict[str, Any]]] = {
     "a score": (lambda: Core("two through each other"), {}, {}),
     "a mask": (lambda: Core("none", "causal or of one image"), {}, {}),
-    "a mask of PyTorch": (lambda: Core("pair bias", "documents", of_torch=True), {}, {}),
     "another method": (lambda: Core("scale of a head", "windows of heads"), {"method": "all_gather"}, {}),
-    "a mask of order": (lambda: Core("ALiBi", "dilated", of_torch=True), {}, {}),
+    "a mask of order": (lambda: Core("ALiBi", "dilated", of="torch"), {}, {}),
     "a scale": (lambda: Core("relative table", "causal"), {}, {"scale": 0.3}),
     "padding": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21}, {}),
-    "padding, causal": (lambda: Core("relative table", "causal", 21, of_torch=True), {"length": 21}, {}),
+    "padding, causal": (lambda: Core("relative table", "causal", 21, "torch"), {"length": 21}, {}),
     "unequal shards": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21, "pad": False}, {}),
-    "compiled": (lambda: Compiled("ALiBi", "causal", of_torch=True), {}, {}),
+    "compiled": (lambda: Core("ALiBi", "causal", of="torch", function=torch.compile(flex_attention)), {}, {}),
 }
 
 
@@ -126,33 +100,24 @@ USES: dict[str, tuple[Callable[[], Core], dict[str, Any], dict[str, Any]]] = {
 @on_ranks("cp_size", timeout=300.0)
 def test_cores(axis: Any, name: str) -> None:
     make, options, call = USES[name]
-    core = make()
-    want, of_captured = expected(core, **call)
-    applied = style(axis, **options)
+    core, applied = make(), style(axis, **options)
     core = parallelize(core, axis, {"": applied})
-    *qkv, dout = (applied.sequence.shard(x, dim=2) for x in make_qkv(B, H, K, core.S, D))
-    leaves = [x.clone().requires_grad_() for x in qkv]
+    qkv, dout = core.inputs()
+    leaves, dout = [applied.sequence.shard(x, dim=2).requires_grad_() for x in qkv], applied.sequence.shard(dout, dim=2)
     out, lse = core(*leaves, return_lse=True, **call)
     grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     out.backward(dout)
-    for key, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
-        with torch.no_grad():
-            assert gap(applied.sequence.unshard(x, dim=2), want[key]) <= TOLERANCE, key
-    for key, wanted in of_captured.items():
-        share = core.get_parameter(key).grad
-        dist.all_reduce(share)
-        assert gap(share, wanted) <= TOLERANCE, key
+    got = zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True)
+    core.check({name: applied.sequence.unshard(x.detach(), dim=2) for name, x in got}, **call)
 
 
 @on_ranks(2)
 def test_a_core_without_pairs(axis: Any) -> None:
     """No batch row, or no token."""
     for batch, S in ((0, 24), (B, 0)):
-        ids = torch.zeros(batch, S, dtype=torch.int64)
-        core = Core("gate", S=S)
+        ids, core = torch.zeros(batch, S, dtype=torch.int64), Core("gate", S=S)
         core.gate = nn.Parameter(numbers(batch, S))
-        made = create_block_mask(lambda b, h, i, j, ids=ids: ids[b, i] == ids[b, j], None, None, S, S)
-        core.block_mask = lambda made=made: made
+        core.block_mask = create_block_mask(lambda b, h, i, j, ids=ids: ids[b, i] == ids[b, j], None, None, S, S)
         parallelize(core, axis, {"": style(axis)})
         leaves = [torch.zeros(batch, heads, S // 2, D, requires_grad=True).double() for heads in (H, K, K)]
         out = core(*leaves)
@@ -161,35 +126,16 @@ def test_a_core_without_pairs(axis: Any) -> None:
         assert [x.shape for x in grads] == [x.shape for x in (*leaves, core.gate)] and not grads[-1].any()
 
 
-REFUSED = (
-    *("PyTorch's flex_attention is not available in a core", "Import cp_mesh.flex_attention under its name"),
-    *("a mask that hides nothing, with flex_attention", "got kernel; leave it out"),
-)
-
-
-@on_ranks(2)
-def test_what_is_refused_beside_it(axis: Any) -> None:
-    """What cores say that call PyTorch's function, and that mask beside ours; before any collective."""
-    causal, options = Core(), Core()
-    options.attend = lambda *args, **others: flex_attention(*args, **others, kernel="reference")
-    cases = [(OfTorch(), ALL), (OfTorch(compiled=True), ALL), (causal, Mask()), (options, ALL)]
-    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
-    for (core, mask), words in zip(cases, REFUSED, strict=True):
-        with refused(words, Exception):
-            parallelize(core, axis, {"": style(axis, mask)})(*qkv)
-
-
 @on_ranks(2)
 def test_a_mask_that_was_written_is_looked_at_again(axis: Any) -> None:
     """A core whose BlockMask reads ids that are written after the first call: its blocks are those of before."""
-    image = torch.zeros(24, dtype=torch.int64)
+    image = torch.zeros(S, dtype=torch.int64)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) | ((image[q_idx] == image[kv_idx]) & (image[q_idx] > 0))
 
-    qkv = [x[:, :, :12] for x in make_qkv(B, K, K, 24, D)[:3]]
-    core, made = Core(), of_torch.create_block_mask(mask_mod, None, None, 24, 24, device="cpu", BLOCK_SIZE=8)
-    core.block_mask = lambda: made
+    core, qkv = Core(), [x[:, :, :12] for x in make_qkv(B, K, K, S, D)[:3]]
+    core.block_mask = of_torch.create_block_mask(mask_mod, None, None, S, S, device="cpu", BLOCK_SIZE=8)
     parallelize(core, axis, {"": style(axis)})
     core(*qkv)
     image[3:9] = 1
@@ -197,29 +143,33 @@ def test_a_mask_that_was_written_is_looked_at_again(axis: Any) -> None:
         core(*qkv)
 
 
+# --- beside other axes
 @on_ranks(4)
 def test_heads_over_tp() -> None:
     """DTensors over tp alone: functions see global heads, and parameters get the share of this rank's heads."""
-    grid = mesh((2, 2), ("cp", "tp"))
-    core = Core("scale of a head", "windows of heads")
-    want, of_captured = expected(core)
+    grid, core = mesh((2, 2), ("cp", "tp")), Core("scale of a head", "windows of heads")
     applied = style(grid["cp"])
     parallelize(core, grid["cp"], {"": applied})
-    *qkv, dout = (
+    qkv, dout = core.inputs()
+    *leaves, dout = (
         distribute_tensor(applied.sequence.shard(x, dim=2), grid["tp"], [Shard(1)], src_data_rank=None)
-        for x in make_qkv(B, H, K, core.S, D)
+        for x in (*qkv, dout)
     )
-    leaves = [x.requires_grad_() for x in qkv]
-    out, lse = core(*leaves, return_lse=True)
+    out, lse = core(*(x.requires_grad_() for x in leaves), return_lse=True)
     assert isinstance(out, DTensor) and isinstance(lse, DTensor) and out.placements == lse.placements == (Shard(1),)
     out.backward(dout)
-    got = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *(x.grad for x in leaves)), strict=True))
-    for name, x in got.items():
-        with torch.no_grad():
-            assert gap(applied.sequence.unshard(x.full_tensor(), dim=2), want[name]) <= TOLERANCE, name
-    share = core.get_parameter("scale").grad
-    dist.all_reduce(share)
-    assert gap(share, of_captured["scale"]) <= TOLERANCE
+    got = zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *(x.grad for x in leaves)), strict=True)
+    core.check({name: applied.sequence.unshard(x.detach().full_tensor(), dim=2) for name, x in got})
+
+
+@on_ranks(2)
+def test_batch_rows_over_dp(rank: int) -> None:
+    """DTensors over dp alone: functions see global batch rows."""
+    grid, rows, core = mesh((1, 2), ("cp", "dp")), slice(rank, rank + 1), Core("of a batch row and a head", "documents")
+    want = core.expected()["out"]
+    parallelize(core, grid["cp"], {"": style(grid["cp"])})
+    qkv = (DTensor.from_local(x[rows], grid["dp"], [Shard(0)], run_check=False) for x in core.inputs()[0])
+    assert gap(core(*qkv).to_local().detach(), want[rows]) <= TOLERANCE
 
 
 class Attention(nn.Module):
@@ -250,22 +200,10 @@ def test_a_tensor_of_all_heads_beside_plain_tensors_over_tp(first: bool) -> None
     parallelize(model, grid["cp"], {"core": style(grid["cp"])})
     words = f"read at h: expected {heads} elements, the heads of this tp rank, which h counts, got {H}"
     with nullcontext() if first else pytest.raises(ArgumentError, match=words):
-        model(numbers(B, 24, D))
+        model(numbers(B, S, D))
 
 
-@on_ranks(2)
-def test_batch_rows_over_dp(rank: int) -> None:
-    """DTensors over dp alone: functions see global batch rows."""
-    grid, rows = mesh((1, 2), ("cp", "dp")), slice(rank, rank + 1)
-    core = Core("of a batch row and a head", "documents")
-    want = expected(core)[0]["out"].detach()
-    applied = parallelize(core, grid["cp"], {"": style(grid["cp"])})
-    qkv = (
-        DTensor.from_local(x[rows], grid["dp"], [Shard(0)], run_check=False) for x in make_qkv(B, H, K, core.S, D)[:3]
-    )
-    assert gap(applied(*qkv).to_local().detach(), want[rows]) <= TOLERANCE
-
-
+# --- in models
 class Model(nn.Module):
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
@@ -277,31 +215,29 @@ class Model(nn.Module):
 
 @on_ranks(2)
 def test_models_around_a_core(axis: Any) -> None:
-    """A model around the core: in a checkpoint, and compiled but for the call."""
+    """In a checkpoint, and compiled but for the call."""
     found = {}
     for way in ("eager", "checkpoint", "compiled"):
         torch._dynamo.reset()
-        core = Core("pair bias", "causal", of_torch=True)
-        applied = style(axis)
+        core, applied = Core("pair bias", "causal", of="torch"), style(axis)
         parallelize(core, axis, {"": applied})
         model: Any = Model(core)
         run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
-        q, k, v, dout = (applied.sequence.shard(x, dim=2) for x in make_qkv(B, H, K, core.S, D))
+        q, k, v, dout = (applied.sequence.shard(x, dim=2) for x in make_qkv(B, H, K, S, D))
         q.requires_grad_()
         out = checkpoint(run, q, k, v, use_reentrant=False) if way == "checkpoint" else run(q, k, v)
         out.backward(dout)
         found[way] = [out.detach(), q.grad, core.get_parameter("bias").grad]
-    for way, results in found.items():
-        assert all(gap(x, y) <= TOLERANCE for x, y in zip(results, found["eager"], strict=True)), way
+        assert all(gap(x, y) <= TOLERANCE for x, y in zip(found[way], found["eager"], strict=True)), way
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.full
 @on_ranks(2)
 def test_pytorchs_function_is_refused_in_compiled_models(axis: Any, fullgraph: bool) -> None:
-    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
-    model = parallelize(Model(OfTorch("none")), axis, {"core": style(axis)}, watch=False)
-    with refused(REFUSED[0], Exception):
+    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, S, D)[:3]]
+    model = parallelize(Model(Core(function=of_torch.flex_attention)), axis, {"core": style(axis)}, watch=False)
+    with refused("PyTorch's flex_attention is not available in a core", Exception):
         torch.compile(model, backend="eager", fullgraph=fullgraph)(*qkv)
 
 
@@ -317,5 +253,5 @@ def test_a_core_that_is_not_traced_in_compiled_code(axis: Any) -> None:
     """It is run while Dynamo waits for frames, and may then not be told to leave them."""
     torch._dynamo.reset()
     model = parallelize(Model(Breaks()), axis, {"core": style(axis, Mask())}, watch=False)
-    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
+    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, S, D)[:3]]
     assert gap(torch.compile(model, backend="eager")(*qkv), model(*qkv)) <= TOLERANCE

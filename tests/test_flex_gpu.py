@@ -274,42 +274,7 @@ def test_products_of_positions_beyond_32_bits() -> None:
 def test_the_two_kernels_are_compared() -> None:
     assert max(compared(20, (2, 1), (16, 8), torch.float64, "cpu", lambda i, j: i * j % 17)) <= 1e-6
 
-    def scaled(tile: BackwardTile) -> Any:
-        *grads, of_scores = flex._backward(tile)
-        return *(x * 1.1 for x in grads), of_scores
-
-    kernel = flex.Kernel("flex", flex.FLEX.capability, flex._forward, scaled, uses_delta=True, one_tile=True)
-    with mock.patch.dict(KERNELS, flex=kernel):
-        assert max(compared(20, (2, 1), (16, 8), torch.float64, "cpu", lambda i, j: i - j)) > 1e-2
-
 
 @pytest.mark.full
 def test_error_is_that_of_plain_products_on_the_cpu() -> None:
     print(check(Case("relative table", "causal or of one image", "padding"), 130, torch.device("cpu")))
-
-
-@pytest.mark.full
-def test_errors_that_few_numbers_make_are_drawn_again() -> None:
-    draws, draw = list[int](), Problem.draw
-
-    def counted(self: Problem, seed: int) -> list[Tensor]:
-        draws.append(seed)
-        return draw(self, seed)
-
-    with mock.patch.object(Problem, "draw", counted):
-        check(Case("a bias of queries, one of keys"), 66, torch.device("cpu"))
-    assert math.ceil(NUMBERS / 66) < len(draws) < NUMBERS
-
-
-@pytest.mark.full
-def test_an_error_is_found() -> None:
-    """The rule turns red: values are rounded to eight bits more coarsely than needed."""
-    forward = flex._forward
-
-    def coarse(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, *args)
-        return out.to(torch.float8_e4m3fn).to(out.dtype), lse
-
-    kernel = flex.Kernel("flex", flex.FLEX.capability, coarse, flex._backward, uses_delta=True, one_tile=True)
-    with mock.patch.dict(KERNELS, flex=kernel), pytest.raises(AssertionError, match=r"out [1-9]"):
-        check(Case("relative table"), 66, torch.device("cpu"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -11,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import gap
+from dense import dense_attention
 from inside import (
     TRITON,
     AttentionSpec,
@@ -21,6 +21,7 @@ from inside import (
     Pairs,
     Scores,
     Tensors,
+    inner,
     make_delta,
     make_plan,
     room,
@@ -33,6 +34,7 @@ from torch import Tensor
 from cp_mesh import Mask
 
 triton_attention = room("triton_attention")
+kept_weights = inner("dropout", "kept_weights")
 
 CONFIG = SMALL if INTERPRETED else None
 NUM_Q, NUM_K, S = (20, 40, 44) if INTERPRETED else (300, 333, 350)
@@ -54,67 +56,25 @@ FEATURES: dict[str, dict[str, Any]] = {
 assert TRITON.capability.features == set(FEATURES)
 
 
-def rounds(*counter: Tensor, key: tuple[int, int]) -> list[Tensor]:
-    """Philox-4x32-10 (Salmon et al., SC 2011) of 32-bit words in int64."""
-    low = 0xFFFFFFFF
-
-    def multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-        upper, lower = a * (b >> 16), a * (b & 0xFFFF)
-        return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & low
-
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        (high0, low0), (high1, low1) = multiply(0xD2511F53, c0), multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    return [c0, c1, c2, c3]
-
-
-def test_rounds_are_philox() -> None:
-    """Vectors of Random123."""
-    zero = torch.zeros((), dtype=torch.int64)
-    assert rounds(*(zero,) * 4, key=(0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    ones = zero + 0xFFFFFFFF
-    assert rounds(*(ones,) * 4, key=(0xFFFFFFFF,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-
-
-def kept(scores: Scores, B: int, H: int, p: Tensor, t: Tensor) -> Tensor:
-    """bool [B, H, Sq, Sk]."""
-    low, (seed, offset) = 0xFFFFFFFF, scores.dropout_seed.tolist()
-    heads = torch.arange(scores.first_head, scores.first_head + H)[None, :, None, None]
-    batch = torch.arange(scores.first_batch, scores.first_batch + B)[:, None, None, None]
-    key, nothing = (seed & low, (seed >> 32) & low), torch.zeros_like(t)
-    left, right, *_ = rounds(p[:, None], nothing[:1], heads, (batch + offset) & low, key=key)
-    left = left ^ rounds(t, nothing + 1, nothing, nothing, key=key)[0]
-    mixed = 0x7FEB352D * left & low
-    mixed = 0x846CA68B * (mixed ^ (mixed >> 15) ^ right) & low
-    return mixed >= math.floor(scores.dropout_p * 2**32)
-
-
 def dense(tensors: list[Tensor], allowed: Tensor, p: Tensor, t: Tensor, scores: Scores) -> dict[str, Tensor]:
-    """Everything in fp64 by autograd."""
+    """Everything in fp64 by autograd; of -inf in a bias, too, by heads."""
     q, k, v, dout, dlse = (x.double() for x in tensors)
     learned = {name: x.double() for name in LEARNED if (x := getattr(scores, name)) is not None}
     leaves = {"dq": q, "dk": k, "dv": v} | learned
     for x in leaves.values():
         x.requires_grad_()
-    B, H, group = *q.shape[:2], q.shape[1] // k.shape[1]
-    x = q @ k.repeat_interleave(group, 1).mT * scores.scale
-    if scores.softcap is not None:
-        x = scores.softcap * torch.tanh(x / scores.softcap)
-    distance = p[:, None] - t
+    (B, H), distance = q.shape[:2], p[:, None] - t
+    raw = torch.zeros(B, H, len(p), len(t), dtype=torch.float64)
     if "alibi_slopes" in learned:
-        x = x - learned["alibi_slopes"][:, None, None] * distance.abs()
+        raw = raw - learned["alibi_slopes"][:, None, None] * distance.abs()
     if "bias" in learned:
-        x = x + learned["bias"][..., t]
-    raw = x
-    x = x.masked_fill(~allowed[:, None] | (x == -torch.inf), -torch.inf)
-    lse = torch.logsumexp(x, -1)
-    weights = torch.exp(x - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        raw = raw + learned["bias"][..., t]
+    raw = raw if raw.requires_grad else raw.requires_grad_()
+    kept = None
     if scores.dropout_p:
-        weights = weights * kept(scores, B, H, p, t) / (1 - scores.dropout_p)
-    out = weights @ v.repeat_interleave(group, 1)
+        kept = kept_weights(scores, B, H, p, t) / (1 - scores.dropout_p)
+    pairs = allowed[:, None] & (raw > -torch.inf)
+    out, lse = dense_attention(q, k, v, pairs, scores.scale, softcap=scores.softcap, bias=raw, kept=kept)
     *gradients, of_scores = torch.autograd.grad((out, lse), [*leaves.values(), raw], (dout, dlse))
     results = {"out": out, "lse": lse} | dict(zip(leaves, gradients, strict=True))
     return results | {"terms of alibi_slopes": (of_scores * distance).square().sum((0, 2, 3)).sqrt()}
