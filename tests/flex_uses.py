@@ -65,14 +65,6 @@ def _chain(t: Tensors) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _network(t: Tensors) -> Callable[..., Tensor]:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        features = torch.stack([q_idx - kv_idx, q_idx + kv_idx]).double() / 8
-        return score + (torch.tanh(t["first"] @ features) * t["second"][h]).sum()
-
-    return score_mod
-
-
 SCORES: dict[str, Use] = {
     "none": Use(nothing, lambda t: None, lambda x, t, i, j: x),
     "ALiBi": Use(
@@ -110,11 +102,6 @@ SCORES: dict[str, Use] = {
         lambda t: lambda score, b, h, q, kv: score + t["bias"][b, h, q, kv],
         lambda x, t, i, j: x + t["bias"],
     ),
-    "a bias of queries, one of keys": Use(
-        lambda B, H, S: {"of_q": numbers(S), "of_k": numbers(H, S)},
-        lambda t: lambda score, b, h, q, kv: score * t["of_q"][q] + t["of_k"][h, kv],
-        lambda x, t, i, j: x * t["of_q"][:, None] + t["of_k"][:, None],
-    ),
     "bias of documents": Use(
         lambda B, H, S: {"bias": numbers(4, 4), "ids": integers(4, B, S)},
         lambda t: lambda score, b, h, q, kv: score + t["bias"][t["ids"][b, q], t["ids"][b, kv]],
@@ -149,21 +136,6 @@ SCORES: dict[str, Use] = {
         lambda t: lambda score, b, h, q, kv: score + (t["of_q"][h, q] * t["of_k"][h, kv]).sum(),
         lambda x, t, i, j: x + t["of_q"] @ t["of_k"].mT,
     ),
-    "small network": Use(
-        lambda B, H, S: {"first": numbers(4, 2), "second": numbers(H, 4)},
-        _network,
-        lambda x, t, i, j: (
-            x
-            + torch.einsum(
-                "hf,fij->hij", t["second"], torch.tanh(torch.einsum("fe,eij->fij", t["first"], _features(i, j)))
-            )
-        ),
-    ),
-    "of a batch row and a head": Use(
-        lambda B, H, S: {"x": numbers(B)},
-        lambda t: lambda score, b, h, q, kv: score * (1 + t["x"][b] * h),
-        lambda x, t, i, j: x * (1 + t["x"][:, None] * torch.arange(x.shape[1], device=x.device))[:, :, None, None],
-    ),
     "no number where a causal mask hides": Use(
         nothing,
         lambda t: lambda score, b, h, q, kv: score * (q - kv).double().sqrt(),
@@ -175,10 +147,6 @@ SCORES: dict[str, Use] = {
         lambda x, t, i, j: (x + t["x"]).masked_fill((i - j) % 4 == 3, -torch.inf),
     ),
 }
-
-
-def _features(i: Tensor, j: Tensor) -> Tensor:
-    return torch.stack([i - j, i + j]).double() / 8
 
 
 MASKS: dict[str, Use] = {

@@ -43,7 +43,7 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
     memcheck += ["--error-exitcode", "9"]
     by_part = {
         "FlashAttention": (["test_flash_attn.py", "test_segments.py"], 2),
-        "Triton": (["test_triton_attention.py", "test_triton_scores.py"], 3),
+        "Triton": (["test_triton_attention.py"], 3),
         "flex": (["test_flex_gpu.py"], 10),
     }
     files = {part: [str(TESTS / name) for name in names] for part, (names, _) in by_part.items()}

@@ -415,26 +415,18 @@ def test_a_function_that_changes(rank: int, axis: Any) -> None:
 
 
 TABLE = numbers(S)
-WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
-    "constants": (
-        lambda s, b, h, i, j: s * torch.tensor(0.5) + torch.tensor([0.3, 2.0], dtype=s.dtype)[j % 2],
-        lambda x, i, j: x * 0.5 + torch.tensor([0.3, 2.0], dtype=x.dtype)[j % 2],
+WRITTEN: dict[str, Callable[..., Tensor]] = {
+    "constants": lambda s, b, h, i, j: s * torch.tensor(0.5) + torch.tensor([0.3, 2.0], dtype=s.dtype)[j % 2],
+    "copies of tensors": lambda s, b, h, i, j: (
+        s + torch.tensor(s) + torch.as_tensor(i, dtype=s.dtype) + torch.tensor(TABLE)[j]
     ),
-    "copies of tensors": (
-        lambda s, b, h, i, j: s + torch.tensor(s) + torch.as_tensor(i, dtype=s.dtype) + torch.tensor(TABLE)[j],
-        lambda x, i, j: x + x.detach() + i + TABLE[j],
+    "multiples in indices": lambda s, b, h, i, j: (
+        s + TABLE[torch.rsub(i, 3, alpha=-2) % S] + TABLE[torch.rsub(i, j, alpha=2) % S]
+        + TABLE[torch.sub(i, 5, alpha=3) % S] + TABLE[torch.add(i, j, alpha=4) % S]
     ),
-    "multiples in indices": (
-        lambda s, b, h, i, j: s + TABLE[torch.rsub(i, 3, alpha=-2) % S] + TABLE[torch.rsub(i, j, alpha=2) % S]
-        + TABLE[torch.sub(i, 5, alpha=3) % S] + TABLE[torch.add(i, j, alpha=4) % S],
-        lambda x, i, j: x + TABLE[(3 + 2 * i) % S] + TABLE[(j - 2 * i) % S]
-        + TABLE[(i - 15) % S] + TABLE[(i + 4 * j) % S],
-    ),
-    "multiples in scores": (
-        lambda s, b, h, i, j: torch.add(torch.rsub(torch.sub(s, i, alpha=0.3), 0.5, alpha=0.7), i > j, alpha=0.1)
-        + torch.rsub(s, TABLE[j], alpha=0.2) + torch.add(s, 0.6, alpha=1 / 3) * torch.add(i < j, True, alpha=3),
-        lambda x, i, j: 0.5 - 0.7 * (x - 0.3 * i.double()) + 0.1 * (i > j).double() + TABLE[j] - 0.2 * x
-        + x + 0.6 * (1 / 3),
+    "multiples in scores": lambda s, b, h, i, j: (
+        torch.add(torch.rsub(torch.sub(s, i, alpha=0.3), 0.5, alpha=0.7), (i > j).double(), alpha=0.1)
+        + torch.rsub(s, TABLE[j], alpha=0.2) + torch.add(s, 0.6, alpha=1 / 3)
     ),
 }  # fmt: skip
 
@@ -443,10 +435,9 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("name", WRITTEN)
 def test_ways_to_write_a_function(name: str) -> None:
     """As broadcasting computes them, and so their gradients by the score."""
-    score_mod, dense_score = WRITTEN[name]
     x, rows, one = numbers(1, 1, S, S).requires_grad_(), torch.arange(S), torch.zeros(1, dtype=torch.int64)
-    function, captured = trace("score_mod", score_mod, x)
-    want = dense_score(x, rows[:, None], rows)
+    function, captured = trace("score_mod", WRITTEN[name], x)
+    want = WRITTEN[name](x, 0, 0, rows[:, None], rows)
     assert gap(function.of_pairs(x, (one, one, rows, rows), captured), want) <= TOLERANCE
     (of_want,) = torch.autograd.grad(want.sum(), x)
     got, _ = function.gradients(torch.ones_like(x), x, (one, one, rows, rows), captured, (), False)

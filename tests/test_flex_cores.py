@@ -165,7 +165,7 @@ def test_heads_over_tp() -> None:
 @on_ranks(2)
 def test_batch_rows_over_dp(rank: int) -> None:
     """DTensors over dp alone: functions see global batch rows."""
-    grid, rows, core = mesh((1, 2), ("cp", "dp")), slice(rank, rank + 1), Core("of a batch row and a head", "documents")
+    grid, rows, core = mesh((1, 2), ("cp", "dp")), slice(rank, rank + 1), Core("gate", "documents")
     want = core.expected()["out"]
     parallelize(core, grid["cp"], {"": style(grid["cp"])})
     qkv = (DTensor.from_local(x[rows], grid["dp"], [Shard(0)], run_check=False) for x in core.inputs()[0])

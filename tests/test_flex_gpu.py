@@ -30,7 +30,6 @@ flex_programs = room("programs")
 FACTOR, ROUNDING, NUMBERS = 1.35, 1e-6, 256
 B, H, K, D = 2, 4, 2, 64
 LAYOUTS = {"striped": Striped(), "zigzag": ZigZag(), "contiguous": Contiguous()}
-VECTORS = ("pair bias of low rank", "small network")
 FROM_THE_END = "read from the end"  # PyTorch's kernels read memory before the tensor
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
@@ -44,7 +43,7 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case(score) for score in SCORES if score not in ("none", FROM_THE_END, *VECTORS)),
+    *(Case(score) for score in SCORES if score not in ("none", FROM_THE_END, "pair bias of low rank")),
     Case(FROM_THE_END, "none", "all"),
     *(Case("none", "causal or of one image", "all", dtype=dtype) for dtype in ("bfloat16", "float16")),
     *(Case("tanh chain", mask, "all") for mask in MASKS if mask != "none"),
@@ -183,7 +182,6 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", [pytest.param(case, id=name_of(case)) for case in CASES])
 def test_error_is_that_of_flex_attention_on_one_gpu(case: Case) -> None:
     with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):  # tests compile beside each other
@@ -191,7 +189,6 @@ def test_error_is_that_of_flex_attention_on_one_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tiles_are_not_rounded_and_have_no_backward() -> None:
     device, at = torch.device("cuda"), torch.arange(256, device="cuda")
     q, k, dout = (torch.randn(1, n, 256, 64, device=device, dtype=torch.bfloat16) for n in (H, K, H))
@@ -227,7 +224,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("dims", [(16, 16), (17, 17), (24, 24), (80, 80), (100, 100), (96, 96), (192, 128), (256, 256)])
 def test_dims_of_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
@@ -236,7 +232,6 @@ def test_dims_of_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
 @pytest.mark.parametrize("S", [2, 4, 6, 10])
 def test_short_sequences(S: int, heads: tuple[int, int]) -> None:
@@ -253,7 +248,6 @@ ONE_ROW = (4, 13, Mask(length=12)), (3, 5, Mask(length=4)), (4, 13, Mask(documen
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", ONE_ROW, ids=["13 on 4", "5 on 3", "documents"])
 def test_one_query_of_many_keys_and_one_key_of_many_queries(case: tuple[int, int, Mask]) -> None:
     assert max(of_one_row("cuda", FP16, *case)) <= 1e-2
@@ -266,7 +260,6 @@ def test_tiles_of_one_row() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_products_of_positions_beyond_32_bits() -> None:
     assert max(compared(49152, (1, 1), (64, 64), BF16, "cuda", lambda i, j: i * j % 65537)) <= 1e-2
 
