@@ -444,27 +444,6 @@ def test_a_launch_enters_the_device_of_its_tensors(current: int, monkeypatch: py
     assert done == ["enter", "compile", "leave", *(["run"] if current == -1 else ["enter", "run", "leave"]) * 2]
 
 
-def test_few_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of 1 to 8 pieces, one to three together, of unlike numbers and with an fp32 sum of earlier ones or without:
-    two signatures for each dtype of the result."""
-    combine_triton = pytest.importorskip(path_of("combine_triton"))
-    launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(combine_triton, "_launch", lambda kernel, ready, on, args: launched.append(args))
-    x, lse, into = torch.zeros(1, 2, 8, 16, dtype=HALF), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)
-    merges, sums = set(), set()
-    for folded, num in product((0, 1), range(1, MAX_PIECES)):
-        pieces = [into] * folded + [x] * num
-        combine_triton.merge_pieces([(0, piece, lse) for piece in pieces], x, lse)
-        merges.add(tuple(piece.dtype for piece in launched[-1][0]))
-        for others in range(3):
-            together = [([(0, piece) for piece in pieces], x), *[([(0, x)], x)] * others]
-            for some in (together, together[::-1]):
-                combine_triton.sum_pieces(some)
-                all_pieces, _, _, intos, *_ = launched[-1]
-                sums.add((tuple(tuple(piece.dtype for piece in xs) for xs in all_pieces), len(intos)))
-    assert len(merges) == len(sums) == 2, (merges, sums)
-
-
 @pytest.mark.gpu
 def test_other_lengths_compile_nothing() -> None:
     triton = pytest.importorskip("triton")

@@ -101,4 +101,4 @@ def wrong(num: int, seed: int) -> list[str]:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly("random")) for seed in range(1, 8))]
 )
 def test_random_integers(full: bool, seed: int) -> None:
-    assert wrong(300 if full else 60, seed) == []
+    assert wrong(300 if full else 40, seed) == []

@@ -6,7 +6,6 @@ With TRITON_INTERPRET=1 these tests run the kernels on CPU tensors, in small blo
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -20,8 +19,6 @@ from hopper import Hopper
 from inside import (
     CAUSAL,
     FULL,
-    KERNELS,
-    METHODS,
     TRITON,
     UNUSED,
     AttentionSpec,
@@ -34,22 +31,17 @@ from inside import (
     KernelTile,
     MergingForward,
     Pairs,
-    Plan,
     Scores,
-    StageSettings,
     Tensors,
     inner,
     make_delta,
     make_plan,
-    make_schedule,
-    make_scores,
     room,
-    shortfalls,
     triton_kernel,
     without_unused,
 )
 from interpreted import INTERPRETED, Interpreted, is_that_run
-from test_kernels import BANDS, H200, band_pairs, dense, inputs, run
+from test_kernels import BANDS, band_pairs, dense, inputs, run
 from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
@@ -105,25 +97,6 @@ def test_every_mask_in_every_layout(mask: str, layout: str) -> None:
     kernel = triton_kernel(FEW) if INTERPRETED else TRITON
     got = play_ring(kernel, LAYOUTS[layout](S), make_mask(mask, B, S), cp_size, *args)
     assert_near(dict(zip(NAMES, got, strict=True)), dict(zip(NAMES, want, strict=True)), torch.float32)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
-@pytest.mark.parametrize("mask", ["documents", "window"])
-def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
-    """A kernel that skips blocks by itself is called once a step; bands stay bands for it, and others get all tiles."""
-    S, what = 64, make_mask(mask, 2, 64)
-    options, schedule = AttentionSpec(layout, what.spec(), 1.0), make_schedule(LAYOUTS[layout](S), what, S, 2, 0)
-    for slopes, kernel in product((None, torch.ones(1)), (TRITON, KERNELS["reference"])):
-        features = make_scores(options, Tensors(alibi_slopes=slopes), torch.float32).features
-        settings = METHODS["ring"], StageSettings(1, torch.float32)
-        plan = Plan(
-            options, LAYOUTS[layout](S), what, S, schedule, kernel, features, torch.device("cpu"), *settings
-        )  # fmt: skip
-        made = [(schedule.local_tiles, plan.tiles(None)), *((x.tiles, plan.tiles(x)) for x in schedule.route.stages)]
-        with_positions = slopes is not None or "pairs" in schedule.covers
-        for tiles, given in made:
-            assert len(given) == (1 if kernel is TRITON and with_positions else len(tiles))
-            assert with_positions or all(isinstance(tile.cover, Band) for tile in given)
 
 
 BAND_DTYPES = [(name, dtype) for name in BANDS for dtype in DTYPES if not INTERPRETED or dtype == torch.float32]
@@ -542,18 +515,6 @@ def test_gradients_repeat_as_declared(name: str) -> None:
 def test_interpreted(interpreted: Interpreted) -> None:
     """The tests above, on CPU tensors."""
     assert interpreted(__file__) > len(MASKS) * len(LAYOUTS) + 2 * len(FEATURES)
-
-
-def test_what_it_serves() -> None:
-    wanted = replace(H200, covers=frozenset({"full", "causal", "window", "pairs"}), head_dim=20, v_head_dim=256)
-    wanted = replace(wanted, differentiable_lse=True, deterministic=True)
-    with mock.patch.dict(sys.modules, {"triton": mock.MagicMock()}):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            assert shortfalls(TRITON.capability, replace(wanted, dtype=dtype)) == []
-            assert all(config_for(dtype, dim).forward.q >= 16 for dim in range(1, 257))
-    with mock.patch.dict(sys.modules), mock.patch.object(triton_attention, "find_spec", lambda name: None):
-        sys.modules.pop("triton", None)
-        assert shortfalls(TRITON.capability, wanted) == ["package triton (pip install triton)"]
 
 
 COVERS = {
