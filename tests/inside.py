@@ -4,7 +4,7 @@ A room here is one file of the package, named by as much of the end of its path 
 "call.plan". Where it moves, no test changes; where it is renamed, its name changes in the tests of that room.
 
 `NAMES` are what several tests need: they come from here, as ``from inside import make_schedule``. What the tests of
-one room need of it goes through `inner` and `room`. `planned` and what follows are what the pins of test_pins.py read.
+one room need of it goes through `inner` and `room`.
 """
 
 from __future__ import annotations
@@ -125,29 +125,7 @@ class Distances:
         return keep
 
 
-# What pins read.
-
 METHOD_NAMES = tuple(inner("call.plan", "METHODS"))
-
-
-def planned(
-    layout: cp_mesh.Layout, mask: cp_mesh.Mask, seq_len: int, cp_size: int, cp_rank: int, by_documents: bool
-) -> dict[str, Any]:
-    """What a rank of a ring computes, fetches and serves, in lists of integers.
-
-    A block of rows and keys has a band ``-left <= j - i - (num_k - num_q) <= right``, of which None bounds nothing, or
-    "pairs": only the mask itself says which of its pairs are allowed.
-    """
-    make_schedule, first = inner("schedule", "make_schedule"), inner("block_table", "SOURCE")
-    schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, by_documents)
-    stages = schedule.route.stages
-    return {
-        "blocks": [[_block(row) for row in table[:, first:].tolist()] for table in schedule.blocks],
-        "tiles": [[_tile(tile) for tile in tiles] for tiles in tiles_by_source(schedule)],
-        "moves": [schedule.fetch, schedule.serve, schedule.route.needed.tolist()],
-        "covers": [sorted(schedule.covers), schedule.overlapping],
-        "stages": [[x.steps, x.fetch, x.serve, [_tile(tile) for tile in x.tiles]] for x in stages],
-    }
 
 
 def tiles_by_source(schedule: Any) -> tuple[tuple[Any, ...], ...]:
@@ -155,19 +133,3 @@ def tiles_by_source(schedule: Any) -> tuple[tuple[Any, ...], ...]:
     tiles_of, of_group = inner("schedule", "tiles_of", "of_group")
     by_documents = "segments" in schedule.covers
     return tuple(tiles_of(of_group(schedule.blocks, source), by_documents) for source in range(schedule.cp_size))
-
-
-def _block(row: list[int]) -> list[Any]:
-    """Source, rows, keys and band."""
-    *where, left, right = row
-    pairs, none = inner("block_table", "PAIRS"), inner("mask", "NONE")
-    return [*where, *(["pairs"] if left == pairs else [None if x == none else x for x in (left, right)])]
-
-
-def _tile(tile: Any) -> list[Any]:
-    cover = tile.cover
-    if isinstance(cover, inner("mask", "Band")):
-        return [tile.q, tile.k, cover.left, cover.right]
-    if cover == inner("mask", "PARTIAL"):
-        return [tile.q, tile.k, "pairs"]
-    return [tile.q, tile.k, cover.left, cover.right, [blocks.tolist() for blocks in cover.blocks]]

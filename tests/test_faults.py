@@ -5,14 +5,11 @@ Ranks that are lost are those of pools of their own, with short timeouts.
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import gc
 import os
 import random
 import re
-import shlex
-import shutil
 import sys
 import threading
 import time
@@ -23,23 +20,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import faults
 import pytest
 import torch
 import torch.distributed as dist
 from faults import LENGTH, MOMENTS, ODD, TIMEOUT, Trainer, late, new_mesh, new_world, out_of_memory, step_with
-from inside import path_of, room
+from model import Core
 from ranks import GRACE, Pool, RankFailure, mesh, on_ranks
-from scripts import run_script
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, RankMismatchError, Striped, UnsupportedError, ZigZag, attention, check_mode
-
-forwards = room("wrap")
-groups = room("groups")
+from cp_mesh import Contiguous, Mask, RankMismatchError, Striped, ZigZag, attention, check_mode
 
 full = pytest.mark.full
 
@@ -380,13 +371,6 @@ def test_a_thread_that_waits_does_not_keep_another_from_its_word(lost: Any, tmp_
     assert lost(2).run(crossing, tmp_path / "store") == [[32.0, 32.0]] * 2
 
 
-@on_ranks(4)
-def test_groups_within_a_group_are_made_by_one_thread() -> None:
-    group = mesh((4,), ("cp",)).get_group()
-    with groups._MAKING, pytest.raises(UnsupportedError, match="one thread at a time"):
-        groups._make(group, 2)
-
-
 def on_two_streams(rank: int) -> list[bool]:
     """Calls of one plan, whose masks are made on the device, on streams that nothing orders."""
     axis = mesh((1,), ("cp",))
@@ -434,47 +418,24 @@ def cached() -> dict[str, Any]:
     return {name: x for name, x in found.items() if not name.rpartition(".")[2].startswith("__")}
 
 
-KEPT = {
-    "call.known._calls": "calls whose mesh and mask live, at most MOST",
-    "group_state._KEPT": "a group; of calls, at most MOST_KINDS, of groups within it by divisors of its size",
-    **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "gradients")},
-    "block_mask._checked": "a block mask",
-    "functions._known": "a function, which its calls hold, and a bounded list the last ones",
-    "programs._programs": "the last ones, at most KEPT",
-    "trace._known": "the last ones, at most KEPT",
-    "flash_attn_4_package._compiled": "a compiled kernel of the package, which keeps it too",
-    "seam._function": "rules of the package, four",
-    "fla._release": "two packages",
-    "host_copies._pinned": "memory, which takes its entry with it",
-}
-KEPT_WITH = {f"{path_of(x.rpartition('.')[0])[8:]}.{x.rpartition('.')[2]}": why for x, why in KEPT.items()}
-"""Tables without a number that bounds them."""
-BOUNDED = {"_calls", "_compiled", "_programs", "_known", "_function", "_release", "_pinned"}
-"""Those whose keys are few, or are dropped."""
-
-
 def test_every_cache_is_bounded() -> None:
-    unbounded = set()
+    """By a number of entries; of others a page says what ends an entry."""
+    page = (Path(__file__).parent.parent / "docs" / "caches.md").read_text()
+    told = {name.replace("/", ".") for name in re.findall(r"^\| `([\w/.]+)`", page, re.MULTILINE)}
     for name, cache in cached().items():
-        if hasattr(cache, "cache_parameters"):
-            if cache.cache_parameters()["maxsize"] is None:
-                unbounded.add(name)
-        elif type(cache) is not dict or not name.rpartition(".")[2].isupper():  # else a constant
-            unbounded.add(name)
-    assert unbounded == KEPT_WITH.keys()
-    kinds = WeakKeyDictionary | WeakTensorKeyDictionary | WeakValueDictionary
-    weak = {name for name in KEPT_WITH if isinstance(cached()[name], kinds)}
-    assert {name.rpartition(".")[2] for name in KEPT_WITH.keys() - weak} == BOUNDED
-    assert len(KEPT_WITH.keys() - weak) == len(BOUNDED)
+        is_constant = type(cache) is dict and name.rpartition(".")[2].isupper()
+        bound = cache.cache_parameters()["maxsize"] if hasattr(cache, "cache_parameters") else None
+        assert is_constant or bound is not None or name in told, name
 
 
-def test_classes_of_modules_under_a_plan_go_with_them() -> None:
-    class Planned(torch.nn.Linear):
+@on_ranks(1)
+def test_classes_of_modules_under_a_plan_go_with_them(axis: Any) -> None:
+    class Planned(Core):
         pass
 
-    modules = [Planned(2, 2) for _ in range(2)]
+    modules = [Planned() for _ in range(2)]
     for module in modules:
-        forwards.replace_forward(module, forwards.STYLE, "style", lambda module, forward, x: forward(x))
+        cp_mesh.parallelize(module, axis, {"": cp_mesh.ContextParallel(cp_mesh.ShardedSequence(axis))})
     assert type(modules[0]) is type(modules[1]) is not Planned
     left = [weakref.ref(Planned), weakref.ref(type(modules[0]))]
     del Planned, modules, module
@@ -520,56 +481,3 @@ def test_memory_does_not_grow_with_shapes(axis: Any, full: bool) -> None:
     before, after = sizes
     assert all((x.cache_info().currsize if hasattr(x, "cache_info") else len(x)) <= 1024 for x in cached().values())
     assert after - before < GROWTH, f"{before:.1f} to {after:.1f} MiB"
-
-
-# A training run that is killed.
-
-ROOT = Path(__file__).resolve().parent.parent
-SMALL = shlex.split("--device cpu --dim 32 --layers 2 --seq-len 61 --batch-size 2 --steps 8 --warmup 1 --documents")
-
-
-def train(out: Path, *options: object, num_ranks: int = 2, kill: tuple[object, ...] = ()) -> list[str]:
-    """Losses of all steps so far, as written; ``kill`` is what `killed_trainer.py` takes."""
-    script = ROOT / "tests" / "killed_trainer.py" if kill else ROOT / "examples" / "train_llama.py"
-    done = run_script(script, [*map(str, kill), *SMALL, *map(str, options), "--out", out], num_ranks)
-    assert (done.returncode != 0) == bool(kill), done.printed
-    return [row["loss"] for row in csv.DictReader((out / "metrics.csv").open())]
-
-
-@pytest.mark.full
-def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
-    """Killed in a step, while a rank writes, before a checkpoint has its name; on the same ranks equal to the bit."""
-    want = train(tmp_path / "whole", "--cp", 2)
-    folder, out = tmp_path / "checkpoints", tmp_path / "killed"
-    options = ["--cp", 2, "--save", folder, "--save-every", 2, "--resume", folder]
-    step = random.randint(3, 4)  # the third or fourth: behind one checkpoint
-    assert train(out, *options, kill=(1, "step", step)) == want[: step - 1]
-    assert [path.name for path in folder.iterdir()] == ["step_2"]
-    for rank, moment in ((1, "part"), (0, "complete")):
-        assert train(out, *options, kill=(rank, moment, 1)) == want[:3]
-        assert sorted(path.name for path in folder.iterdir()) == ["partial_step_4", "step_2"]
-        if moment == "part":
-            shutil.copytree(folder, tmp_path / "copy")
-    assert train(out, *options) == want
-    assert sorted(path.name for path in folder.iterdir()) == [f"step_{n}" for n in (2, 4, 6, 8)]
-
-    other = tmp_path / "other"
-    shutil.copytree(tmp_path / "whole", other)
-    resumed = train(other, "--cp", 2, "--dp", 2, "--resume", tmp_path / "copy", num_ranks=4)
-    assert resumed[:2] == want[:2] and resumed[2:] != want[2:]
-    assert [float(loss) for loss in resumed] == pytest.approx([float(loss) for loss in want], abs=1e-5)
-
-
-REFUSED = {
-    "another seed": (["--seed", "1"], "expected the data of the checkpoint"),
-    "no checkpoint": (["--resume", "none"], "expected a step_N, or a folder of them"),
-}
-
-
-@pytest.mark.full
-def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
-    train(tmp_path / "whole", "--save", tmp_path / "checkpoints", num_ranks=1)
-    for options, says in REFUSED.values():
-        given = ["--resume", tmp_path / "checkpoints", *options, "--out", tmp_path / "out"]
-        done = run_script(ROOT / "examples" / "train_llama.py", [*SMALL, *given], 1)
-        assert done.returncode != 0 and says in done.printed, done.printed

@@ -1,25 +1,21 @@
-"""Pins: what stays as it is while the inside of cp_mesh is rebuilt, as records in tests/pins.
+"""Pins: records in tests/pins of the public API, op schemas, calls, traffic, memory and compilations.
 
-    python tests/run.py tests/test_pins.py --full               # compares most of them
-    python tests/run.py tests/test_pins.py --full --write-pins  # writes records anew; git diff says what moved
-    python tests/run.py --nightly=random tests/test_pins.py --write-pins  # the others, and with =geometry
+    python tests/run.py tests/test_pins.py --full               # compares them
+    python tests/run.py tests/test_pins.py --full --write-pins  # writes them anew; git diff says what moved
 
-A record is one line for each thing that can move alone. Numbers that only go down fail above their record, and below
-it until it is written anew.
+A record is one line for each thing that can move alone.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import hashlib
 import importlib
 import inspect
 import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
@@ -30,23 +26,16 @@ from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
 
-import checks
 import pytest
-import test_parity
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, MASKS, make_mask
-from checks import Case, call, report
-from covering import covering_array
+from cases import LAYOUTS
 from dense import make_qkv
-from frames import COUNTED
-from inside import METHOD_NAMES, SOURCES, planned
+from inside import METHOD_NAMES, SOURCES
 from model import Core, Model, batch
 from ranks import Pools, mesh
-from scripts import run_script
 from test_allocations import allocating_alone
-from test_traffic import checkpointed, passes
-from torch import Tensor
+from test_traffic import passes
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
@@ -55,6 +44,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import cp_mesh
 from cp_mesh import ContextParallel, ShardedModel, ShardedSequence
 
+DEGREES = {"hybrid": {"ulysses_degree": 2}}
 FOLDER = Path(__file__).parent / "pins"
 API = FOLDER.parent.parent / "docs" / "api.md"
 VERSION = torch.__version__.partition("+")[0]
@@ -73,24 +63,15 @@ def moved(found: Record, kept: Record) -> list[str]:
     return [f"{name}:\n  found {found.get(name, 'nothing')}\n  kept  {kept.get(name, 'nothing')}" for name in names]
 
 
-def not_above(found: Any, kept: Any) -> bool:
-    """Of numbers, or lists of as many; what else is said must be as in the record."""
-    if isinstance(found, list):
-        return len(found) == len(kept) and all(map(not_above, found, kept))
-    return found <= kept if isinstance(found, int) else found == kept
-
-
 @pytest.fixture
 def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
     """``pin(name, found)`` compares with the record of that name, or writes it.
 
     With ``made_with`` it is compared where that is as in the record, else the test is skipped. If not ``whole``, it is
-    a part of the record. Numbers that ``falls`` are to go down, not up.
+    a part of the record.
     """
 
-    def compare(
-        name: str, found: Record, made_with: Record | None = None, whole: bool = True, falls: bool = False
-    ) -> None:
+    def compare(name: str, found: Record, made_with: Record | None = None, whole: bool = True) -> None:
         file, found = FOLDER / f"{name}.json", json.loads(text_of(found))
         if made_with:
             found = {"made with": made_with} | found
@@ -102,9 +83,8 @@ def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
             pytest.skip(f"{file.name} was made with {kept['made with']}, not with {made_with}")
         kept = kept if whole else {name: x for name, x in kept.items() if name in found}
         if problems := moved(found, kept):
-            fell = falls and found.keys() == kept.keys() and all(not_above(found[name], kept[name]) for name in found)
-            what = "fell: let --write-pins write it" if fell else "moved; where that is meant, --write-pins writes it"
-            words = [f"{len(problems)} entries of {file.name} {what} anew", *problems[:20]]
+            words = [f"{len(problems)} entries of {file.name} moved; where that is meant, --write-pins writes it anew"]
+            words += problems[:20]
             pytest.fail("\n".join(words), pytrace=False)
 
     return compare
@@ -233,127 +213,6 @@ def test_the_ops(pin: Any) -> None:
     pin("ops", ops())
 
 
-# Plans.
-
-SIZES, OTHER_SIZES = ((31, 4),), ((31, 1), (31, 2), (31, 3), (31, 6), (5, 4))
-"""Tokens, ranks; the others in the nightly form."""
-
-
-def digest(x: Any) -> str:
-    return hashlib.sha256(x if isinstance(x, bytes) else json.dumps(x).encode()).hexdigest()[:8]
-
-
-@pytest.mark.more("geometry")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.quick("zigzag", "striped")
-def test_plans(pin: Any, full: bool, layout: str) -> None:
-    """Of all ranks, with tiles by pairs and by documents."""
-    found: Record = {}
-    for mask, sizes in product(MASKS, (SIZES, OTHER_SIZES) if full else (SIZES,)):
-        plans = [
-            planned(LAYOUTS[layout](S), make_mask(mask, 2, S), S, cp_size, rank, by_documents)
-            for by_documents, (S, cp_size) in product((False, True), sizes)
-            for rank in range(cp_size)
-        ]
-        digests = {part: digest([plan[part] for plan in plans]) for part in plans[0]}
-        name = mask if sizes == SIZES else f"{mask}, other sizes"
-        found[name] = " ".join(f"{part} {said}" for part, said in digests.items())
-    pin(f"plans of {layout}", found, whole=full)
-
-
-# Numbers.
-
-METHODS_ON = {"ring": (2, 3, 4), "all_gather": (3, 4), "ulysses": (2, 3, 4), "hybrid": (4,)}
-"""On fewer ranks the hybrid is Ulysses."""
-DEGREES = {"hybrid": {"ulysses_degree": 2}}
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "method": METHOD_NAMES,
-    "cp_size": (2, 3, 4),
-    "layout": tuple(LAYOUTS),
-    "mask": tuple(MASKS),
-    "scores": ("plain", "softcap and sinks", "alibi", "bias", "dropout, sinks and alibi"),
-    "seq_dim": (2, 1, 0),
-    "heads": ((12, 12), (12, 4), (12, 1)),
-    "head_chunks": (None, 2),
-}
-FEWER = FACTORS | {
-    "cp_size": (2, 4),
-    "mask": ("causal", "documents", "key padding", "blocks", "everything"),
-}
-UNEVEN = ("balanced", "zigzag documents", "joint")
-
-
-def goes_together(row: Record) -> bool:
-    """A method on ranks, and the heads that it serves in chunks."""
-    if row.get("method") and row.get("cp_size", METHODS_ON[row["method"]][-1]) not in METHODS_ON[row["method"]]:
-        return False
-    one_kv_head = row.get("heads") == (12, 1) or (row.get("method"), row.get("cp_size")) == ("ulysses", 4)
-    return not (row.get("head_chunks") and one_kv_head)
-
-
-def rows_of(factors: dict[str, tuple[Any, ...]]) -> list[Record]:
-    """All pairs of options; few of DTensors, with which PyTorch takes long, and where ranks have as many rows."""
-    found, few = covering_array(factors, 2, goes_together), 20 if factors is FEWER else 8
-    given = ("local" if i % few or row["layout"] in UNEVEN else "DTensors" for i, row in enumerate(found))
-    return [row | {"given": x} for row, x in zip(found, given, strict=True)]
-
-
-def case_of(row: Record) -> Case:
-    named = {name: x for name, x in row.items() if name not in ("cp_size", "given")}
-    S, options = 31 if row["given"] == "local" else 24, DEGREES.get(row["method"], {})
-    return Case(**named, S=S, kernel="reference", dtype=torch.float32, options=options)
-
-
-def numbers(rank: int, cp_size: int, rows: Sequence[Record]) -> tuple[list[str], list[dict[str, bytes]], Record]:
-    """What is wrong with calls, the bytes of results and gradients of each, and what their bits may depend on."""
-    found: list[dict[str, bytes]] = []
-
-    def noted(*given: Any) -> dict[str, Tensor]:
-        got = call(*given)
-        local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in got.items()}
-        found.append({name: x.detach().contiguous().numpy().tobytes() for name, x in local.items()})
-        return got
-
-    problems = []
-    with mock.patch.object(checks, "call", noted), mock.patch.object(test_parity, "call", noted):
-        for row in rows:
-            if row["given"] == "local":
-                problems += checks.parity_on_ranks(rank, (cp_size,), ("cp",), [case_of(row)])
-            else:
-                problems += test_parity.dtensors(rank, (cp_size,), ("cp",), {}, [case_of(row)])
-    return problems, found, machine()
-
-
-def machine() -> Record:
-    """What bits may depend on beside the library: PyTorch, the CPU, and what plain products and functions give here."""
-    x = torch.linspace(-3, 3, 4 * 31 * 5).view(4, 31, 5)
-    products = [x[:, :n] @ x.mT[:, :, : n + 7] for n in (1, 2, 7, 24, 31)]
-    functions = [f(y) for y in products for f in (torch.exp, torch.tanh, torch.log1p, torch.sum)]
-    weights = [y.softmax(-1) @ x[:, : y.shape[-1]] for y in products]
-    given = b"".join(y.nan_to_num().contiguous().numpy().tobytes() for y in (*products, *functions, *weights))
-    return {
-        "torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "arithmetic": digest(given)
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "factors", (FEWER, pytest.param(FACTORS, marks=pytest.mark.nightly("random"))), ids=("fewer", "all")
-)
-@pytest.mark.full
-def test_numbers(pool: Any, pin: Any, factors: dict[str, tuple[Any, ...]]) -> None:
-    """Bit for bit where PyTorch's own arithmetic is that of the record; within the bounds of parity everywhere."""
-    found, made_with, rows = {}, {}, rows_of(factors)
-    for cp_size in factors["cp_size"]:
-        of_size = [row for row in rows if row["cp_size"] == cp_size]
-        results = pool(cp_size).run(numbers, cp_size, of_size, timeout=500.0)
-        report(problems for problems, _, _ in results)
-        made_with = results[0][2]
-        for row, *of_ranks in zip(of_size, *(x for _, x, _ in results), strict=True):
-            digests = {name: digest(b"".join(x[name] for x in of_ranks)) for name in of_ranks[0]}
-            found[", ".join(map(str, row.values()))] = " ".join(f"{name} {said}" for name, said in digests.items())
-    pin("numbers" if factors is FEWER else "numbers of all masks", found, made_with)
-
-
 # Calls of our functions.
 
 
@@ -408,16 +267,7 @@ def test_calls(pin: Any) -> None:
     with Pools() as pools:
         of_ranks = pools(2).run(calls)
     found = {f"{what}, rank {i}": x for i, of_rank in enumerate(of_ranks) for what, x in of_rank.items()}
-    pin("calls", found, {"python": "{}.{}".format(*sys.version_info), "torch": VERSION}, falls=True)
-
-
-def test_frames(pin: Any, tmp_path: Path) -> None:
-    """Of passes over symmetric memory with FlashAttention-4, on doubles of devices: what `frames.py` counts."""
-    done = run_script(FOLDER.parent / "frames.py", ["--no-times", "--csv", str(tmp_path / "frames.csv")])
-    assert not done.returncode, done.printed
-    rows = list(csv.DictReader((tmp_path / "frames.csv").read_text().splitlines()))
-    found = {f"{row['case']}, {row['pass']}, {what}": int(row[what]) for row in rows for what in COUNTED}
-    pin("frames", found, {"python": "{}.{}".format(*sys.version_info), "torch": VERSION}, falls=True)
+    pin("calls", found, {"python": "{}.{}".format(*sys.version_info), "torch": VERSION})
 
 
 # What moves between ranks.
@@ -439,13 +289,6 @@ def test_traffic(pool: Any, pin: Any, full: bool) -> None:
                     "bytes": [sum(entry.bytes_sent for entry in x) for x in sent],
                 }
     pin("traffic", found, whole=full)
-
-
-@pytest.mark.parametrize("backend", (None, pytest.param("aot_eager", marks=pytest.mark.full)))
-def test_recomputation(pool: Any, pin: Any, backend: str | None) -> None:
-    """Collectives of a forward and backward of a block, by how it is checkpointed."""
-    found = {method: pool(2).run(checkpointed, method, backend)[0] for method in ("ring", "all_gather", "ulysses")}
-    pin(f"recomputation{' of compiled blocks' * bool(backend)}", found)
 
 
 # Memory.
@@ -490,13 +333,10 @@ def test_memory(pool: Any, pin: Any) -> None:
     for method in METHOD_NAMES:
         of_ranks = pool(4).run(peaks, method)
         found |= {f"{method}, {what}": [x[what] for x in of_ranks] for what in of_ranks[0]}
-    pin("memory", found, {"torch": VERSION}, falls=True)
+    pin("memory", found, {"torch": VERSION})
 
 
 # Compilations.
-
-
-GRAPHS = ("function", "core", "blocks", "root")
 
 
 def graphs(rank: int, what: str) -> dict[str, int]:
@@ -524,9 +364,9 @@ def graphs(rank: int, what: str) -> dict[str, int]:
     return {"graphs": counter.frame_count, "breaks": sum(counters["graph_break"].values())}
 
 
-@pytest.mark.parametrize("what", [pytest.param(x, marks=[pytest.mark.full] * (x in ("core", "root"))) for x in GRAPHS])
+@pytest.mark.parametrize("what", ("function", "core", "blocks", "root"))
 @pytest.mark.quick("function")
 def test_compilations(pool: Any, pin: Any, what: str) -> None:
     found, other = pool(2).run(graphs, what, timeout=300.0)
     assert found == other
-    pin(f"compilations of {what}", found, {"torch": VERSION}, falls=True)
+    pin("compilations", {what: found}, {"torch": VERSION}, whole=False)
