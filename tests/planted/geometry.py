@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from inside import CAUSAL, Band, Distances
+from inside import Band, Distances
 
 from planted.seams import in_area, with_arguments, with_result
 
@@ -108,15 +108,6 @@ def of_tiles(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
         return replace(schedule, local_tiles=every(schedule.local_tiles, True), route=route)
 
     return lambda make_schedule: with_result(make_schedule, changed)
-
-
-@plant("strict diagonal between runs", "schedule:make_schedule", "coverage")
-@of_tiles
-def _(tile: Any, local: bool) -> Any:
-    (q, q_end), (k, k_end) = tile.q, tile.k
-    if tile.cover != CAUSAL or q_end - q < 2 or k_end - k < 2:
-        return tile
-    return replace(tile, q=(q + 1, q_end), k=(k, k_end - 1))  # which is causal too, one row smaller
 
 
 @plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage")

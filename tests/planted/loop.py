@@ -7,7 +7,6 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from inside import Stage
 
 from planted.seams import Namespace, changed, in_area, with_arguments, with_result
@@ -95,15 +94,6 @@ def _(collect: Any) -> Any:
     return mutant
 
 
-@plant("the last delivery is not added", "functional:FunctionalTransport.collect", "parity")
-def _(collect: Any) -> Any:
-    def mutant(self: Any) -> Any:
-        arrived = list(collect(self))
-        return arrived if self._num_sent < len(self._freight.route.stages) else []
-
-    return mutant
-
-
 plant("gradients land on the first rows of a shard", "comm.contract:split_arrived", "parity")(
     lambda split: with_result(split, lambda arrived: ((0, *tensors) for _, *tensors in arrived))
 )
@@ -126,17 +116,6 @@ plant("gradients travel in bf16", "comm.contract:Freight.__init__", "parity")(
 )
 
 
-@plant("the gradient of a rank's own keys goes to its neighbour", "ring_loop:RING", "gradients come home")
-def _(method: Any) -> Any:
-    def mutant(*args: Any, **kwargs: Any) -> Any:
-        dq, dk, dv, of_scores = method.backward(*args, **kwargs)
-        gathered = [torch.empty_like(dk) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, dk.contiguous())
-        return dq, gathered[dist.get_rank() - 1], dv, of_scores
-
-    return changed(method, backward=mutant)
-
-
 @plant("all-gather's gradients go to wrong owners", "functional:FunctionalTransport.send", "all-gather")
 def _(send: Any) -> Any:
     def mutant(self: Any, stage: Any) -> None:
@@ -145,11 +124,6 @@ def _(send: Any) -> Any:
         send(self, stage)
 
     return mutant
-
-
-plant("gradients of a kv head that was sent twice are not summed", "ulysses:_Call.summed", "Ulysses")(
-    lambda summed: lambda self, arrived, x: arrived[:, :: arrived.shape[1] // x.shape[1]].to(x.dtype)
-)
 
 
 @plant("gradients of kv heads are rounded before they are summed", "ulysses:ULYSSES", "sums of Ulysses")

@@ -155,7 +155,6 @@ plant("tensors are compared by their shapes", "fingerprints:fingerprint", "check
 plant("only the first of the arguments is compared", "agreement:_require_equal", "check mode")(
     lambda require_equal: with_arguments(require_equal, fields=lambda fields: dict(list(fields.items())[:1]))
 )
-plant("a rank keeps to itself what it refuses", "agreement:_send", "check mode")(lambda send: lambda group, error: None)
 plant("first calls are not compared", "agreement:compare", "first calls")(lambda compare: lambda *given: False)
 plant("verify passes whatever it measured", "verification.verify:Report.passed", "verify")(
     lambda passed: lambda self: True
