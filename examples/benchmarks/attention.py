@@ -67,35 +67,32 @@ LONG_MS = 200.0  # from here on forward and backward are parts of one timed regi
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--local-len", type=int, nargs="+", help="rows per rank, even")
-    parser.add_argument("--heads", nargs="+", help="query heads/kv heads")
-    parser.add_argument("--head-dim", type=int)
-    parser.add_argument("--mask", choices=MASKS, nargs="+")
-    parser.add_argument("--grid", choices=GRIDS, help="heads, masks and rows of another project's benchmark")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument(
-        "--contestants", nargs="+", default=["default"], help='patterns of names; "default" is a representative choice'
-    )
-    parser.add_argument("--kernels", nargs="+", help="kernels of the default contestants (default: the best)")
-    parser.add_argument(
-        "--head-chunks", type=int, nargs="+", default=[], help="also the ring in N chunks: .../head_chunks=N"
-    )
-    parser.add_argument("--list", action="store_true", help="print all names (the chosen ones with a star) and exit")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--min-repeats", type=int, default=2)
-    parser.add_argument("--seconds-per-case", type=float, default=10.0, help="run fewer repeats if they take longer")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="start no case after this many seconds")
-    parser.add_argument("--graph", action="store_true", help="also time replays of CUDA graphs")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--local-len", type=int, nargs="+", help="rows per rank, even")
+    add("--heads", nargs="+", help="query heads/kv heads")
+    add("--head-dim", type=int)
+    add("--mask", choices=MASKS, nargs="+")
+    add("--grid", choices=GRIDS, help="heads, masks and rows of another project's benchmark")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    add("--contestants", nargs="+", default=["default"], help='patterns of names; "default" is a representative choice')
+    add("--kernels", nargs="+", help="kernels of the default contestants (default: the best)")
+    add("--head-chunks", type=int, nargs="+", default=[], help="also the ring in N chunks: .../head_chunks=N")
+    add("--list", action="store_true", help="print all names (the chosen ones with a star) and exit")
+    add("--repeats", type=int, default=7)
+    add("--min-repeats", type=int, default=2)
+    add("--seconds-per-case", type=float, default=10.0, help="run fewer repeats if they take longer")
+    add("--time-limit", type=float, default=math.inf, help="start no case after this many seconds")
+    add("--graph", action="store_true", help="also time replays of CUDA graphs")
+    add(
         "--graph-all", action="store_true", help="also graphs of rivals over NCCL: a failed capture may end the process"
     )
-    parser.add_argument("--queued", action="store_true", help="also time eager calls in sequence")
-    parser.add_argument("--graph-max-len", type=int, default=16384, help="local length up to which graphs are timed")
-    parser.add_argument("--gate-len", type=int, help="rows per rank in the correctness gate")
-    parser.add_argument("--quick", action="store_true", help="few short cases")
-    parser.add_argument("--csv", type=Path, help="append rows to this file")
-    parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
+    add("--queued", action="store_true", help="also time eager calls in sequence")
+    add("--graph-max-len", type=int, default=16384, help="local length up to which graphs are timed")
+    add("--gate-len", type=int, help="rows per rank in the correctness gate")
+    add("--quick", action="store_true", help="few short cases")
+    add("--csv", type=Path, help="append rows to this file")
+    add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     for name, values in GRIDS.get(args.grid, {}).items():
@@ -177,6 +174,11 @@ class Ranks:
     def print(self, *words: object) -> None:
         if self.rank == 0:
             print(*words, flush=True)
+
+    def end(self, failed: bool) -> None:
+        dist.barrier()  # Python must not end while a thread of gloo still holds tensors of the last collective
+        dist.destroy_process_group()
+        sys.exit(failed)
 
 
 def in_turns(
@@ -526,9 +528,6 @@ def choose(args: argparse.Namespace, field: list[Contestant], defaults: list[str
 def run_gate(ranks: Ranks, case: Case, chosen: list[Contestant]) -> dict[str, Verdict]:
     gate, verdicts = Gate(ranks, case), dict[str, Verdict]()
     for contestant in chosen:
-        replaced = verdicts.get(contestant.instead_of or "")
-        if replaced is not None and replaced.problem is None:
-            continue
         verdicts[contestant.name] = gate.try_out(contestant)
     return verdicts
 
@@ -568,8 +567,7 @@ def run_case(
         entrant.run = entrant.graph = None
 
 
-def main(argv: Sequence[str] | None = None, more: Sequence[Contestant] = ()) -> None:
-    """Run the benchmark; ``more`` contestants take part beside those of the command line."""
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     ranks = Ranks(args.device)
     begin = time.perf_counter()
@@ -586,7 +584,6 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Contestant] = ()) -> 
         ranks.print("\n".join(f"{'*' if contestant in chosen else ' '} {contestant.name}" for contestant in field))
         dist.destroy_process_group()
         return
-    chosen += more
     report = Report(args.csv, machine(ranks.device, ranks.size, args.commit) if ranks.rank == 0 else {})
     dtype = getattr(torch, args.dtype)
     verdicts: dict[tuple[str, str], dict[str, Verdict]] = {}

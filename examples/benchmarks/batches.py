@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +47,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 
 from attention import Gate, Ranks, no_garbage_collection, random_inputs  # noqa: E402
 from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths, pairs_of_window  # noqa: E402
-from report import FLOPS, append, machine  # noqa: E402
+from report import FLOPS, append, machine, options  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
 
@@ -58,7 +57,7 @@ COLLECT = 50  # steps between collections of garbage
 BLOCK = 20  # batches without a wait between them
 
 COLUMNS = (
-    *("commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
+    *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
     *("layout", "kernel", "heads", "head_dim", "mask", "median", "window", "seq_len", "layers", "batches"),
     *("first_s", "first5_s", "median_s", "worst_stall", "stalls", "tokens_per_s", "rate_ratio"),
     *("ahead_tokens_per_s", "ahead_ratio", "tflops", "status"),
@@ -66,9 +65,8 @@ COLUMNS = (
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--layouts", nargs="+", choices=("balanced", *LAYOUTS), default=["balanced", "zigzag", "contiguous"])
     add("--mask", nargs="+", choices=("documents", "window", "causal"), default=["documents"])
     add("--heads", nargs="+", default=["64/8"], help="query heads/kv heads")
@@ -82,8 +80,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kernel", help="default: fa4, on CPUs reference")
     add("--transport", default="auto")
     add("--gate-len", type=int, default=256, help="rows per rank in the correctness gate")
-    add("--csv", type=Path, help="append a row for each layout")
-    add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     if args.batches <= WARM:
         parser.error(f"--batches: expected more than the {WARM} warm-up steps")
@@ -211,11 +207,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             row = about | {"layout": layout, "heads": race.heads, "mask": race.mask, "status": status}
             row |= race.figures(times[contestant.name], ahead[contestant.name], blocks) if status == "ok" else {}
             row = {name: str(row.get(name, "")) for name in COLUMNS}
-            ranks.print(", ".join(f"{name} {row[name]}" for name in COLUMNS[8:] if row[name]))
+            ranks.print(", ".join(f"{name} {row[name]}" for name in COLUMNS[9:] if row[name]))
             if args.csv and ranks.rank == 0:
                 append(args.csv, COLUMNS, [row])
-    dist.destroy_process_group()
-    sys.exit(failed)
+    ranks.end(failed)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
-from cp_mesh.call.method import Plan
-from cp_mesh.call.plan import METHODS, make_plan
-from cp_mesh.call.spec import AttentionSpec, Call, Operand, Tensors
+from cp_mesh.call.plan import METHODS
 from cp_mesh.comm.exchange import TRANSPORTS, symmetric_memory_bytes
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.kernels.table import KERNELS
@@ -197,7 +195,6 @@ class Contestant(ABC):
         is_ours: whether it has to pass the strict gate.
         capturable: whether a CUDA graph may be made of it; a failed capture of NCCL can take the process with it.
         distributed: whether it computes the attention of the whole sequence.
-        instead_of: the name of a contestant whose failure calls for this one.
         notes: what a reader of its figures must know.
     """
 
@@ -206,7 +203,6 @@ class Contestant(ABC):
     is_ours = False
     capturable = False
     distributed = True
-    instead_of: str | None = None
     notes = ""
 
     def unsupported(self, case: Case) -> str | None:
@@ -228,10 +224,6 @@ class Contestant(ABC):
     def symmetric_bytes(self) -> int:
         """Memory that it holds now and that the caching allocator does not count."""
         return 0
-
-    def figures(self, case: Case) -> dict[str, str]:
-        """More columns of its rows, which the `Report` must have."""
-        return {}
 
     @abstractmethod
     def setup(self, case: Case, inputs: Inputs) -> Run: ...
@@ -309,21 +301,6 @@ class Floor(Contestant):
         return TilesRun(RAW_KERNELS[self.kernel], case, inputs, tiles)
 
 
-class SingleGPU(Contestant):
-    """Every GPU by itself: attention of the local rows alone, L x L."""
-
-    capturable, distributed = True, False
-
-    def __init__(self, kernel: str) -> None:
-        self.name, self.kernel = f"single_gpu/{kernel}", kernel
-
-    def flops(self, case: Case) -> float:
-        return case.forward_flops / case.cp_size
-
-    def setup(self, case: Case, inputs: Inputs) -> Run:
-        return TilesRun(RAW_KERNELS[self.kernel], case, inputs, [(0, case.local_len, case.causal)])
-
-
 LAYOUTS = {layout.spec(): layout for layout in (ZigZag(), Striped(), Contiguous())}
 
 
@@ -336,8 +313,7 @@ def balanced(mask: Mask, mesh: DeviceMesh, seq_len: int) -> Layout:
 class CPMesh(Contestant):
     """cp_mesh's own function, eager, on [1, L, heads, D] tensors.
 
-    "hybrid2" has inner groups of 2 ranks. Of "auto" the status says what it takes, and the gate judges what it takes at
-    the gate's length.
+    "hybrid2" has inner groups of 2 ranks.
     """
 
     is_ours = True
@@ -352,7 +328,8 @@ class CPMesh(Contestant):
         degree: int = 0,
         head_chunks: int | None = None,
     ) -> None:
-        self.name = f"cp_mesh/{named(method, degree)}/{layout}/{kernel}/{transport}{chunks(head_chunks)}"
+        self.name = f"cp_mesh/{method}{degree or ''}/{layout}/{kernel}/{transport}"
+        self.name += f"/head_chunks={head_chunks}" if head_chunks else ""
         self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS.get(layout), mesh, transport
         self._method, self._degree = method, degree
         self._options: dict[str, Any] = {"method": method, "kernel": kernel, "transport": transport}
@@ -370,30 +347,6 @@ class CPMesh(Contestant):
     def symmetric_bytes(self) -> int:
         return symmetric_memory_bytes() if self._transport != "functional" else 0
 
-    def plan(self, case: Case) -> Plan:
-        """Of its calls; that of "auto" has the method that it takes."""
-        layout, mask = self.layout(case), case.mask
-        options = AttentionSpec(layout.spec(), mask.spec(), case.scale, **self._options)
-        tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
-        call = Call(tensors, case.seq_len, 2, "", options)
-        return make_plan(*self.operands(case), call, self._mesh.get_group(), frozenset())
-
-    def operands(self, case: Case) -> tuple[Operand, Operand, Operand]:
-        """q, k and v of its calls."""
-        q, k = (
-            Operand(torch.Size((1, heads, case.local_len, case.head_dim)), case.dtype, case.device)
-            for heads in (case.heads, case.kv_heads)
-        )
-        return q, k, k
-
-    def taken(self, case: Case) -> str:
-        """The method that runs."""
-        plan = self.plan(case)
-        return named(plan.method.name, plan.options.ulysses_degree if plan.method.name == "hybrid" else 0)
-
-    def figures(self, case: Case) -> dict[str, str]:
-        return {"status": f"ok: takes {self.taken(case)}"} if self._method == "auto" else {}
-
     def setup(self, case: Case, inputs: Inputs) -> Run:
         layout = self.layout(case)
 
@@ -403,29 +356,12 @@ class CPMesh(Contestant):
         return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
 
 
-def named(method: str, degree: int) -> str:
-    return f"{method}{degree or ''}"
-
-
-def chunks(count: int | None) -> str:
-    """The end of a name."""
-    return f"/head_chunks={count}" if count else ""
-
-
 class TorchCP(Contestant):
     """PyTorch's `context_parallel` over SDPA on cuDNN, with its own load balancing under a causal mask."""
 
-    def __init__(self, mesh: DeviceMesh, rotation: str, expand: bool = False) -> None:
-        self.name, self._mesh, self._rotation, self._expand = f"torch/{rotation}", mesh, rotation, expand
+    def __init__(self, mesh: DeviceMesh, rotation: str) -> None:
+        self.name, self._mesh, self._rotation = f"torch/{rotation}", mesh, rotation
         self.kernel = "cudnn" if mesh.device_type == "cuda" else None
-        if expand:
-            self.name, self.instead_of = f"torch/{rotation}/expanded", self.name
-            self.notes = "kv heads repeated, since enable_gqa failed"
-
-    def unsupported(self, case: Case) -> str | None:
-        if self._expand and case.heads == case.kv_heads:
-            return "as many kv heads as query heads: nothing to expand"
-        return super().unsupported(case)
 
     def layout(self, case: Case) -> Layout:
         return ZigZag() if case.causal else Contiguous()
@@ -450,12 +386,8 @@ class TorchCP(Contestant):
             _cp_options.enable_load_balance = balanced
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
-        groups = case.heads // case.kv_heads
-
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if self._expand:
-                k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-            grouped = {"enable_gqa": True} if groups > 1 and not self._expand else {}
+            grouped = {"enable_gqa": True} if case.heads != case.kv_heads else {}
             # by attribute: the context replaces it
             return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, **grouped)
 
@@ -662,10 +594,10 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[
     """
     field: list[Contestant] = []
     for kernel in kernels:
-        field += [Floor(kernel), SingleGPU(kernel)]
+        field.append(Floor(kernel))
     own_kernels = [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
     methods: list[tuple[str, int, int | None]] = [("ring", 0, count) for count in sorted(head_chunks, reverse=True)]
-    methods += [(method, 0, None) for method in (*METHODS, "auto")]
+    methods += [(method, 0, None) for method in METHODS]
     inner = [degree for degree in range(2, mesh.size()) if mesh.size() % degree == 0]
     methods += [("hybrid", degree, None) for degree in inner]
     field += [
@@ -678,7 +610,7 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[
         if transport != "auto"
     ]
     for rotation in ("allgather", "alltoall"):
-        field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]
+        field.append(TorchCP(mesh, rotation))
     for kernel in kernels:
         field += [RingFlashAttention(algorithm, kernel) for algorithm in ("zigzag", "stripe", "llama3", "ring")]
         field.append(Ulysses(kernel))
@@ -690,10 +622,10 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
 
     Args:
         kernels: run these.
-        present: those whose floor and single-GPU speed are measured; FlashAttention-2 only if there is no other.
+        present: those whose floor is measured; FlashAttention-2 only if there is no other.
     """
     fast = [kernel for kernel in present if kernel != "fa2" or len(present) == 1]
-    patterns = [f"{kind}/{kernel}" for kind in ("floor", "single_gpu") for kernel in fast]
+    patterns = [f"floor/{kernel}" for kernel in fast]
     for kernel in kernels:
         # of two ranks the hybrid is Ulysses
         patterns += [f"cp_mesh/{name}/zigzag/{kernel}/{transport}" for name in ("ring", "all_gather", "ulysses")]

@@ -21,15 +21,13 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
 from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
-from report import append, machine  # noqa: E402
+from report import append, machine, options, spread  # noqa: E402
 
 from cp_mesh import ShardedSequence  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
@@ -56,9 +54,8 @@ COLUMNS = (
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, time_limit=True)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--cached", type=int, nargs="+", default=[131072], help="tokens of the prompt")
     add("--batch", type=int, default=1)
     add("--heads", default="32/8", help="query heads/kv heads")
@@ -68,9 +65,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gate-len", type=int, default=1000, help="tokens of the prompt in the correctness gate")
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=20)
-    add("--time-limit", type=float, default=float("inf"), help="start no further length after this many seconds")
-    add("--csv", type=Path, help="append a row for each contestant")
-    add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     if args.calls < 2:
         parser.error("--calls: expected 2 or more, since a graph is captured in the second step, before timing")
@@ -106,10 +100,8 @@ class Sequences:
 class Alone:
     """All tokens in one tensor, which has room for all that come."""
 
-    backends: tuple[SDPBackend, ...] = ()
-
-    def __init__(self, x: Sequences, ranks: Ranks) -> None:
-        self.k, self.v, self.length = x.k.clone(), x.v.clone(), x.prompt
+    def __init__(self, x: Sequences, ranks: Ranks, *backends: SDPBackend) -> None:
+        self.k, self.v, self.length, self.backends = x.k.clone(), x.v.clone(), x.prompt, backends
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.k[:, :, self.length], self.v[:, :, self.length] = k[:, :, 0], v[:, :, 0]
@@ -121,33 +113,19 @@ class Alone:
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-class AloneFlash(Alone):
-    backends = (SDPBackend.FLASH_ATTENTION,)
+class Cache:
+    """A `ShardedCache`, of one rank if alone, that grows if it is not fixed."""
 
-
-class Growing:
-    fixed, alone, kernel = False, False, "auto"
-
-    def __init__(self, x: Sequences, ranks: Ranks) -> None:
-        sequence = ShardedSequence(ranks.alone if self.alone else ranks.mesh, length=x.prompt)
-        self.cache = ShardedCache(sequence, x.k.shape[2] if self.fixed else None)
+    def __init__(
+        self, x: Sequences, ranks: Ranks, *, fixed: bool = False, alone: bool = False, kernel: str = "auto"
+    ) -> None:
+        sequence, self.kernel = ShardedSequence(ranks.alone if alone else ranks.mesh, length=x.prompt), kernel
+        self.cache = ShardedCache(sequence, x.k.shape[2] if fixed else None)
         self.cache.prefill(*(sequence.shard(y[:, :, : x.prompt], dim=2) for y in (x.k, x.v)))
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.append(k, v)
         return self.cache.attend(q, kernel=self.kernel)
-
-
-class GrowingFlash(Growing):
-    kernel = "fa2"
-
-
-class Fixed(Growing):
-    fixed = True
-
-
-class FixedAlone(Fixed):
-    alone = True
 
 
 class Graph:
@@ -180,15 +158,16 @@ class Graph:
         return self.out
 
 
+FLASH = SDPBackend.FLASH_ATTENTION
 CONTESTANTS: dict[str, Any] = {
     "sdpa": Alone,
-    "sdpa flash": AloneFlash,
-    "sdpa flash graph": lambda x, ranks: Graph(AloneFlash(x, ranks)),
-    "alone graph": lambda x, ranks: Graph(FixedAlone(x, ranks)),
-    "cache": Growing,
-    "cache fa2": GrowingFlash,
-    "capacity": Fixed,
-    "graph": lambda x, ranks: Graph(Fixed(x, ranks)),
+    "sdpa flash": lambda x, ranks: Alone(x, ranks, FLASH),
+    "sdpa flash graph": lambda x, ranks: Graph(Alone(x, ranks, FLASH)),
+    "alone graph": lambda x, ranks: Graph(Cache(x, ranks, fixed=True, alone=True)),
+    "cache": Cache,
+    "cache fa2": partial(Cache, kernel="fa2"),
+    "capacity": partial(Cache, fixed=True),
+    "graph": lambda x, ranks: Graph(Cache(x, ranks, fixed=True)),
 }
 ON_ONE_DEVICE = frozenset({"sdpa", "sdpa flash", "sdpa flash graph", "alone graph"})
 
@@ -208,15 +187,28 @@ def gate(args: argparse.Namespace, ranks: Ranks) -> tuple[dict[str, tuple[float,
     """
     x = Sequences.random(args, ranks, args.gate_len, GATE_STEPS)
     want = exact(x, torch.float64)
-    bound = PLAIN_FACTOR * relative(exact(x, x.q.dtype), want) + ROUNDING
-    found = {}
+    bound, found = bound_of([exact(x, x.q.dtype)], [want]), {}
     for name in args.contestants:
         steps = 2 if name == "sdpa flash graph" else GATE_STEPS  # whose replays attend to as many tokens
-        out, problem = ranks.attempt(lambda name=name, steps=steps: run(CONTESTANTS[name](x, ranks), x, steps))  # type: ignore[misc]
-        error = float(ranks.largest(torch.inf if out is None else relative(out.double(), want[:, :, :steps])))
-        failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
-        found[name] = error, problem or failed or "ok"
+        call = partial(lambda name, steps: [run(CONTESTANTS[name](x, ranks), x, steps)], name, steps)
+        found[name] = judge(ranks, call, [want[:, :, :steps]], bound)
     return found, bound
+
+
+def bound_of(plain: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """What an error may be, by that of plain products of the dtype."""
+    return PLAIN_FACTOR * max(relative(x.double(), y) for x, y in zip(plain, want, strict=True)) + ROUNDING
+
+
+def judge(
+    ranks: Ranks, call: Callable[[], Sequence[Tensor]], want: Sequence[Tensor], bound: float
+) -> tuple[float, str]:
+    """The largest error of what a call returns, over results and ranks, and what became of it."""
+    got, problem = ranks.attempt(call)
+    errors = [relative(x.double(), y.double()) for x, y in zip(got, want, strict=True)] if got else [torch.inf]
+    error = float(ranks.largest(max(errors)))
+    failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
+    return error, problem or failed or "ok"
 
 
 def relative(x: Tensor, want: Tensor) -> float:
@@ -244,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verdicts, bound = gate(args, ranks)
     heads, kv_heads = map(int, args.heads.split("/"))
     about = machine(ranks.device, ranks.size, args.commit) | {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "batch": args.batch, "heads_q": heads,
+        "batch": args.batch, "heads_q": heads,
         "heads_kv": kv_heads, "head_dim": args.head_dim, "dtype": args.dtype, "bound": f"{bound:.1e}",
     }  # fmt: skip
     begin = time.monotonic()
@@ -261,8 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 ms = statistics.median(times[name])
                 nbytes = 2 * args.batch * kv_heads * args.head_dim * cached * getattr(torch, args.dtype).itemsize
                 nbytes //= 1 if name in ON_ONE_DEVICE else ranks.size
-                row |= {"repeats": args.repeats, "calls_per_time": args.calls, "step_ms": f"{ms:.4f}"}
-                row |= {"step_ms_min": f"{min(times[name]):.4f}", "step_ms_max": f"{max(times[name]):.4f}"}
+                row |= {"repeats": args.repeats, "calls_per_time": args.calls} | spread("step", times[name])
                 row["gb_per_s"] = f"{nbytes / ms / 1e6:.4g}"
                 if alone is not None:
                     row["of_best"] = f"{ms / alone:.4g}"
@@ -271,10 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ranks.print(f"{cached:>9} tokens  {name:16} ms, of best, GB/s, error: {figures}  {status[:100]}")
         if args.csv is not None and ranks.rank == 0:
             append(args.csv, COLUMNS, rows)
-    dist.barrier()
-    dist.destroy_process_group()
-    if any(status.startswith("failed") for _, status in verdicts.values()):
-        sys.exit(1)
+    ranks.end(any(status.startswith("failed") for _, status in verdicts.values()))
 
 
 if __name__ == "__main__":

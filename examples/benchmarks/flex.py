@@ -8,7 +8,7 @@ the same with a negative index where a key is hidden, for which PyTorch's kernel
 "learned documents", with one.
 
 Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "cp_mesh gather", the same with the
-all-gather; "cp_mesh untuned", the ring with PyTorch's choice of num_stages; "torch", PyTorch's own context parallelism
+all-gather; "torch", PyTorch's own context parallelism
 of flex_attention, with its head-tail balance; "torch mended", the same with functions that look up global positions, as
 a user may write who knows that PyTorch passes indices of local queries and rearranged keys. "floor" is torch.compile of
 flex_attention on one GPU without communication: causal, over as many rows as a rank holds. Its times are scaled to the
@@ -28,12 +28,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,14 +41,13 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
-from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
+from attention import Ranks, in_turns  # noqa: E402
 from contestants import document_lengths  # noqa: E402
-from decoding import ROUNDING, relative  # noqa: E402
-from report import append, machine  # noqa: E402
+from decoding import bound_of, judge  # noqa: E402
+from report import append, machine, options, spread  # noqa: E402
 
 from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
 from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
-from cp_mesh.kernels.flex import kernel as flex_kernel  # noqa: E402
 
 SOFTCAP = 20.0
 COLUMNS = (
@@ -103,9 +99,8 @@ SCORES = ("none", "distances", "alibi", "softcap", "documents", "learned documen
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, time_limit=True)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--scores", nargs="+", choices=SCORES, default=list(SCORES[:5]))
     add("--rows", type=int, nargs="+", default=[8192, 16384, 2048], help="rows per rank, in this order")
     add("--heads", default="32/8", help="query heads/kv heads")
@@ -117,9 +112,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=5)
     add("--forward", action="store_true", help="without backward: PyTorch has none on CPUs")
-    add("--time-limit", type=float, default=float("inf"), help="start no case after this many seconds")
-    add("--csv", type=Path, help="append a row for each contestant")
-    add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     args.kernel = args.kernel or ("flex" if args.device == "cuda" else "reference")
     args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
@@ -182,11 +174,9 @@ def floor(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks)
     return Core(compiled(args.device), function.score_mod, block_mask)
 
 
-UNTUNED = "cp_mesh untuned"
 CONTESTANTS: dict[str, Callable[..., Callable[..., Tensor]]] = {
     "cp_mesh": ours,
     "cp_mesh gather": partial(ours, method="all_gather"),
-    UNTUNED: ours,
     "torch": torchs,
     "torch mended": partial(torchs, mended=True),
 }
@@ -216,8 +206,6 @@ class Run:
         local = (x[:, :, at].contiguous() for x in whole_tensors(rows, args, ranks))
         self.q, self.k, self.v, self.dout = local
         self.call = ({FLOOR: floor} | CONTESTANTS)[name](self.function, rows, args, ranks)
-        untuned = partial(mock.patch.object, flex_kernel, "is_tuned", lambda *_: False)
-        self._options = untuned if name == UNTUNED else nullcontext
         self._leaves = [] if args.forward else [self.q, self.k, self.v, *self.function.learned]
         for x in self.function.learned:
             x.requires_grad_(not args.forward)
@@ -225,14 +213,12 @@ class Run:
             x.requires_grad_()
 
     def forward(self) -> Tensor:
-        with self._options():
-            return self.call(self.q, self.k, self.v)
+        return self.call(self.q, self.k, self.v)
 
     def both(self) -> list[Tensor]:
         """out, dq, dk, dv, and gradients of what is learned, this rank's share; with --forward out alone."""
         out = self.forward()
-        with self._options():
-            found = torch.autograd.grad(out, self._leaves, self.dout) if self._leaves else ()
+        found = torch.autograd.grad(out, self._leaves, self.dout) if self._leaves else ()
         return [out.detach(), *found]
 
 
@@ -285,7 +271,7 @@ def gate(
     """Of each contestant the largest error over results and ranks, and what became of it; and what it may be."""
     want = exact(score, args, ranks, torch.float64)
     plain = exact(score, args, ranks, getattr(torch, args.dtype))
-    bound = PLAIN_FACTOR * max(relative(x.double(), y) for x, y in zip(plain, want, strict=True)) + ROUNDING
+    bound = bound_of(plain, want)
     found = {}
     for name in names:
 
@@ -295,12 +281,7 @@ def gate(
                 dist.all_reduce(x)
             return got
 
-        got, problem = ranks.attempt(results)
-        pairs = [*zip(got, want, strict=True)] if got else []
-        errors = [relative(x.double(), y.double()) for x, y in pairs] or [torch.inf]
-        error = float(ranks.largest(max(errors)))
-        failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
-        found[name] = error, problem or failed or "ok"
+        found[name] = judge(ranks, results, want, bound)
     return found, bound
 
 
@@ -338,8 +319,7 @@ def race(
 def figures(times: Sequence[Sequence[float]], floor: Sequence[Sequence[float]] | None) -> dict[str, str]:
     row = {}
     for name, ms, least in zip(("fwd", "fwdbwd"), times, floor or ((), ()), strict=False):
-        row |= {f"{name}_ms": f"{statistics.median(ms):.4f}"}
-        row |= {f"{name}_ms_min": f"{min(ms):.4f}", f"{name}_ms_max": f"{max(ms):.4f}"}
+        row |= spread(name, ms)
         row |= {f"of_floor_{name}": f"{statistics.median(ms) / statistics.median(least):.4g}"} if least else {}
     return row
 
@@ -367,7 +347,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             table = []
             for name, (error, status) in {FLOOR: (0.0, "ok"), **of_gate}.items():
                 row = about | {"contestant": name, "score": score, "rows": rows, "status": problems.get(name, status)}
-                row |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
                 row |= {"error": f"{error:.1e}", "bound": f"{bound:.1e}"} if name != FLOOR else {}
                 if name in times:
                     row |= {"repeats": args.repeats} | figures(times[name], times.get(FLOOR))
@@ -380,10 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ranks.print(f"{time.monotonic() - began:.0f} s")
             if args.csv is not None and ranks.rank == 0:
                 append(args.csv, COLUMNS, table)
-    dist.barrier()
-    dist.destroy_process_group()
-    if failed:
-        sys.exit(1)
+    ranks.end(failed)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,13 @@ of one step on the slowest rank. ``peak_gib`` is the largest on any rank, withou
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -36,7 +33,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from attention import OWN_FACTOR, OWN_ROUNDING, Ranks, milliseconds  # noqa: E402
 from contestants import document_lengths  # noqa: E402
 from mixers import release  # noqa: E402
-from report import append, machine  # noqa: E402
+from report import append, machine, options, spread  # noqa: E402
 
 import cp_mesh  # noqa: E402
 from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
@@ -51,18 +48,14 @@ COLUMNS = (
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, time_limit=True)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--rows", type=int, nargs="+", default=[65536, 131072, 262144], help="tokens of all ranks together, ascending")
     add("--documents", nargs="+", choices=("one", "packed"), default=["one", "packed"])
     add("--layers", type=int, default=4)
     add("--tiny", action="store_true", help="few features")
     add("--gate-rows", type=int, default=2048)
     add("--repeats", type=int, default=3)
-    add("--time-limit", type=float, default=float("inf"), help="start nothing more after this many seconds")
-    add("--csv", type=Path, help="append a row for each contestant")
-    add("--commit", help="recorded in the rows (default: ask git)")
     return parser.parse_args(argv)
 
 
@@ -151,9 +144,7 @@ def measure(trained: Trained, batch: dict[str, Tensor], repeats: int) -> tuple[d
     del ms[0]
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     loss = float(ranks.total(loss)) * trained.mesh.size() / ranks.size
-    found = {"loss": f"{loss:.6f}", "grad_norm": f"{norm:.6f}"}
-    for column, value in (("step_ms", statistics.median), ("step_ms_min", min), ("step_ms_max", max)):
-        found[column] = f"{value(ms):.1f}"
+    found = {"loss": f"{loss:.6f}", "grad_norm": f"{norm:.6f}"} | spread("step", ms, 1)
     if cuda:
         most = float(ranks.largest(torch.cuda.max_memory_allocated() + symmetric_memory_bytes()))
         found["peak_gib"] = f"{most / 2**30:.2f}"
@@ -177,7 +168,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             status, of_row = problem or verdicts[name]["status"], 0.0
             for rows in args.rows:
                 row = about | verdicts[name] | {"contestant": name, "documents": documents, "rows": rows}
-                row["date"] = datetime.now(UTC).isoformat(timespec="seconds")
                 if status == "ok" and float(ranks.largest(time.monotonic() - began)) > args.time_limit:
                     status = "left out: the time limit"
                 if status == "ok" and of_row > 0:
@@ -200,8 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if args.csv is not None and ranks.rank == 0:
                     append(args.csv, COLUMNS, [row])
             del trained
-    dist.destroy_process_group()
-    sys.exit(failed)
+    ranks.end(failed)
 
 
 if __name__ == "__main__":

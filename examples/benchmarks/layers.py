@@ -18,7 +18,6 @@ passes of ways in which ranks do not wait for each other.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import random
 import sys
@@ -36,7 +35,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
-from report import machine  # noqa: E402
+from report import append, machine  # noqa: E402
 
 from cp_mesh import Mask, attention  # noqa: E402
 from cp_mesh.geometry.balance import balance  # noqa: E402
@@ -145,19 +144,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.all_gather_object(of_ranks, times)
         if rank:
             continue
-        with options.csv.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if file.tell() == 0:
-                writer.writerow(
-                    [*about, "kernel", "rows", "layers", "mask", "way", "forward_us", "backward_us", "all_us"]
-                )
-            for mask, way in ways:
-                # of the slowest rank
-                slowest = [max(median(x[i] for x in each[mask, way]) for each in of_ranks) for i in range(3)]
-                row = [options.kernel, rows, options.layers, mask, way]
-                row += [f"{x / options.layers * 1e6:.0f}" for x in slowest]
-                writer.writerow([*about.values(), *row])
-                print(",".join(map(str, row)), flush=True)
+        for mask, way in ways:
+            row = {"kernel": options.kernel, "rows": rows, "layers": options.layers, "mask": mask, "way": way}
+            for i, name in enumerate(("forward_us", "backward_us", "all_us")):
+                slowest = max(median(x[i] for x in each[mask, way]) for each in of_ranks)
+                row[name] = f"{slowest / options.layers * 1e6:.0f}"
+            append(options.csv, [*about, *row], [about | row])
+            print(*row.values(), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

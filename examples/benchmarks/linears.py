@@ -24,13 +24,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -45,9 +43,9 @@ from torch.distributed.tensor.parallel import (
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
-from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
-from decoding import ROUNDING, relative  # noqa: E402
-from report import append, machine  # noqa: E402
+from attention import Ranks, in_turns  # noqa: E402
+from decoding import bound_of, judge  # noqa: E402
+from report import append, machine, options, spread  # noqa: E402
 
 from cp_mesh import parallelize  # noqa: E402
 from cp_mesh.tensor_parallel import (  # noqa: E402
@@ -107,9 +105,8 @@ PARTS: dict[str, Callable[..., nn.Module]] = {
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, time_limit=True)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS)[:4])
     add("--rows", type=int, nargs="+", default=[4096, 16384, 65536], help="rows of all tp ranks together")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -117,9 +114,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gate-rows", type=int, default=512)
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=10)
-    add("--time-limit", type=float, default=float("inf"), help="start nothing more after this many seconds")
-    add("--csv", type=Path, help="append a row for each contestant")
-    add("--commit", help="recorded in the rows (default: ask git)")
     return parser.parse_args(argv)
 
 
@@ -214,7 +208,7 @@ def gate(part: str, args: argparse.Namespace, ranks: Ranks, tp: DeviceMesh) -> t
     """Of each contestant the largest error over results and ranks, and what became of it; and what it may be."""
     want = exact(part, args, ranks.device, torch.float64)
     plain = exact(part, args, ranks.device, getattr(torch, args.dtype))
-    bound = PLAIN_FACTOR * max(relative(x.double(), y) for x, y in zip(plain, want, strict=True)) + ROUNDING
+    bound = bound_of(plain, want)
     of_rank = [x.chunk(ranks.size, 1)[ranks.rank] for x in want[:2]] + want[2:]
     found = {}
     for name in args.contestants:
@@ -225,11 +219,7 @@ def gate(part: str, args: argparse.Namespace, ranks: Ranks, tp: DeviceMesh) -> t
             grads = [x.grad for x in (run.x, *run.parameters) if x.grad is not None]
             return [x.full_tensor() if isinstance(x, DTensor) else x for x in (out, *grads)]
 
-        got, problem = ranks.attempt(results)
-        errors = [relative(x.double(), y) for x, y in zip(got, of_rank, strict=True)] if got else [torch.inf]
-        error = float(ranks.largest(max(errors)))
-        failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
-        found[name] = error, problem or failed or "ok"
+        found[name] = judge(ranks, results, of_rank, bound)
     return found, bound
 
 
@@ -266,14 +256,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             floor, table = statistics.median(times[FLOOR][1]), []
             for name, (error, status) in {FLOOR: (0.0, "ok"), **verdicts}.items():
                 row = about | {"contestant": name, "part": part, "rows": rows, "status": status}
-                row |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
                 row |= {"error": f"{error:.1e}", "bound": f"{bound:.1e}"} if name != FLOOR else {}
                 if name in times:
                     forward, both = times[name]
                     ms = statistics.median(both)
                     row |= {"repeats": args.repeats, "fwd_ms": f"{statistics.median(forward):.4f}"}
-                    row |= {"fwdbwd_ms": f"{ms:.4f}", "fwdbwd_ms_min": f"{min(both):.4f}"}
-                    row |= {"fwdbwd_ms_max": f"{max(both):.4f}", "of_floor": f"{ms / floor:.4g}"}
+                    row |= spread("fwdbwd", both) | {"of_floor": f"{ms / floor:.4g}"}
                     row |= {"exposed_ms": f"{ms - floor:.4f}"}
                     row |= {"kept_gib": f"{kept[name]:.4f}"} if name in kept else {}
                 table.append(row)
@@ -282,10 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 ranks.print(f"{part:16} {rows:>7} rows  {name:15} fwd, both, of floor, GiB, error: {figures}  {status}")
             if args.csv is not None and ranks.rank == 0:
                 append(args.csv, COLUMNS, table)
-    dist.barrier()
-    dist.destroy_process_group()
-    if failed:
-        sys.exit(1)
+    ranks.end(failed)
 
 
 if __name__ == "__main__":

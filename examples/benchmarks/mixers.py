@@ -26,7 +26,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -34,7 +33,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -43,7 +41,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from attention import OWN_FACTOR, OWN_ROUNDING, Ranks, in_turns  # noqa: E402
 from contestants import document_lengths  # noqa: E402
 from decoding import relative  # noqa: E402
-from report import append, machine  # noqa: E402
+from report import append, machine, options, spread  # noqa: E402
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, mixers  # noqa: E402
 
@@ -87,9 +85,8 @@ FLA = {"gated_delta_rule": "gated_delta_rule", "kda": "kda"}  # modules of fla.o
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, time_limit=True)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--layers", nargs="+", choices=tuple(LAYERS), default=list(LAYERS)[:3])
     add("--rows", type=int, nargs="+", default=[8192, 32768, 131072], help="rows of all ranks together")
     add("--documents", nargs="+", choices=("one", "packed"), default=["one"])
@@ -98,9 +95,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gate-rows", type=int, default=2048)
     add("--repeats", type=int, default=5)
     add("--calls", type=int, default=3)
-    add("--time-limit", type=float, default=float("inf"), help="start nothing more after this many seconds")
-    add("--csv", type=Path, help="append a row for each contestant")
-    add("--commit", help="recorded in the rows (default: ask git)")
     return parser.parse_args(argv)
 
 
@@ -324,7 +318,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         def report(rows: int, name: str, found: dict[str, Any], of: tuple[str, str] = (key, documents)) -> None:
             row = about | {"contestant": name, "layer": of[0], "documents": of[1], "rows": rows} | found
-            row["date"] = datetime.now(UTC).isoformat(timespec="seconds")
             figures = " ".join(f"{row.get(x, ''):>10}" for x in ("fwd_ms", "fwdbwd_ms", "of_share", "error"))
             what = f"{of[0]:8} {of[1]:6} {rows:>7} {name:32} fwd, both, of share, error:"
             ranks.print(f"{what} {figures}  {row['status']}")
@@ -346,14 +339,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                     forward, both = times
                     ms = statistics.median(both)
                     best = min(best, ms) if is_alone(name) else best
-                    found |= {"fwd_ms": f"{statistics.median(forward):.4f}", "fwdbwd_ms": f"{ms:.4f}"}
-                    found |= {"fwdbwd_ms_min": f"{min(both):.4f}", "fwdbwd_ms_max": f"{max(both):.4f}"}
+                    found |= {"fwd_ms": f"{statistics.median(forward):.4f}"} | spread("fwdbwd", both)
                     found |= {"of_share": f"{ms * ranks.size / best:.4g}"} if best < float("inf") else {}
                 report(rows, name, verdict | found)
-    dist.barrier()
-    dist.destroy_process_group()
-    if failed:
-        sys.exit(1)
+    ranks.end(failed)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -152,28 +151,6 @@ def _rounded(forward: Forward, backward: Backward) -> tuple[Forward, Backward]:
     return forward_, backward_
 
 
-def _each_document(cuts: Cuts) -> list[tuple[slice, slice]]:
-    """Rows and keys of each."""
-    q, k = ([slice(*pair) for pair in pairwise(bounds.tolist())] for bounds in cuts[:2])
-    return list(zip(q, k, strict=True))
-
-
-def _cpu_packed_forward(q, k, v, causal, scale, cuts):
-    forward = bottom_right(RAW_KERNELS["cpu_flash"]).forward
-    parts = [forward(q[:, i], k[:, j], v[:, j], causal, scale) for i, j in _each_document(cuts)]
-    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
-
-
-def _cpu_packed_backward(dout, q, k, v, out, lse, causal, scale, into=None, *, cuts):
-    backward, parts = bottom_right(RAW_KERNELS["cpu_flash"]).backward, _each_document(cuts)
-    gradients = [torch.zeros_like(x) for x in (q, k, v)]
-    for i, j in parts:
-        found = backward(dout[:, i], q[:, i], k[:, j], v[:, j], out[:, i], lse[:, :, i], causal, scale)
-        for gradient, rows, part in zip(gradients, (i, j, j), found, strict=True):
-            gradient[:, rows] += part
-    return _store(tuple(gradients), into)
-
-
 RAW_KERNELS = {
     kernel.name: kernel
     for kernel in (
@@ -182,13 +159,7 @@ RAW_KERNELS = {
         ),
         RawKernel("cudnn", _cudnn_forward, _cudnn_backward, bottom_right=False, writes_into=False),
         RawKernel("fa2", _fa2_forward, _fa2_backward, bottom_right=True, writes_into=False),
-        RawKernel(
-            "cpu_flash",
-            *_rounded(_cpu_forward, _cpu_backward),
-            bottom_right=False,
-            writes_into=False,
-            packed=(_cpu_packed_forward, _cpu_packed_backward),
-        ),
+        RawKernel("cpu_flash", *_rounded(_cpu_forward, _cpu_backward), bottom_right=False, writes_into=False),
     )
 }
 

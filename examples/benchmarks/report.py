@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import statistics
 import subprocess
@@ -36,6 +37,11 @@ COLUMNS = (
 )
 
 
+SHOWN = ("contestant", "heads_q", "heads_kv", "mask", "local_len", "mode", *(f"tflops_{name}" for name in PASSES))
+SHOWN += ("ratio_own_floor_fwdbwd", "extra_mem_gib", "host_us_fwd", "host_us_bwd", "err_dq", "status")
+"""Columns that are printed."""
+
+
 @dataclass
 class Entrant:
     """A contestant on a case: its errors in the gate, its run and graph while it has them, and what became of it."""
@@ -61,9 +67,9 @@ class Times:
 class Report:
     """Rows of the CSV, and the table on the screen."""
 
-    def __init__(self, path: Path | None, about: dict[str, Any], columns: Sequence[str] = COLUMNS) -> None:
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
         """``path``: of the CSV; ``about``: what `machine` says, empty on ranks that do not report."""
-        self._path, self._about, self._columns, self._num_rows = path, about, columns, 0
+        self._path, self._about = path, about
 
     def add(
         self, case: Case, mode: str, entrants: list[Entrant], all_times: dict[str, Times], problems: dict[str, str]
@@ -90,7 +96,6 @@ class Report:
             row = {"contestant": name, "kernel": contestant.kernel or "", "mode": mode, "status": status}
             row |= {f"err_{key}": f"{x:.3e}" for key, x in zip(RESULTS, entrant.errors, strict=False)}
             if name in all_times:
-                row |= contestant.figures(case)
                 row |= self._figures(case, entrant, all_times[name], medians[name], floors)
             rows.append(row)
         if self._about:
@@ -136,12 +141,10 @@ class Report:
             "seq_len": case.seq_len,
         }
         for row in rows:
-            if not self._num_rows % 40:
-                print(TABLE_HEAD, flush=True)
-            print(table_line(about | row), flush=True)
-            self._num_rows += 1
+            shown = {name: (about | row).get(name) for name in SHOWN}
+            print(", ".join(f"{name} {value}" for name, value in shown.items() if value), flush=True)
         if self._path is not None:
-            append(self._path, self._columns, [about | row for row in rows])
+            append(self._path, COLUMNS, [about | row for row in rows])
 
 
 def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -154,27 +157,22 @@ def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
         writer.writerows(rows)
 
 
-TABLE_HEAD = (
-    f"{'contestant':50}{'heads':>6} {'mask':6}{'local':>7} {'mode':5} "
-    f"{'fwd':>6}{'bwd':>6}{'both':>6} TFLOP/s {'of its floor':>13} {'GiB':>6} {'host us':>10}  {'error':8}status"
-)
+def spread(name: str, ms: Sequence[float], digits: int = 4) -> dict[str, str]:
+    """Median, minimum and maximum of times, as columns of a row."""
+    figures = {f"{name}_ms": statistics.median(ms), f"{name}_ms_min": min(ms), f"{name}_ms_max": max(ms)}
+    return {column: f"{x:.{digits}f}" for column, x in figures.items()}
 
 
-def table_line(row: dict[str, Any]) -> str:
-    def number(key: str, spec: str) -> str:
-        return format(float(row[key]), spec) if row.get(key) else ""
-
-    speeds = "".join(f"{number(f'tflops_{name}', '.0f'):>6}" for name in PASSES)
-    column = "ratio_own_floor" if row.get("ratio_own_floor_fwd") else "ratio_floor"
-    ratios = "/".join(number(f"{column}_{name}", ".2f") for name in PASSES).strip("/")
-    host = "/".join(number(f"host_us_{name}", ".0f") for name in PASSES[:2]).strip("/")
-    error = max((float(row[f"err_{name}"]) for name in RESULTS if row.get(f"err_{name}")), default=None)
-    heads, worst = f"{row['heads_q']}/{row['heads_kv']}", "" if error is None else f"{error:.0e}"
-    return (
-        f"{row['contestant']:50}{heads:>6} {row['mask']:6}{row['local_len']:>7} {row['mode']:5} {speeds}         "
-        f"{ratios:>13} {number('extra_mem_gib', '.2f'):>6} {host:>10}  {worst:8}"
-        f"{row['status'][:100]}"
-    )
+def options(description: str, time_limit: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    if time_limit:
+        add("--time-limit", type=float, default=float("inf"), help="start nothing more after this many seconds")
+    add("--csv", type=Path, help="append the rows to this file")
+    add("--commit", help="recorded in the rows (default: ask git)")
+    return parser
 
 
 def machine(device: torch.device, world_size: int, commit: str | None) -> dict[str, Any]:
@@ -186,6 +184,7 @@ def machine(device: torch.device, world_size: int, commit: str | None) -> dict[s
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or git_commit(),
         "gpu": torch.cuda.get_device_name() if cuda else "CPU",
         "world_size": world_size,

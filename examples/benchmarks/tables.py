@@ -101,21 +101,13 @@ def decoding_table() -> str:
     return markdown(["us a step", *(f"{short(int(length))} tokens" for length in lengths)], lines)
 
 
-def linears_table(rows: Sequence[Row], column: str, digits: int) -> str:
-    cells = {(row["part"], row["rows"], row["contestant"]): row.get(column) or "" for row in rows}
-    names = list(dict.fromkeys(row["contestant"] for row in rows))
-    sizes = dict.fromkeys((row["part"], row["rows"]) for row in rows)
-    values = {key: f"{float(cell):.{digits}g}" for key, cell in cells.items() if cell}
-    lines = [[part, short(int(count)), *(values.get((part, count, x), "") for x in names)] for part, count in sizes]
-    return markdown(["part", "rows", *names], lines)
-
-
-def measured_linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
+def linears_table(commit: str = "7a01d27", length: int = 16384) -> str:
     """Both passes at one commit and length, of the contestants that people choose between."""
-    chosen = ("floor", "cp_mesh", "torch", "torch async")
-    at = {"commit": commit, "rows": str(length)}
-    rows = [row for row in read("linears_2xh100.csv") if at.items() <= row.items() and row["contestant"] in chosen]
-    return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
+    names, at = ("floor", "cp_mesh", "torch", "torch async"), {"commit": commit, "rows": str(length)}
+    rows = [row for row in read("linears_2xh100.csv") if at.items() <= row.items() and row["fwdbwd_ms"]]
+    cells = {(row["part"], row["contestant"]): f"{float(row['fwdbwd_ms']):.3g}" for row in rows}
+    parts = dict.fromkeys(part for part, _ in cells)
+    return markdown(["part", "rows", *names], [[x, short(length), *(cells[x, name] for name in names)] for x in parts])
 
 
 def speed_table(name: str, commit: str, heads: tuple[str, str], modes: Sequence[str] = ("queued",)) -> str:
@@ -186,7 +178,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "packed steps": packed_steps_table,
     "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "decoding": decoding_table,
-    "linears": measured_linears_table,
+    "linears": linears_table,
     "training on 2 GPUs": lambda: turned(steps_table(read("training_2xh200.csv"))),
 }
 """Tables that stand in `DOCUMENTS`, by the name in their first line; `ASKED` has those that ask the code."""

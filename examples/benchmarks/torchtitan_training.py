@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
@@ -43,7 +42,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "int
 import titan  # noqa: E402
 from attention import Ranks  # noqa: E402
 from contestants import document_lengths  # noqa: E402
-from report import append, machine  # noqa: E402
+from report import append, machine, options, spread  # noqa: E402
 
 from cp_mesh.comm.exchange import release, symmetric_memory_bytes  # noqa: E402
 from cp_mesh.integrations.torchtitan import context_parallel  # noqa: E402
@@ -60,8 +59,7 @@ COLUMNS = (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = options(__doc__)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 16384, 32768, 65536])
     parser.add_argument("--documents", action="store_true", help="pack documents")
@@ -74,8 +72,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args()
     args.precision = "fp32" if args.tiny else "bf16"
     if args.tiny:
@@ -123,16 +119,6 @@ def make_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
         "training.disable_cuda_graphs": True,
         "validator.enable": False,
         "checkpoint.enable": False,
-    }
-    titan.set_settings(config, common(args, seq_len) | settings)
-    if variant == "cp_mesh":
-        config = context_parallel(config, kernel=args.kernel, method=args.method)
-    return config.build()
-
-
-def common(args: argparse.Namespace, seq_len: int) -> dict[str, Any]:
-    """Settings of every variant."""
-    return {
         "training.local_batch_size": 1,
         "training.seq_len": seq_len,
         "training.steps": args.warmup + args.steps,
@@ -143,6 +129,10 @@ def common(args: argparse.Namespace, seq_len: int) -> dict[str, Any]:
         "debug.seed": 0,
         "dump_folder": tempfile.gettempdir(),
     }
+    titan.set_settings(config, settings)
+    if variant == "cp_mesh":
+        config = context_parallel(config, kernel=args.kernel, method=args.method)
+    return config.build()
 
 
 def run(
@@ -182,7 +172,7 @@ def measure(ranks: Ranks, args: argparse.Namespace, seq_len: int) -> list[dict[s
             found[variant].append(run(ranks, args, variant, seq_len))
     first, rows = found[args.variants[0]][0][2][0], []
     about = machine(ranks.device, ranks.size, args.commit) | vars(args)
-    about |= {"date": datetime.now(UTC).date(), "torchtitan": version("torchtitan"), "seq_len": seq_len}
+    about |= {"torchtitan": version("torchtitan"), "seq_len": seq_len}
     for variant, rounds in found.items():
         losses, status = [losses for _, _, losses in rounds], "ok"
         apart = [abs(x / y - 1) for each in losses for x, y in zip(each[0], first, strict=True)]
@@ -193,7 +183,7 @@ def measure(ranks: Ranks, args: argparse.Namespace, seq_len: int) -> list[dict[s
         row = about | {"variant": variant, "status": status}
         if variant != "cp_mesh":
             row |= {"kernel": "torchtitan's", "method": "torch context parallel"}
-        row |= {"step_ms": f"{ms:.2f}", "step_ms_min": f"{min(times):.2f}", "step_ms_max": f"{max(times):.2f}"}
+        row |= spread("step", times, 2)
         row |= {"tokens_per_s": f"{seq_len / ms * 1e3:.0f}", "peak_gib": f"{peak:.2f}" if peak else ""}
         row |= {"first_loss": f"{losses[0][0][0]:.6f}", "first_norm": f"{losses[0][0][1]:.6f}"}
         rows.append(row | {"last_loss": f"{losses[0][-1][0]:.6f}"})
@@ -210,9 +200,7 @@ def main() -> None:
     rows = [row for seq_len in args.seq_len for row in measure(ranks, args, seq_len)]
     if args.csv and ranks.rank == 0:
         append(args.csv, COLUMNS, rows)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(0 if all(row["status"] == "ok" for row in rows) else 1)
+    ranks.end(any(row["status"] != "ok" for row in rows))
 
 
 if __name__ == "__main__":

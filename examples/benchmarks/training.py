@@ -16,11 +16,9 @@ With `--tp` there are two variants of linears over tp, and both use cp_mesh's at
 linears, embedding and vocabulary-parallel loss; "torch_linears" has PyTorch's styles, which gather whole logits. Each
 has its own weights, equal at the start; the memory of each includes both.
 
-Loss functions: by default each variant has the one of its users: cp_mesh `cp_mesh.cross_entropy`, the others
-`F.cross_entropy` of float32 logits. So their memory differs by more than attention. For bf16 logits the first holds 4
-bytes per logit: the logits and their gradient. The second holds 12, in float32: the log-softmax, its gradient and
-that of the logits. With few layers and long sequences the second sets the peak of a step. `--loss torch` gives
-`F.cross_entropy` to all variants, which then differ only in attention.
+By default each variant has the loss function of its users: `cp_mesh.cross_entropy`, which holds 4 bytes per bf16 logit,
+or `F.cross_entropy` of float32 logits, which holds 12. With few layers and long sequences the second
+sets the peak of a step. `--loss torch` gives it to all variants, which then differ only in attention.
 
 Columns. `blocks`: "eager", or the backend that compiles them. `step_ms_*`: of the slowest rank. `mfu` and
 `mfu_trainer`: `model_flops` over the vendor's dense bf16 peak. `peak_gib`: the largest peak of PyTorch's allocator on
@@ -62,12 +60,10 @@ from llama import CoreAttention, Llama, LlamaConfig  # noqa: E402
 from metrics import flops_per_token, peak_flops  # noqa: E402
 from parallel_llama import apply_fsdp, apply_overlapped, apply_tensor_parallel  # noqa: E402
 from raw_kernels import RAW_KERNELS, present_kernels, swap  # noqa: E402
-from report import append, git_commit  # noqa: E402
+from report import append, git_commit, options  # noqa: E402
 from tables import steps_table  # noqa: E402
 
 import cp_mesh  # noqa: E402
-from cp_mesh.call.plan import make_plan  # noqa: E402
-from cp_mesh.call.spec import AttentionSpec, Call, Tensors  # noqa: E402
 from cp_mesh.comm.exchange import choose_transport, release, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
@@ -86,7 +82,7 @@ TIMEOUT = timedelta(minutes=3)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     add = parser.add_argument
     add("--seq-len", type=int, nargs="+", default=[131072], help="tokens of the sequence of a step")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile each block")
@@ -105,15 +101,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--transport", default="auto", help="transport of cp_mesh")
     add("--ulysses-kernel", choices=tuple(RAW_KERNELS), help="default: the best available one")
     add("--torch-kernel", choices=tuple(TORCH_KERNELS), default="cudnn", help="of PyTorch's context_parallel on CUDA")
-    add("--torch-kv", choices=("auto", "native", "expanded"), default="auto", help="its kv heads: see TorchVariant")
     add("--warmup", type=int, default=2, help="rounds before the measured ones")
     add("--steps", type=int, default=5, help="measured rounds")
     add("--seconds", type=float, default=60.0, help="start no further measured round after this time; one always runs")
     add("--lr", type=float, default=1e-5)
     add("--seed", type=int, default=0)
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--csv", type=Path, help="append a row for each variant")
-    add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(arguments)
     able = VARIANTS if args.tp == 1 else OF_TP
     args.variants = args.variants or list(able[:3])
@@ -158,16 +150,9 @@ def share_by_torch(logits: Tensor, labels: Tensor, num_tokens: int) -> Tensor:
 
 
 class StockCore(nn.Module):
-    """The attention of a model whose trainer uses PyTorch's `context_parallel`.
-
-    `expand` repeats kv heads, which its users must do where it refuses grouped-query attention.
-    """
-
-    expand = False
+    """The attention of a model whose trainer uses PyTorch's `context_parallel`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        if self.expand:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -292,38 +277,20 @@ class CPMeshVariant:
         self.root, self.mesh = root, mesh
         self.sequence = cp_mesh.ShardedSequence(mesh, cp_mesh.ZigZag(), length=args.seq_len)
         style = cp_mesh.ContextParallel(self.sequence, kernel=args.kernel, transport=args.transport)
-        root_style = cp_mesh.ShardedModel(
-            self.sequence,
-            inputs=("tokens",),
-            positions="positions",
-            watch=not args.compile,  # the rivals' attention in the same compiled blocks is not in the plan
-        )
-        plan = {
-            "": root_style,
-            "model.layers.*.attention.core.cp_mesh": style,
-        }
-        cp_mesh.parallelize(root, mesh, plan)
-        self.settings = self._resolved(args, device)
+        # not watched if compiled: the rivals' attention in the same blocks is not in the plan
+        root_style = cp_mesh.ShardedModel(self.sequence, watch=not args.compile)
+        cp_mesh.parallelize(root, mesh, {"": root_style, "model.layers.*.attention.core.cp_mesh": style})
+        transport = choose_transport(args.transport, mesh.get_group(), device)
+        self.settings = f"kernel={self._kernel(args, device)} transport={transport}"
 
-    def _resolved(self, args: argparse.Namespace, device: torch.device) -> str:
+    def _kernel(self, args: argparse.Namespace, device: torch.device) -> str:
         """What "auto" stands for in this run."""
-        dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-        seq_len, head_dim = self.sequence.seq_len, args.dim // args.heads
-        assert seq_len is not None
-        scalar = torch.empty((), dtype=dtype, device=device)
-        heads = (n // args.tp for n in (args.heads, args.kv_heads))
-        q, k = (scalar.expand(1, n, len(self.sequence.positions()), head_dim) for n in heads)
-        options = AttentionSpec(
-            self.sequence.layout.spec(),
-            cp_mesh.Mask(causal=True).spec(),
-            head_dim**-0.5,
-            kernel=args.kernel,
-            transport=args.transport,
-        )
-        group = self.mesh.get_group()
-        plan = make_plan(q, k, k, Call(Tensors(), seq_len, 2, "", options), group, frozenset())
-        transport = choose_transport(args.transport, group, device)
-        return f"kernel={plan.kernel.name} transport={transport} head_chunks={plan.settings.head_chunks}"
+        call = cp_mesh.explain(
+            args.seq_len, self.mesh.size(), num_heads=args.heads // args.tp, num_kv_heads=args.kv_heads // args.tp,
+            head_dim=args.dim // args.heads, dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
+            device=device.type, kernel=args.kernel,
+        )  # fmt: skip
+        return call.found.kernel.name
 
     @staticmethod
     def context_fn() -> Any:
@@ -341,11 +308,7 @@ def in_words(error: Exception) -> str:
 
 
 class TorchVariant:
-    """PyTorch's `context_parallel` around forward and backward, with tokens, labels and positions as its buffers.
-
-    It is given its kv heads as they are. Where it refuses grouped-query attention ("auto" asks it with a short
-    sequence) they are repeated, and the settings say so.
-    """
+    """PyTorch's `context_parallel` around forward and backward, with tokens, labels and positions as its buffers."""
 
     def __init__(
         self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device, rotation: str
@@ -353,33 +316,8 @@ class TorchVariant:
         self.model, self.mesh, self.device, self.rotation = root.model, mesh, device, rotation
         self.name = f"torch_{rotation}"
         self.backend = TORCH_KERNELS[args.torch_kernel] if device.type == "cuda" else None
-        self.refusal: str | None = None
-        expand = args.torch_kv == "expanded"
-        refusal = self._refusal(args, expand)
-        why = ""
-        if refusal and args.torch_kv == "auto" and args.heads != args.kv_heads:
-            why, expand = f" ({refusal})", True
-            refusal = self._refusal(args, expand)
-        self.refusal = refusal
-        for block in root.model.layers:
-            getattr(block.attention.core, self.name).expand = expand
-        kernel = args.torch_kernel if self.backend else "cpu"
-        self.settings = f"kernel={kernel} rotate={rotation} kv_heads={'expanded' if expand else 'native'}{why}"
-
-    def _refusal(self, args: argparse.Namespace, expand: bool) -> str | None:
-        """Its error for a short sequence of this model's heads, forward and backward; every rank gets the same."""
-        dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-        rows, head_dim = 512, args.dim // args.heads
-        shapes = [(1, heads, rows, head_dim) for heads in (args.heads, args.kv_heads, args.kv_heads)]
-        q, k, v = (torch.randn(shape, dtype=dtype, device=self.device, requires_grad=True) for shape in shapes)
-        core = StockCore()
-        core.expand = expand
-        try:
-            with self._active([torch.zeros(rows * self.mesh.size(), device=self.device)], [0]):
-                core(q, k, v).float().sum().backward()
-        except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-            return in_words(error)
-        return None
+        self.refusal: str | None = None  # one that raises is found by `compare`
+        self.settings = f"kernel={args.torch_kernel if self.backend else 'cpu'} rotate={rotation}"
 
     @contextmanager
     def _active(self, buffers: list[Tensor], dims: list[int]) -> Iterator[None]:
