@@ -231,6 +231,13 @@ def test_models_around_a_core(axis: Any) -> None:
         assert all(gap(x, y) <= TOLERANCE for x, y in zip(found[way], found["eager"], strict=True)), way
 
 
+@on_ranks(2)
+def test_pytorchs_compiled_function_is_refused(axis: Any) -> None:
+    core = Core(function=torch.compile(of_torch.flex_attention), of="torch")
+    with refused("Import cp_mesh.flex_attention under its name", Exception):
+        parallelize(core, axis, {"": style(axis)})(*[x[:, :, :12] for x in make_qkv(B, H, K, S, D)[:3]])
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.full
 @on_ranks(2)

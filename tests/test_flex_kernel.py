@@ -481,3 +481,14 @@ def test_what_others_left_for_the_lock_is_not_opened(
         with compiling.one_rank_compiles(), compiling.one_rank_compiles():
             pass
     assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_pads_are_of_the_tensor_and_so_are_their_gradients() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    rows, columns = torch.tensor([1, 2, 0, 1, 2]), torch.tensor([3, 0, 1, 2, 3])
+    read, want = flex_reads.Read(0, True, False, 0, ((2, 0), (1, 1))), x[rows][:, columns]
+    got = read.of(x)
+    assert got[:, -1].isnan().all() and torch.equal(got[:, :-1], want)
+    weights = torch.randn(got.shape, dtype=torch.float64)
+    wanted = torch.autograd.grad(want, x, weights[:, :-1])[0]
+    assert torch.allclose(read.home(weights.clone()), wanted, atol=1e-14)

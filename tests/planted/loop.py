@@ -36,13 +36,17 @@ def _(make_schedule: Any) -> Any:
     return with_result(make_schedule, mixed_up)
 
 
-@plant("the forward stops after two stages", "ring_loop:RING", "parity on six ranks")
-def _(method: Any) -> Any:
-    def two_stages(plan: Any) -> Any:
-        route = replace(plan.schedule.route, stages=plan.schedule.route.stages[:2])
-        return replace(plan, schedule=replace(plan.schedule, route=route))
+def two_stages(plan: Any) -> Any:
+    route = replace(plan.schedule.route, stages=plan.schedule.route.stages[:2])
+    return replace(plan, schedule=replace(plan.schedule, route=route))
 
-    return changed(method, forward=with_arguments(method.forward, plan=two_stages))
+
+plant("the forward stops after two stages", "ring_loop:RING", "parity on six ranks")(
+    lambda method: changed(method, forward=with_arguments(method.forward, plan=two_stages))
+)
+plant("the backward stops after two stages", "ring_loop:RING", "parity on six ranks")(
+    lambda method: changed(method, backward=with_arguments(method.backward, plan=two_stages))
+)
 
 
 @plant("the next hop starts after the step", "functional:FunctionalTransport.arrived", "overlap")
