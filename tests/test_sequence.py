@@ -112,7 +112,8 @@ LENGTHS += [(2, {"length": 2, "pad": False}), (13, {"length": 13, "pad": False})
 def round_trip(rank: int, name: str, S: int, options: dict[str, Any]) -> None:
     """shard, unshard and the gradient of unshard, for one layout; asserts on the rank."""
     size = dist.get_world_size()
-    padded = -(-S // size) * size if options.get("pad", True) else S
+    multiple = 2 * size if name == "zigzag" else size
+    padded = -(-S // multiple) * multiple if options.get("pad", True) else S
     sequence = new_sequence(LAYOUTS[name](padded), **options)
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(B, S, 3, S, dtype=torch.float64, generator=generator)
@@ -169,7 +170,8 @@ def pad_and_attend(rank: int, name: str, S: int) -> dict[str, tuple[Tensor, ...]
     q, k, v, dout = make_qkv(B, 4, 2, S, 8)
     for mask_name, conditions in MASKS.items():
         conditions = {key: value(S) if callable(value) else value for key, value in conditions.items()}
-        sequence = new_sequence(LAYOUTS[name](-(-S // WORLD_SIZE) * WORLD_SIZE), length=S)
+        multiple = 2 * WORLD_SIZE if name == "zigzag" else WORLD_SIZE
+        sequence = new_sequence(LAYOUTS[name](-(-S // multiple) * multiple), length=S)
         local = [sequence.shard(x, dim=2).requires_grad_() for x in (q, k, v)]
         mask = sequence.mask(Mask(**conditions))
         out = attention(*local, mesh=sequence.mesh, seq_len=sequence.seq_len, layout=sequence.layout, mask=mask)

@@ -84,7 +84,7 @@ class Layout(ABC):
         return None
 
     def multiple(self, cp_size: int) -> int:
-        """Return a number: sequence lengths divisible by it give all ranks equally many tokens.
+        """Return a number: sequence lengths divisible by it give all ranks equally many tokens, evenly split in runs.
 
         For a layout made for documents or streams, the length of each must be divisible.
         """

@@ -77,6 +77,9 @@ class ZigZag(Layout):
             return non_empty(Run(head.start, 1, head.length + tail.length))
         return non_empty(head, tail)
 
+    def multiple(self, cp_size: int) -> int:
+        return 2 * cp_size
+
     def spec(self) -> str:
         return "zigzag"
 

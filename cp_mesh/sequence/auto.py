@@ -30,6 +30,9 @@ class Open(Layout):
         hint = "sequence.for_batch(length, mask) decides it; modules of a plan take it from the batch's mask"
         refuse('layout="auto"', "the layout of a batch", "none yet", hint)
 
+    def multiple(self, cp_size: int) -> int:
+        return ZigZag().multiple(cp_size)
+
     def spec(self) -> str:
         return "auto"
 

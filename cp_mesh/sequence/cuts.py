@@ -95,7 +95,8 @@ class Cuts:
         total: batches of tokens.
         gathered: length of the whole that `ShardedSequence.gather` made since tokens were sharded last; 0 if none.
         batches: digests of all batches.
-        rows: floating-point tensors, and labels of batches, that `shard` returned, with their sequence dim and layout.
+        rows: floating-point tensors that `shard` returned, with their sequence dim and layout.
+        labels: labels that `shard` returned, with their layout.
         outputs: rows that models returned, with their layout.
         roots: layouts in which models sharded their last batches.
     """
@@ -110,6 +111,7 @@ class Cuts:
     gathered: int = 0
     batches: _Batches = field(default_factory=_Batches)
     rows: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    labels: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     outputs: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     roots: tuple[Layout, ...] = ()
 
@@ -155,8 +157,7 @@ def _whole_of(x: Tensor) -> Tensor:
 def check_loss(logits: Any, labels: Tensor) -> None:
     """Refuse labels in another layout than logits, if they are the tensor that `shard` returned."""
     for group, own in groups_with(Cuts) if isinstance(labels, Tensor) else ():
-        _, layout = own.rows.get(labels, own.rows.get(_whole_of(labels), (1, None)))
-        if layout is not None:
+        if (layout := own.labels.get(labels, own.labels.get(_whole_of(labels)))) is not None:
             check_output("labels", logits, layout, group)
 
 

@@ -401,9 +401,12 @@ class ShardedSequence:
         if not torch.compiler.is_compiling() and self.cp_size > 1:
             note_cut(str(name), leaf, self.layout, whole.shape[dim], self.mesh.get_group())
         rows = whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
-        told = rows.is_floating_point() or (padding == IGNORED and is_by_batch(self.layout))
-        if told and self.cp_size > 1 and not torch.compiler.is_compiling():
-            state_of(self.mesh.get_group(), Cuts).rows[rows] = dim, self.layout
+        if not torch.compiler.is_compiling() and self.cp_size > 1:
+            own = state_of(self.mesh.get_group(), Cuts)
+            if rows.is_floating_point():
+                own.rows[rows] = dim, self.layout
+            elif padding == IGNORED and is_by_batch(self.layout):
+                own.labels[rows] = self.layout
         return rows
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:

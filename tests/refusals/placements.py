@@ -76,6 +76,6 @@ CASES: Cases = {
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), seq_len=32)),
     "striped DTensor of length 97": (UNSUPPORTED, "DTensor length|multiples of 4|got 97|ShardedSequence",
         lambda: attend_placed(cp(), (SHARD_SEQ,), ((B, H, 97, D), (B, K, 97, D), (B, K, 97, D)), layout=Striped())),
-    "zigzag DTensor of length 21": (UNSUPPORTED, "DTensor length|multiples of 4|got 21|pad the sequence",
+    "zigzag DTensor of length 21": (UNSUPPORTED, "DTensor length|multiples of 8|got 21|pad the sequence",
         lambda: attend_placed(cp(), (SHARD_SEQ,), ((B, H, 21, D), (B, K, 21, D), (B, K, 21, D)), layout=ZigZag())),
 }  # fmt: skip

@@ -153,7 +153,7 @@ CASES: Cases = {
         lambda: cp_mesh.clip_grad_norm([], None)),
     "tokens without a batch dim": (ARGUMENT, "tokens|[B, S, ...], got (24,)|tokens[None]",
         lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence())})(torch.zeros(S, dtype=torch.int64))),
-    "a length that changes": (ARGUMENT, "sequence length|of 4, got 9|at their end, labels with -100",
+    "a length that changes": (ARGUMENT, "sequence length|of 8, got 9|at their end, labels with -100",
         lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence())})(torch.zeros(1, 9).long())),
     "a length that changes, of several": (ARGUMENT, "expected 8, got 9|leave length= out, and pad",
         lambda: cp_mesh.parallelize(Model(), cp(), {"": ShardedModel(sequence(length=8))})(torch.zeros(1, 9).long())),
