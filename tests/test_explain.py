@@ -332,12 +332,18 @@ def test_of_many_ranks_the_worst_are_looked_at() -> None:
     assert ranks[:3] == [0, 1, 2] and ranks[-1] == 63 and len(ranks) < 10  # contiguous: the last has most of all
     left_out = f"{64 - len(ranks)} ranks are left out; memory is the largest"
     assert len(found.found.work) == 64 and left_out in str(found)
-    # rank 40 has one long document, and 11 fetches most
+    turned = Permuted(torch.arange(64 * 256).view(64, 256).roll(41, 0).flatten())  # now rank 40 has
+    assert 40 in [x.rank for x in explain(64 * 256, 64, layout=turned).found.ranks]
+    # rank 40 has one long document, 11 fetches most, and 24, the first of a host, most from another
     begins = {16 * i for i in range(64 * 16)} - {256 * 40 + 16 * i for i in range(1, 16)}
-    begins -= set(range(9 * 256 + 16, 12 * 256, 16))
+    begins -= set(range(9 * 256 + 16, 12 * 256, 16)) | set(range(23 * 256 + 16, 25 * 256, 16))
     ids = torch.tensor([i in begins for i in range(64 * 256)]).cumsum(0)
     fetching = explain(64 * 256, 64, layout=Contiguous(), mask=Mask(documents=ids), **ON_GPU).found
-    assert fetching.work.argmax() == 11 and {11, 40} < {x.rank for x in fetching.ranks}
+    assert fetching.work.argmax() == 11 and {11, 24} < {x.rank for x in fetching.ranks}
+    begins |= set(range(9 * 256 + 16, 12 * 256, 16)) | set(range(23 * 256 + 16, 25 * 256, 16))
+    ids = torch.tensor([i in begins for i in range(64 * 256)]).cumsum(0)
+    working = explain(64 * 256, 64, layout=Contiguous(), mask=Mask(documents=ids), **ON_GPU).found
+    assert working.work.argmax() == 40 and 40 in [x.rank for x in working.ranks] and working.moved == 0
     twelve = explain(12 * 256, 12, layout=Contiguous())
     assert len(twelve.found.ranks) == 12 and "3 ranks are left out" in str(twelve)
     assert lines_of(explain(64 * 256, 64, layout=Contiguous()), "owner")[0].split()[1:3] == ["0", "3"]

@@ -130,7 +130,8 @@ def few_tokens() -> list[Case]:
         layout, score, mask = ("contiguous", "shuffled")[i % 2], scores[i % len(scores)], masks[i % len(masks)]
         cases.append(Case(layout, method, score, mask, S, seq_dim=(2, 1)[i % 2]))
     cases += [Case("zigzag", score=score, S=0) for score in scores]
-    return cases + [Case("zigzag", mask=mask, S=0, of=("", "torch")[i % 2]) for i, mask in enumerate(masks)]
+    cases += [Case("zigzag", mask=mask, S=0) for mask in masks]
+    return [*cases, Case("zigzag", mask="documents", S=0, of="torch")]
 
 
 def pairs_of_factors(cp_size: int) -> list[Case]:
