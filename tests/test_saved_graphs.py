@@ -39,7 +39,6 @@ def arguments(name: str) -> list[Any]:
         "head_losses": [x, weight, labels, *head, "none"],
         "head_losses_backward": [dlosses, x, weight, labels, row, row, [True, True], *head],
         "own": [labels, torch.int32],
-        "positions_of_runs": [torch.tensor([[4, S - 4], [0, 4]]), S, 2, 1],
         "row_linear": [x, weight, torch.randn(V), group, D, "auto", "none"],
         "row_linear_awaited": [x, V, group],
         "row_linear_backward": [x @ weight.mT, x, weight, True, S, group, D, "auto"],
