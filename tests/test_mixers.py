@@ -602,7 +602,7 @@ def test_labels_are_not_rolled_within_a_shard(axis: Any) -> None:
 def test_joint_layouts_in_inference(axis: Any) -> None:
     """A layout whose tensor is made in each look, so that a call in it is never known."""
     layout = Joint((8, Permuted([*range(8)])), (4, ZigZag()))
-    sequence, x = ShardedSequence(axis, layout, length=12, pad=False), torch.arange(12.0).view(1, 12, 1)
+    sequence, x = ShardedSequence(axis, layout, length=12, pad=False), torch.arange(12.0)[None]  # as labels
     with torch.inference_mode():
         for _ in range(2):
             rolled = mixers.roll(sequence.shard(x), 1, sequence=sequence)
