@@ -161,21 +161,10 @@ def documents_table() -> str:
     return markdown(["", "rows a GPU", "tokens", "`balance`", "zigzag", "commit"], lines)
 
 
-def packed_steps_table() -> str:
-    """Steps on packed documents with and without context parallelism."""
-    rows = {(row["model"], row["rows"], row["name"]): float(row["ms"]) for row in read("packed_steps_2xh200.csv")}
-    lines = []
-    for model, length in dict.fromkeys(case[:2] for case in rows):
-        alone, *others = (rows[model, length, name] for name in ("dp", "cp/zigzag", "cp/balanced"))
-        lines.append([f"{model}, {short(int(length))}", *(f"{alone / x:.2f}" for x in others)])
-    return markdown(["model, tokens a GPU", "zigzag", "`balance`"], lines)
-
-
 REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
-    "packed steps": packed_steps_table,
     "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "decoding": decoding_table,
     "linears": linears_table,
