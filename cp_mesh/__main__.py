@@ -10,6 +10,7 @@ refused, else 1; torchrun returns 1 for both.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import itertools
 import os
@@ -87,7 +88,7 @@ def _mask_and_layout(given: dict[str, Any]) -> dict[str, Any]:
     seq_len, documents, layouts = given["seq_len"], None, dict(LAYOUTS)
     if layout == "zigzag_documents" and not lengths:
         refuse("--layout zigzag_documents", "--documents", None, "for example --documents 3000 5000")
-    if lengths:
+    if lengths and seq_len > 0:  # else `explain` refuses it
         if min(lengths) < 1:
             refuse("--documents", "lengths of at least 1", lengths, "for example --documents 3000 5000")
         ends = torch.tensor(lengths, device="cpu").repeat(-(-seq_len // sum(lengths))).cumsum(0)
@@ -124,8 +125,9 @@ def verify_model_command(words: Sequence[str]) -> None:
     text = "module:function or file.py:function; returns a dict of verify_model's arguments"
     parser.add_argument("factory", help=text)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", type=dtype, metavar="NAME", help="default: that of the factory, else float64")
-    parser.add_argument("--own-dtype", action="store_true", help="the dtype of the factory's model")
+    text = "own: as the factory's model has it; default: that of the factory, else float64"
+    kind: Any = lambda word: None if word == "own" else dtype(word)  # noqa: E731
+    parser.add_argument("--dtype", type=kind, metavar="NAME", default=argparse.SUPPRESS, help=text)
     parser.add_argument("--probes", action="store_true", help="run only the probes, without the reference")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
     args = parser.parse_args(words)
@@ -133,7 +135,7 @@ def verify_model_command(words: Sequence[str]) -> None:
     _init(parser, args.device, **({} if os.environ.get("RANK") else alone))
     try:
         given = {"progress": True} | function_of(args.factory)()
-        given |= {"dtype": args.dtype} if args.dtype or args.own_dtype else {}
+        given |= {"dtype": args.dtype} if "dtype" in args else {}
         given |= {"reference": False} if args.probes else {}
         report = verify_model(**given)
     except VerificationError as error:
