@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from inside import ModelReport, inner, room
+from inside import Finding, ModelReport, inner, room
 from scripts import run_script
 
 import cp_mesh
@@ -129,6 +129,7 @@ REFUSED = {
     f"{EXPLAIN} 2 --num-heads x": "--num-heads: expected a whole number (131072, 128K, 1e6), got 'x'",
     "explain --seq-len 1.5 --cp-size 2": "--seq-len: expected a whole number (131072, 128K, 1e6), got '1.5'",
     "explain --seq-len -1 --cp-size 2": "explain: seq_len: expected",
+    "explain --seq-len -1 --cp-size 2 --documents 3": "explain: seq_len: expected",
     "explain --seq-len 1e12 --cp-size 2": "explain: seq_len: expected",
     f"{EXPLAIN} 2 --documents 3 0": "--documents: expected lengths of at least 1, got [3, 0]",
     f"{EXPLAIN} 2 --layout zigzag_documents": "--layout zigzag_documents: expected --documents",
@@ -223,3 +224,24 @@ def test_a_report_is_printed_before_it_is_written(tmp_path: Path, capsys: Any, m
     with pytest.raises(OSError):
         run("verify", "trainer:function", "--device", "cpu", "--json", str(tmp_path))
     assert capsys.readouterr().out.splitlines()[-1] == report.verdict
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("", {"dtype": torch.float16}),
+        ("--dtype own", {"dtype": None}),
+        ("--dtype float32 --probes", {"dtype": torch.float32, "reference": False}),
+    ],
+)
+def test_options_of_verify(words: str, given: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """They reach the function, before what the factory returns; and the report is written."""
+    said, path = dict[str, Any](), tmp_path / "report.json"
+    monkeypatch.setattr(command, "_init", lambda *_, **__: None)
+    monkeypatch.setattr(command, "_leave", lambda status: said.update(status=status))
+    monkeypatch.setattr(command, "function_of", lambda _: lambda: {"dtype": torch.float16})
+    monkeypatch.setattr(command, "verify_model", lambda **got: said.update(got) or ModelReport([Finding("a", True)]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    run("verify", "trainer:function", "--device", "cpu", "--json", str(path), *words.split())
+    assert said == {"progress": True, "status": 0} | given and '"passed": true' in path.read_text()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("RIGHT ")
