@@ -108,6 +108,16 @@ def test_chunks_change_nothing(dtype: torch.dtype) -> None:
             torch.testing.assert_close(x, y, rtol=1e-15, atol=1e-15)
 
 
+def test_large_logits_lose_no_digits() -> None:
+    logits, labels = labelled(torch.float64)
+    for shift in (1e4, -1e4):
+        shifted = (logits + shift).float()
+        total, grad = step(ours, shifted, labels)
+        exact, exact_grad = step(torchs, shifted.double(), labels)
+        torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("label", [0, 1, IGNORED])
 @pytest.mark.parametrize(
     "row",

@@ -29,7 +29,7 @@ from test_symmetric_memory import double
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.utils._pytree import tree_map
@@ -209,6 +209,21 @@ def test_rows_that_travel_beside_products(transport: str, tmp_path: Path) -> Non
     with beside_products(transport, tmp_path):
         for case in BESIDE:
             check(case, transport)
+
+
+@pytest.mark.parametrize("transport", ["auto", "functional", "symmetric_memory"])
+@on_ranks(2)
+def test_gathering_again_changes_no_bit(transport: str, tmp_path: Path) -> None:
+    alone, tp = alone_and_tp()
+    tokens, labels = tokens_and_labels((2, 7 if transport == "auto" else 8))
+    found = []
+    with beside_products(transport, tmp_path):
+        for recompute in (False, True):
+            model = parallelize(Net(bias=True), tp, plan(recompute=recompute, local=False, transport=transport))
+            cross_entropy(model(tokens), labels, alone).backward()
+            found.append(gradients(model))
+    first, second = found
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # What travels, what is computed, and what is kept: of one module, counted below the library.
@@ -932,3 +947,20 @@ def test_deferred_logits_name_what_takes_them() -> None:
             use(logits)
     copied = tree_map(lambda x: x, logits)
     assert type(copied) is type(logits) and copied.hidden is logits.hidden and copied.num_rows == 3
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_micro_batches_are_summed_in_float32() -> None:
+    """By FSDP2, as docs/linears.md says: 300 gradients of 1, which bfloat16 could sum up to 256 alone."""
+    alone, tp = alone_and_tp()
+    model, count = nn.Sequential(nn.Linear(C, C, bias=False), nn.Linear(C, C, bias=False)), 300
+    nn.init.constant_(model[0].weight, 0.5 / C)  # hidden units of 1/2, two rows
+    nn.init.constant_(model[1].weight, 1.0 / C)
+    parallelize(model, tp, {"0": OverlappedColwise(), "1": OverlappedRowwise()})
+    model = fully_shard(model, mesh=alone, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    for index in range(count):
+        model.set_requires_gradient_sync(index == count - 1)
+        model(torch.ones(1, C)).sum().backward()
+    grad = model[1].weight.grad.full_tensor()
+    assert (grad.dtype, grad.unique().tolist()) == (torch.float32, [float(count)])
