@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from model import Core, DenseCore, Model, batch
-from ranks import mesh
+from ranks import on_ranks, refused
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -36,39 +39,31 @@ from cp_mesh.training import GatherOutput, ShardInput
 SIZE = 3
 
 
-def part_of_model(sequence: ShardedSequence, end: str, gradient: Any) -> nn.Module:
-    """Whole tokens and embeddings, layers of this rank's rows, and from the end of ``end`` on whole rows again."""
-    plan = {
+def plan_of(sequence: ShardedSequence) -> dict[str, Any]:
+    return {
         "layers.*.core": ContextParallel(sequence),
         "layers.0": ShardInput(sequence, (0, "rope")),
         "layers.1": ShardInput(sequence, ("rope",)),  # which the model hands to each layer
     }
-    model = parallelize(Model(), sequence.mesh, plan)
+
+
+def part_of_model(sequence: ShardedSequence, end: str, gradient: Any) -> Any:
+    """Whole tokens and embeddings, layers of this rank's rows, and from the end of ``end`` on whole rows again."""
+    model = parallelize(Model(), sequence.mesh, plan_of(sequence))
     return parallelize(model, sequence.mesh, {end: GatherOutput(sequence, gradient=gradient)})
 
 
-def step(rank: int, layout: Layout, length: int, end: str, gradient: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Logits, and gradients after a plain sum; every rank computes the same loss of the whole."""
-    sequence = ShardedSequence(mesh((dist.get_world_size(),), ("cp",)), layout, length=length, **options)
-    model = part_of_model(sequence, end, gradient)
-    if options:  # recomputed in the backward, where no forward of a root runs
-        for layer in model.layers:
-            forward = layer.forward
-            layer.forward = lambda *x, forward=forward: checkpoint(forward, *x, use_reentrant=False)
-    given = batch(2, length)
-    logits = model(given["tokens"], torch.arange(length))
-    loss = F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
-    (loss if gradient == "mean" else loss / sequence.cp_size).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    return {"logits": logits.detach()} | {name: x.grad for name, x in model.named_parameters()}
-
-
+@functools.cache
 def of_one(length: int) -> dict[str, Tensor]:
+    """Logits and gradients of one rank."""
     model, given = Model(DenseCore), batch(2, length)
     logits = model(given["tokens"], torch.arange(length))
     F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
     return {"logits": logits.detach()} | {name: x.grad for name, x in model.named_parameters()}
+
+
+def near(got: Tensor, want: Tensor, what: str = "") -> None:
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -78,17 +73,37 @@ def of_one(length: int) -> dict[str, Tensor]:
         (Striped(), 23, "norm", "sum", {}),  # padded; the head computes whole rows on every rank
         (Contiguous(), 23, "layers.1", "sum", {"pad": False}),
         (ZigZag(), 22, "head", "mean", {"pad": False}),
+        pytest.param(ZigZag(), 24, "norm", "sum", {"compiled": True}, marks=pytest.mark.full),
     ],
     ids=str,
 )
+@on_ranks(SIZE)
 def test_gradients_are_those_of_one_rank(
-    pool: Any, layout: Layout, length: int, end: str, gradient: str, options: dict[str, Any]
+    axis: Any, layout: Layout, length: int, end: str, gradient: str, options: dict[str, Any]
 ) -> None:
+    """Logits, and gradients after a plain sum; every rank computes the same loss of the whole."""
+    sequence = ShardedSequence(axis, layout, length=length, pad=options.get("pad", True))
+    model, given = part_of_model(sequence, end, gradient), batch(2, length)
+    for layer in model.layers:
+        if "pad" in options:  # recomputed in the backward, where no forward of a root runs
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if "compiled" in options:
+            layer.compile(backend="aot_eager")
+    logits = model(given["tokens"], torch.arange(length))
+    loss = F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+    (loss if gradient == "mean" else loss / sequence.cp_size).backward()
     want = of_one(length)
-    for got in pool(SIZE).run(step, layout, length, end, gradient, options):
-        assert got.keys() == want.keys()
-        for name, x in want.items():
-            torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-10, msg=name)
+    near(logits.detach(), want["logits"])
+    for name, parameter in model.named_parameters():
+        dist.all_reduce(parameter.grad)
+        near(parameter.grad, want[name.replace("_orig_mod.", "")], name)
+
+
+def warned(fn: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fn()
+    return [str(x.message) for x in caught if "cp_mesh" in str(x.message)]
 
 
 class Counting(nn.Module):
@@ -113,20 +128,19 @@ class AroundCounting(nn.Module):
         return self.block(x, torch.arange(x.shape[1])[None] if given else None)
 
 
-def counted(rank: int, given: bool) -> list[str]:
-    sequence = ShardedSequence(mesh((SIZE,), ("cp",)))
-    plan = {"block": ShardInput(sequence, (0, "positions")), "block.core": ContextParallel(sequence)}
-    model = parallelize(AroundCounting(), sequence.mesh, plan)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model(torch.zeros(1, 24, 4, dtype=torch.float64), given)
-    return [str(x.message) for x in caught if "cp_mesh" in str(x.message)]
-
-
-def test_counted_positions_are_warned_of(pool: Any) -> None:
-    for said in pool(SIZE).run(counted, False):
-        assert len(said) == 1 and "counts 8 positions from 0" in said[0] and "the inputs of ShardInput" in said[0]
-    assert pool(SIZE).run(counted, True) == [[]] * SIZE
+@on_ranks(SIZE)
+def test_counted_positions_are_warned_of(axis: Any) -> None:
+    for given in (False, True):
+        plan = {
+            "block": ShardInput(ShardedSequence(axis), (0, "positions")),
+            "block.core": ContextParallel(ShardedSequence(axis)),
+        }
+        model = parallelize(AroundCounting(), axis, plan)
+        said = warned(lambda: model(torch.zeros(1, 24, 4, dtype=torch.float64), given))  # noqa: B023
+        if given:
+            assert not said
+        else:
+            assert len(said) == 1 and "counts 8 positions from 0" in said[0] and "the inputs of ShardInput" in said[0]
 
 
 class Out(NamedTuple):
@@ -145,8 +159,9 @@ class Entries(nn.Module):
         return made._asdict() if as_dict else made
 
 
-def entries(rank: int) -> None:
-    sequence = ShardedSequence(mesh((SIZE,), ("cp",)), Striped(), length=10)
+@on_ranks(SIZE)
+def test_entries_of_arguments_and_of_outputs(axis: Any) -> None:
+    sequence = ShardedSequence(axis, Striped(), length=10)
     module = parallelize_module(Entries(), sequence.mesh, ShardInput(sequence, (1, 0, "scale", "shift"), dim=0))
     module = parallelize_module(module, sequence.mesh, GatherOutput(sequence, gradient="mean", outputs=(0,)))
     a, b, scale = torch.arange(10.0)[:, None] * torch.ones(2), torch.ones(10, 2), torch.linspace(1, 2, 10)[:, None]
@@ -163,18 +178,9 @@ def entries(rank: int) -> None:
     by_name = parallelize_module(Entries(), sequence.mesh, ShardInput(sequence, (0, 1), dim=0))
     parallelize_module(by_name, sequence.mesh, GatherOutput(sequence, gradient="sum", outputs=("hidden",)))
     assert torch.equal(by_name(a, b, as_dict=True)["hidden"], (a * 2 + b).T)
-
-
-def test_entries_of_arguments_and_of_outputs(pool: Any) -> None:
-    with pytest.raises(Exception, match="local rows: expected 4, got 2"):  # dim 1 of the output has rows here
-        pool(SIZE).run(entries_of_another_dim)
-    pool(SIZE).run(entries)
-
-
-def entries_of_another_dim(rank: int) -> None:
-    sequence = ShardedSequence(mesh((SIZE,), ("cp",)), Striped(), length=10)
-    module = parallelize(nn.Identity(), sequence.mesh, {"": GatherOutput(sequence, gradient="sum", dim=1)})
-    module(torch.zeros(4, 2))
+    another_dim = parallelize(nn.Identity(), axis, {"": GatherOutput(sequence, gradient="sum", dim=1)})
+    with refused("local rows: expected 4, got 2"):  # dim 1 of the output has rows here
+        another_dim(torch.zeros(4, 2))
 
 
 class Plain(nn.Module):
@@ -182,166 +188,104 @@ class Plain(nn.Module):
         return x, 1
 
 
-def refusals(rank: int) -> None:
-    axis = mesh((SIZE,), ("cp",))
+@on_ranks(SIZE)
+def test_refusals(axis: Any) -> None:
     sequence = ShardedSequence(axis, length=12)
-    with pytest.raises(ArgumentError, match=r"a tuple of argument names or positions, got x; such as"):
+    with refused(r"a tuple of argument names or positions, got x; such as"):
         ShardInput(sequence, "x")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"GatherOutput.gradient: expected 'mean' or 'sum', got 'total'"):
+    with refused(r"GatherOutput.gradient: expected 'mean' or 'sum', got 'total'"):
         GatherOutput(sequence, gradient="total")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="gradient"):
+    with refused("gradient", TypeError):
         GatherOutput(sequence)  # type: ignore[call-arg]
-    with pytest.raises(ArgumentError, match=r"ShardInput.layout: expected a function that returns a Layout"):
+    with refused(r"ShardInput.layout: expected a function that returns a Layout"):
         ShardInput(sequence, layout=ZigZag())  # type: ignore[arg-type]
     for inputs in (("z",), (2,), (-1,)):
-        with pytest.raises(
-            ArgumentError, match=r"ShardInput\(Plain\): expected a forward argument .* got \['x', 'y'\]"
-        ):
+        with refused(r"ShardInput\(Plain\): expected a forward argument .* got \['x', 'y'\]"):
             parallelize(Plain(), axis, {"": ShardInput(sequence, inputs)})
     module = parallelize(Plain(), axis, {"": ShardInput(sequence, ("y",))})
-    with pytest.raises(ArgumentError, match="apply once"):
+    with refused("apply once"):
         parallelize(module, axis, {"": ShardInput(sequence)})
-    expected = r"one of \('y',\) in the call, got 1 positional arguments and \['y'\] by name"
-    with pytest.raises(ArgumentError, match=expected):
+    with refused(r"one of \('y',\) in the call, got 1 positional arguments and \['y'\] by name"):
         module(torch.zeros(1, 12), y=None)
-    with pytest.raises(ArgumentError, match="length of dim 1: expected 12, got 9"):
+    with refused("length of dim 1: expected 12, got 9"):
         module(torch.zeros(1, 12), torch.zeros(1, 9))
     for outputs, said in ((None, "one tensor as output, got tuple"), ((1,), r"a tensor at 1, got tensors at \[0\]")):
         module = parallelize(Plain(), axis, {"": GatherOutput(sequence, gradient="sum", outputs=outputs)})
-        with pytest.raises(ArgumentError, match=said):
+        with refused(said):
             module(torch.zeros(1, 4))
-    model = Model()
     plan = {"layers.*.core": ContextParallel(sequence), "layers.0": ShardInput(ShardedSequence(axis, Striped()))}
-    with pytest.raises(ArgumentError, match="sequence: expected one for the root and its cores"):
-        parallelize(model, axis, plan)
-    with pytest.raises(Exception, match="cannot be pickled"):
-        import pickle
-
+    with refused("sequence: expected one for the root and its cores"):
+        parallelize(Model(), axis, plan)
+    with refused("cannot be pickled", Exception):
         pickle.dumps(module)
 
 
-def test_refusals(pool: Any) -> None:
-    pool(SIZE).run(refusals)
-
-
-def unlike_inputs(rank: int, what: str) -> str:
-    sequence = ShardedSequence(mesh((SIZE,), ("cp",)))
-    module = parallelize(nn.Identity(), sequence.mesh, {"": ShardInput(sequence)})
-    given = {"rows": torch.zeros(1, 12 + 6 * (rank == 1)), "content": torch.arange(12)[None] + (rank == 2)}.get(what)
-    if given is None:  # a shape that the module had before, on one rank alone
-        module(torch.zeros(1, 12)), module(torch.zeros(1, 18))
-        given = torch.zeros(1, 12 + 6 * (rank == 1))
-    with pytest.raises(RankMismatchError) as raised:
-        module(given)
-    return str(raised.value)
-
-
 @pytest.mark.parametrize("what", ["rows", "content", "rows of before"])
-def test_inputs_that_differ_between_ranks(pool: Any, what: str) -> None:
-    for said in pool(SIZE).run(unlike_inputs, what):
-        assert "the same input on every cp rank" in said
+@on_ranks(SIZE)
+def test_inputs_that_differ_between_ranks(rank: int, axis: Any, what: str) -> None:
+    module = parallelize(nn.Identity(), axis, {"": ShardInput(ShardedSequence(axis))})
+    if what == "rows of before":  # a shape that the module had before, on one rank alone
+        module(torch.zeros(1, 12)), module(torch.zeros(1, 18))
+    given = torch.arange(12)[None] + (rank == 2) if what == "content" else torch.zeros(1, 12 + 6 * (rank == 1))
+    with pytest.raises(RankMismatchError, match="the same input on every cp rank"):
+        module(given)
 
 
-def refused_later(rank: int) -> None:
-    """In check mode, and in a call of a shape that all ranks have had, one rank's layout is refused."""
-    sequence, layouts = ShardedSequence(mesh((SIZE,), ("cp",))), [Striped(), Striped() if rank != 1 else None]
-    style = ShardInput(sequence, layout=lambda *_: layouts.pop(0))
-    module = parallelize(nn.Identity(), sequence.mesh, {"": style})
+@on_ranks(SIZE)
+def test_a_later_refusal_is_heard_in_check_mode(rank: int, axis: Any) -> None:
+    """In a call of a shape that all ranks have had, one rank's layout is refused."""
+    layouts: list[Any] = [Striped(), Striped() if rank != 1 else None]
+    style = ShardInput(ShardedSequence(axis), layout=lambda *_: layouts.pop(0))
+    module = parallelize(nn.Identity(), axis, {"": style})
     with check_mode():
         module(torch.zeros(1, 12))
-        module(torch.zeros(1, 12))
+        error = ArgumentError if rank == 1 else RankMismatchError
+        with pytest.raises(error, match="a function that returns a Layout"):
+            module(torch.zeros(1, 12))
 
 
-def test_a_later_refusal_is_heard_in_check_mode(pool: Any) -> None:
-    errors = pool(SIZE).run_expecting_error(refused_later, timeout=20.0)
-    assert [error.type for error in errors] == [
-        "ArgumentError" if rank == 1 else "RankMismatchError" for rank in range(SIZE)
-    ]
-    assert all("a function that returns a Layout" in error.message for error in errors)
-
-
-def of_root(rank: int, same: bool) -> Tensor:
+@on_ranks(SIZE)
+def test_the_layout_of_a_batch(axis: Any) -> None:
     """A root in the layout of the batch, and a part that is gathered in this or another one."""
-    sequence = ShardedSequence(mesh((SIZE,), ("cp",)), length=24)
-    layouts = {0: Striped(), 1: Contiguous()}
-    model = parallelize(
-        Model(),
-        sequence.mesh,
-        {
+    sequence = ShardedSequence(axis, length=24)
+    for same in (True, False):
+        of_part = lambda x, rope, documents: documents if same else Contiguous()  # noqa: B023, E731
+        plan = {
             "": ShardedModel(sequence, layout=lambda documents, **others: documents),
             "layers.*.core": ContextParallel(sequence, layout=lambda q, k, v, documents: documents),
-            "layers.1": GatherOutput(
-                sequence, gradient="sum", layout=lambda x, rope, documents: documents if same else layouts[1]
-            ),
-        },
-    )
-    return model(batch(2, 24)["tokens"], documents=layouts[0]).detach()
+            "layers.1": GatherOutput(sequence, gradient="sum", layout=of_part),
+        }
+        model = parallelize(Model(), axis, plan)
+        if same:
+            near(model(batch(2, 24)["tokens"], documents=Striped()).detach(), of_one(24)["logits"])
+        else:
+            with pytest.raises(ArgumentError, match="got contiguous in GatherOutput, striped at the root"):
+                model(batch(2, 24)["tokens"], documents=Striped())
 
 
-def test_the_layout_of_a_batch(pool: Any) -> None:
-    want = of_one(24)["logits"]
-    for got in pool(SIZE).run(of_root, True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    with pytest.raises(Exception, match="got contiguous in GatherOutput, striped at the root"):
-        pool(SIZE).run(of_root, False)
+@on_ranks(SIZE)
+def test_the_guard_knows_them(axis: Any) -> None:
+    """Nothing is said of a step, but of the loss of "sum", of which nobody knows whether it is a share."""
+    for gradient in ("mean", "sum"):
+        model = part_of_model(ShardedSequence(axis), "head", gradient)
+        optimizer, given = torch.optim.SGD(model.parameters(), lr=0.1), batch(2, 24)
 
+        def step() -> None:
+            logits = model(given["tokens"], torch.arange(24))  # noqa: B023
+            F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()  # noqa: B023
+            for parameter in model.parameters():  # noqa: B023
+                dist.all_reduce(parameter.grad)
+            optimizer.step()  # noqa: B023
 
-def first_step(rank: int, gradient: Any, end: str = "head") -> list[str]:
-    """What is said of a step, also of the loss of "sum" where nobody knows whether it is a share."""
-    sequence = ShardedSequence(mesh((SIZE,), ("cp",)))
-    model = part_of_model(sequence, end, gradient)
-    optimizer, given = torch.optim.SGD(model.parameters(), lr=0.1), batch(2, 24)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        logits = model(given["tokens"], torch.arange(24))
-        F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        optimizer.step()
-    return [str(x.message) for x in caught if "cp_mesh" in str(x.message)]
-
-
-def test_the_guard_knows_them(pool: Any) -> None:
-    assert pool(SIZE).run(first_step, "mean") == [[]] * SIZE
-    for said in pool(SIZE).run(first_step, "sum"):
-        assert len(said) == 1 and "a loss that is not cp_mesh.cross_entropy" in said[0]
-
-
-def compiled(rank: int) -> list[Tensor]:
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    model = part_of_model(sequence, "norm", "sum")
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
-    model.norm.compile(backend="aot_eager")
-    logits = model(batch(2, 24)["tokens"], torch.arange(24))
-    (logits.square().sum() / 2).backward()
-    dist.all_reduce(model.embedding.weight.grad)
-    return [logits.detach(), model.embedding.weight.grad]
+        said = warned(step)
+        assert len(said) == (gradient == "sum") and all("not cp_mesh.cross_entropy" in text for text in said)
 
 
 @pytest.mark.full
-def test_compiled_parts(pool: Any) -> None:
-    model = Model(DenseCore)
-    logits = model(batch(2, 24)["tokens"], torch.arange(24))
-    logits.square().sum().backward()
-    for got in pool(2).run(compiled):
-        torch.testing.assert_close(got, [logits.detach(), model.embedding.weight.grad], rtol=1e-10, atol=1e-10)
-
-
-def verified(rank: int) -> str:
-    sequence = ShardedSequence(mesh((2,), ("cp",)), length=24)
-    plan = {
-        "layers.*.core": ContextParallel(sequence),
-        "layers.0": ShardInput(sequence, (0, "rope")),
-        "layers.1": ShardInput(sequence, ("rope",)),
-        "head": GatherOutput(sequence, gradient="mean"),
-    }
-    given = batch(2, 24)
+@on_ranks(2)
+def test_verify_model_takes_such_a_plan(axis: Any) -> None:
+    sequence, given = ShardedSequence(axis, length=24), batch(2, 24)
     arguments = {"tokens": given["tokens"], "labels": given["labels"], "positions": torch.arange(24)}
-    report = cp_mesh.verify_model(Model, plan, arguments, sequence.mesh, mask=Mask())
-    return str(report) if not report.passed else ""
-
-
-@pytest.mark.full
-def test_verify_model_takes_such_a_plan(pool: Any) -> None:
-    assert pool(2).run(verified) == ["", ""]
+    plan = plan_of(sequence) | {"head": GatherOutput(sequence, gradient="mean")}
+    report = cp_mesh.verify_model(Model, plan, arguments, axis, mask=Mask())
+    assert report.passed, report

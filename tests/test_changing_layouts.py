@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
 from inside import Sizes, extra_memory, inner, make_schedule, parse_layout
-from ranks import device, mesh, num_collectives
+from ranks import device, mesh, on_ranks, refused
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -21,6 +21,7 @@ from cp_mesh import (
     Contiguous,
     Layout,
     Mask,
+    RankMismatchError,
     ShardedModel,
     ShardedSequence,
     Striped,
@@ -80,31 +81,33 @@ def plan(sequence: ShardedSequence, **options: Any) -> dict[str, Any]:
     }
 
 
-def on_ranks(rank: int, S: int, own_positions: bool) -> list[Tensor]:
-    """Whole outputs of three batches, from one model."""
-    axis, results = mesh((dist.get_world_size(),), ("cp",)), []
-    sequence = ShardedSequence(axis, length=S)
-    model = parallelize(Model(), axis, plan(sequence, gather_output=True))
-    for seed in range(3):
-        tokens, documents = batch(S, seed)
-        mask = Mask(documents=documents)
-        packed = sequence.balanced(mask)
-        given = {"positions": torch.arange(S).expand(B, S) % 5} if own_positions else {}
-        results.append(model(tokens, mask=mask, layout=packed.layout, style=1, **given))
-    return results
+@functools.cache
+def of_one_rank(S: int, seed: int, with_documents: bool = True, own_positions: bool = False) -> Tensor:
+    tokens, documents = batch(S, seed)
+    positions = torch.arange(S) % 5 if own_positions else torch.arange(S)
+    out, _ = dense_attention(
+        *features(tokens, positions), dense_mask(S, documents=documents if with_documents else None)
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("own_positions", [False, True])
 @pytest.mark.parametrize("S", [24, 22])
-def test_whole_model(pool: Any, S: int, own_positions: bool) -> None:
-    want = []
+@on_ranks(3)
+def test_whole_model(axis: Any, S: int, own_positions: bool) -> None:
+    """Three batches, from one model."""
+    sequence = ShardedSequence(axis, length=S)
+    model = parallelize(Model(), axis, plan(sequence, gather_output=True))
+    given = {"positions": torch.arange(S).expand(B, S) % 5} if own_positions else {}
     for seed in range(3):
         tokens, documents = batch(S, seed)
-        positions = torch.arange(S) % 5 if own_positions else torch.arange(S)
-        out, _ = dense_attention(*features(tokens, positions), dense_mask(S, documents=documents))
-        want.append(out.transpose(1, 2).flatten(2))
-    for got in pool(3).run(on_ranks, S, own_positions):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        mask = Mask(documents=documents)
+        got = model(tokens, mask=mask, layout=sequence.balanced(mask).layout, style=1, **given)
+        near(got, of_one_rank(S, seed, own_positions=own_positions))
 
 
 class Scaled(Model):
@@ -118,8 +121,8 @@ class Scaled(Model):
         return super().forward(tokens, positions, mask, layout) * self.scale
 
 
-def under_fsdp(rank: int) -> list[str]:
-    """Where documents were in every core's call: FSDP2 moves the tensors among a root's arguments to the device."""
+def under_fsdp(rank: int) -> None:
+    """Documents stay on the host: FSDP2 moves the tensors among a root's arguments to the device."""
     axis, seen = mesh((2,), ("cp",)), []
     sequence = ShardedSequence(axis)
     styles = plan(sequence, gather_output=True)
@@ -132,97 +135,60 @@ def under_fsdp(rank: int) -> list[str]:
     model = fully_shard(parallelize(Scaled().to(device()), axis, styles), mesh=axis)
     cp_mesh.sum_gradients(model)
     tokens, documents = batch(24, 0)
-    packed = sequence.balanced(Mask(documents=documents))
-    got = model(tokens, mask=Mask(documents=documents), layout=packed.layout)
-    out, _ = dense_attention(*features(tokens, torch.arange(24)), dense_mask(24, documents=documents))
-    scale = torch.linspace(0.5, 1.5, H * D).double()
-    torch.testing.assert_close(got.cpu(), out.transpose(1, 2).flatten(2) * scale, rtol=1e-10, atol=1e-10)
-    return seen
+    mask = Mask(documents=documents)
+    got = model(tokens, mask=mask, layout=sequence.balanced(mask).layout)
+    near(got, of_one_rank(24, 0) * torch.linspace(0.5, 1.5, H * D).double())
+    assert seen == ["cpu"]
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
 def test_fsdp_leaves_masks_on_the_host(pool: Any, backend: str) -> None:
-    assert pool(2, backend).run(under_fsdp) == [["cpu"]] * 2
+    pool(2, backend).run(under_fsdp)
 
 
-def by_length(rank: int) -> Tensor:
+@on_ranks(2)
+def test_the_functions_see_whole_arguments(axis: Any) -> None:
     """A layout that is a function of the whole tokens; the output is gathered by that of the whole tokens too."""
-    axis = mesh((2,), ("cp",))
     sequence = ShardedSequence(axis)
-    styles = plan(sequence, gather_output=True)
-    styles[""] = ShardedModel(
-        sequence, gather_output=True, layout=lambda tokens, **_: ZigZag() if tokens.shape[1] > 12 else Contiguous()
-    )
-    tokens, _ = batch(16, 0)
-    return parallelize(Model(), axis, styles)(tokens, mask=Mask(), layout=ZigZag())
+    layout = lambda tokens, **_: ZigZag() if tokens.shape[1] > 12 else Contiguous()  # noqa: E731
+    styles = plan(sequence) | {"": ShardedModel(sequence, gather_output=True, layout=layout)}
+    got = parallelize(Model(), axis, styles)(batch(16, 0)[0], mask=Mask(), layout=ZigZag())
+    near(got, of_one_rank(16, 0, with_documents=False))
 
 
-def test_the_functions_see_whole_arguments(pool: Any) -> None:
-    tokens, _ = batch(16, 0)
-    out, _ = dense_attention(*features(tokens, torch.arange(16)), dense_mask(16))
-    for got in pool(2).run(by_length):
-        torch.testing.assert_close(got, out.transpose(1, 2).flatten(2), rtol=1e-10, atol=1e-10)
-
-
-def disagreeing(rank: int) -> int:
-    """Collectives that had begun when the core's layout was found to be another."""
-    axis = mesh((2,), ("cp",))
+@on_ranks(2)
+def test_a_core_in_another_layout_than_its_root_is_refused(axis: Any) -> None:
     sequence = ShardedSequence(axis)
-    styles = plan(sequence) | {
-        "core": ContextParallel(
-            sequence, mask=lambda q, k, v, mask, layout, **_: mask, layout=lambda q, k, v, mask, layout, **_: Striped()
-        )
-    }
+    styles = plan(sequence)
+    styles["core"].layout = lambda *_, **__: Striped()
     model, (tokens, _) = parallelize(Model(), axis, styles), batch(16, 0)
     assert model(tokens, mask=Mask(), layout=Striped()).shape == (B, 8, H * D)
-    before = num_collectives()
-    with pytest.raises(ArgumentError, match=r"layout: expected one for the whole model, got striped .* zigzag at the"):
+    with refused(r"layout: expected one for the whole model, got striped .* zigzag at the"):
         model(tokens, mask=Mask(), layout=ZigZag())
-    return num_collectives() - before
 
 
-def test_a_core_in_another_layout_than_its_root_is_refused(pool: Any) -> None:
-    assert pool(2).run(disagreeing) == [0, 0]
-
-
-def one_without(rank: int) -> None:
-    axis = mesh((1,), ("cp",))
+@on_ranks(1)
+def test_what_is_no_layout_is_refused(axis: Any) -> None:
     sequence = ShardedSequence(axis)
     whole = plan(sequence)
     for name, plain in (("", ShardedModel(sequence)), ("core", ContextParallel(sequence))):
-        other = next(key for key in whole if key != name)
-        got = f"a layout at '{other}' and none at '{name}'"
-        with pytest.raises(ArgumentError, match=f"layout=: expected in all styles .* {got}"):
+        got = f"a layout at '{'core' if name == '' else ''}' and none at '{name}'"
+        with refused(f"layout=: expected in all styles .* {got}"):
             parallelize(Model(), axis, whole | {name: plain})
     parallelize(Model(), axis, {"core": whole["core"]})  # whoever has no root shards the data by hand
-
-
-def test_some_styles_with_a_layout_and_some_without_are_refused(pool: Any) -> None:
-    pool(1).run(one_without)
-
-
-def wrong_functions(rank: int) -> None:
-    axis = mesh((1,), ("cp",))
-    sequence = ShardedSequence(axis)
     for style in (ContextParallel, ShardedModel):
-        with pytest.raises(
-            ArgumentError, match=rf"{style.__name__}.layout: expected a function .*ShardedSequence\(\.\.\., l"
-        ):
+        with refused(rf"{style.__name__}.layout: expected a function .*ShardedSequence\(\.\.\., l"):
             style(sequence, layout=ZigZag())
     tokens, documents = batch(16, 0)
     for name in ("", "core"):
         styles = plan(sequence)
         styles[name].layout = lambda *args, **kwargs: "zigzag"
-        with pytest.raises(ArgumentError, match=r"layout: expected a function that returns a Layout, got str"):
+        with refused(r"layout: expected a function that returns a Layout, got str"):
             parallelize(Model(), axis, styles)(tokens, mask=Mask(), layout=ZigZag())
-    with pytest.raises(ArgumentError, match="balanced: expected documents, or a sequence with a length"):
+    with refused("balanced: expected documents, or a sequence with a length"):
         sequence.balanced(Mask())
-    with pytest.raises(UnsupportedError, match="balance"):
+    with refused("balance", UnsupportedError):
         sequence.balanced(Mask(key_padding=torch.ones(16, dtype=torch.bool), documents=documents))
-
-
-def test_what_is_no_layout_is_refused(pool: Any) -> None:
-    pool(1).run(wrong_functions)
 
 
 def test_runs_that_compiled_code_did_not_read_are_checked() -> None:
@@ -230,24 +196,17 @@ def test_runs_that_compiled_code_did_not_read_are_checked() -> None:
         parse_layout("balanced", torch.tensor([[0, 4], [5, 3]]))
 
 
-def failing_on_one(rank: int) -> None:
-    axis = mesh((2,), ("cp",))
-
+@on_ranks(2)
+def test_in_check_mode_all_ranks_hear_of_a_function_that_fails(rank: int, axis: Any) -> None:
     def layout(**_: Any) -> Layout:
         if rank == 0:
             raise KeyError("on purpose")
         return ZigZag()
 
     sequence = ShardedSequence(axis)
-    styles = plan(sequence) | {"": ShardedModel(sequence, layout=layout)}
-    model, (tokens, _) = parallelize(Model(), axis, styles), batch(16, 0)
-    with cp_mesh.check_mode():
-        model(tokens, mask=Mask(), layout=ZigZag())
-
-
-def test_in_check_mode_all_ranks_hear_of_a_function_that_fails(pool: Any) -> None:
-    first, second = pool(2).run_expecting_error(failing_on_one)
-    assert first.type == "KeyError" and "on purpose" in second.message and second.type == "RankMismatchError"
+    model = parallelize(Model(), axis, plan(sequence) | {"": ShardedModel(sequence, layout=layout)})
+    with cp_mesh.check_mode(), pytest.raises((KeyError, RankMismatchError)[rank], match="on purpose"):
+        model(batch(16, 0)[0], mask=Mask(), layout=ZigZag())
 
 
 def test_memory_of_joined_tiles() -> None:

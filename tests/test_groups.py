@@ -23,32 +23,26 @@ RANKS = dist.get_process_group_ranks
 def test_ranks_of_the_groups(rank: int, size, inner_size) -> None:
     """Ranks of the outer and inner group, and sums of all ranks over them."""
     parts = groups.parts_of(mesh((dist.get_world_size(),), ("cp",)).get_group(), inner_size)
-    sums = []
+    first = rank // inner_size * inner_size
+    assert RANKS(parts.outer) == [*range(rank % inner_size, size, inner_size)]
+    assert RANKS(parts.inner) == [*range(first, first + inner_size)]
     for group in parts:
         value = torch.tensor(2.0**rank)
         dist.all_reduce(value, group=group)
-        sums.append(value.item())
-    outer, inner = RANKS(parts.outer), RANKS(parts.inner)
-    first = rank // inner_size * inner_size
-    assert outer == [*range(rank % inner_size, size, inner_size)]
-    assert inner == [*range(first, first + inner_size)]
-    assert sums == [sum(2.0**r for r in ranks) for ranks in (outer, inner)]
+        assert value == sum(2.0**r for r in RANKS(group))
 
 
-def in_one_row(rank: int) -> tuple[list[int], list[int]] | None:
+@on_ranks(8)
+def test_other_ranks_need_not_come(rank: int) -> None:
     """Only one of two cp groups asks; the other has nothing to do with it."""
     group = mesh((2, 4), ("dp", "cp"))["cp"].get_group()
-    if rank < 4:
-        return None
-    parts = groups.parts_of(group, 2)
-    value = torch.tensor(1.0)
-    dist.all_reduce(value, group=parts.inner)
-    assert value == 2
-    return RANKS(parts.outer), RANKS(parts.inner)
-
-
-def test_other_ranks_need_not_come(pool):
-    assert pool(8).run(in_one_row)[4:] == [([4, 6], [4, 5]), ([5, 7], [4, 5]), ([4, 6], [6, 7]), ([5, 7], [6, 7])]
+    if rank >= 4:
+        parts = groups.parts_of(group, 2)
+        value = torch.tensor(1.0)
+        dist.all_reduce(value, group=parts.inner)
+        assert value == 2
+        assert RANKS(parts.outer) == [4 + rank % 2, 6 + rank % 2]
+        assert RANKS(parts.inner) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
 @on_ranks(4)
@@ -62,12 +56,8 @@ def test_groups_are_made_once_and_go_with_theirs() -> None:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert [
-        again,
-        len(set(timeouts)) == 1,
-        gone() is None,
-        not any(parts.inner is ours.inner for known in states_of_all(groups._Parts) for parts in known.values()),
-    ] == [True] * 4
+    assert again and len(set(timeouts)) == 1 and gone() is None
+    assert not any(parts.inner is ours.inner for known in states_of_all(groups._Parts) for parts in known.values())
 
 
 def uneven(rank: int) -> None:
@@ -81,13 +71,11 @@ def test_names_that_would_differ_are_refused(pool):
     pool(4).close()  # ranks are in unequal numbers of groups now
 
 
-def of_mesh(rank: int) -> tuple[bool, list[int]]:
+@on_ranks(8)
+def test_a_mesh_of_two_axes_has_its_groups(rank: int) -> None:
     grid = mesh((2, 2, 2), ("dp", "cp_ring", "cp_ulysses"))
     group = groups.flat(grid["cp_ring", "cp_ulysses"]).get_group()
     parts = groups.parts_of(group, 2)
-    own = parts.outer is grid.get_group("cp_ring") and parts.inner is grid.get_group("cp_ulysses")
-    return own and groups.flat(grid["cp_ring", "cp_ulysses"]).get_group() is group, RANKS(group)
-
-
-def test_a_mesh_of_two_axes_has_its_groups(pool):
-    assert pool(8).run(of_mesh) == [(True, [0, 1, 2, 3])] * 4 + [(True, [4, 5, 6, 7])] * 4
+    assert parts.outer is grid.get_group("cp_ring") and parts.inner is grid.get_group("cp_ulysses")
+    assert groups.flat(grid["cp_ring", "cp_ulysses"]).get_group() is group
+    assert RANKS(group) == [*range(rank // 4 * 4, rank // 4 * 4 + 4)]

@@ -11,7 +11,7 @@ from cases import gap, make_mask, mask_of, pairs, pairs_of
 from checks import TOLERANCE, coverage, report
 from dense import dense_attention, make_qkv
 from inside import make_schedule
-from ranks import mesh
+from ranks import on_ranks
 from torch import Tensor, nn
 
 from cp_mesh import ArgumentError, ContextParallel, Contiguous, ShardedSequence, Striped, ZigZag, parallelize
@@ -57,21 +57,16 @@ class Full(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def in_a_plan(rank: int, compiled: bool) -> list[str]:
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.full)))
+@on_ranks(2)
+def test_in_a_plan(axis: Any, compiled: bool) -> None:
     """Cores of a plan whose sequence is of several streams; text and image are sharded each by itself."""
-    axis = mesh((2,), ("cp",))
     joint = ShardedSequence(axis, Joint(9, (14, ZigZag())), length=23, pad=False)
     image = ShardedSequence(axis, ZigZag(), length=14, pad=False)
     first = ShardedSequence(axis, Contiguous(), length=9, pad=False)
-    core = parallelize(Full(), axis, {"": ContextParallel(joint, mask=make_mask("full", B, 23))})
+    core: Any = parallelize(Full(), axis, {"": ContextParallel(joint, mask=make_mask("full", B, 23))})
     core = torch.compile(core, backend="aot_eager", fullgraph=True) if compiled else core
     *inputs, _ = make_qkv(B, H, K, 23, D)
     parts = [x.split([9, 14], dim=2) for x in inputs]
     out = core(*(torch.cat([first.shard(t, dim=2), image.shard(i, dim=2)], dim=2) for t, i in parts))
-    found = gap(joint.unshard(out, dim=2), dense_attention(*inputs, pairs("full", B, 23))[0])
-    return [f"off by {found:.1e}"] if found > TOLERANCE else []
-
-
-@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.full)))
-def test_in_a_plan(pool: Any, compiled: bool) -> None:
-    report(pool(2).run(in_a_plan, compiled))
+    assert gap(joint.unshard(out, dim=2), dense_attention(*inputs, pairs("full", B, 23))[0]) <= TOLERANCE

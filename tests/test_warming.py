@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from inside import room
-from ranks import mesh
+from ranks import mesh, on_ranks
 
 from cp_mesh import ArgumentError, Mask, Striped, ZigZag, attention, balance
 from cp_mesh.tools import warm_up
@@ -17,48 +17,36 @@ from cp_mesh.tools import warm_up
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 16, "batch": 2, "dtype": torch.float32}
 
 
-def calls_made(rank: int, **given: Any) -> list[dict[str, Any]]:
+def calls_made(axis: Any, **given: Any) -> list[dict[str, Any]]:
     """What attention was called with, and whether its backward ran."""
     made = []
-    module = room("warming")
 
     def recorded(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
-        call = {"shapes": [tuple(x.shape) for x in (q, k, v)], "layout": keywords["layout"].spec().partition(":")[0]}
-        call |= {"documents": keywords["mask"].documents, "softcap": keywords.get("softcap"), "backward": False}
-        call |= {"window": keywords["mask"].window, "method": keywords.get("method")}
+        call = keywords | {"shapes": [tuple(x.shape) for x in (q, k, v)], "backward": False}
         made.append(call)
         q.register_hook(lambda grad: call.update(backward=True))
         return attention(q, k, v, **keywords)
 
-    with mock.patch.object(module, "attention", recorded):
-        assert warm_up(mesh((2,), ("cp",)), seq_len=126, **SIZES | given) is None
+    with mock.patch.object(room("warming"), "attention", recorded):
+        warm_up(axis, seq_len=126, **SIZES | given)
     return made
 
 
-def test_both_passes_run_with_the_sizes_and_options(pool: Any) -> None:
-    for (call,) in pool(2).run(WithKeywords(layout=Striped(), softcap=3.0, mask=Mask(window=(5, 0)), method="ulysses")):
-        assert call["shapes"] == [(2, 4, 63, 8), (2, 2, 63, 8), (2, 2, 63, 16)]
-        assert (call["layout"], call["softcap"], call["backward"]) == ("striped", 3.0, True)
-        assert call["method"] == "ulysses"
-        assert call["window"] == (5, 0) and call["documents"] is None
+@on_ranks(2)
+def test_both_passes_run_with_the_sizes_and_options(axis: Any) -> None:
+    options = {"layout": Striped(), "softcap": 3.0, "mask": Mask(window=(5, 0)), "method": "ulysses"}
+    (call,) = calls_made(axis, **options)
+    assert call["shapes"] == [(2, 4, 63, 8), (2, 2, 63, 8), (2, 2, 63, 16)] and call["backward"]
+    assert {name: call[name] for name in options} == options
 
 
 @pytest.mark.parametrize("layout", [ZigZag(), "balanced"], ids=str)
-def test_documents_are_of_several_mixes(pool: Any, layout: Any) -> None:
-    for made in pool(2).run(WithKeywords(layout=layout, documents=True)):
-        numbers = [len(call["documents"].unique()) for call in made]
-        assert numbers[0] == 1 and numbers[1] == 2 and min(numbers[2:]) > 2 and len(set(numbers)) >= 3
-        assert all(call["backward"] and (call["layout"] == "zigzag") == (layout != "balanced") for call in made)
-
-
-class WithKeywords:
-    """`calls_made` with keywords, which travels to ranks."""
-
-    def __init__(self, **given: Any) -> None:
-        self.given, self.__name__ = given, "calls_made"
-
-    def __call__(self, rank: int) -> list[dict[str, Any]]:
-        return calls_made(rank, **self.given)
+@on_ranks(2)
+def test_documents_are_of_several_mixes(axis: Any, layout: Any) -> None:
+    made = calls_made(axis, layout=layout, documents=True)
+    numbers = [len(call["mask"].documents.unique()) for call in made]
+    assert numbers[0] == 1 and numbers[1] == 2 and min(numbers[2:]) > 2 and len(set(numbers)) >= 3
+    assert all(call["backward"] and (call["layout"] == ZigZag()) == (layout != "balanced") for call in made)
 
 
 @pytest.mark.parametrize(
