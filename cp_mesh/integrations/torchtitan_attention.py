@@ -77,7 +77,7 @@ class MeshAttention(Module):
                 *(q_BLNH, k_BLNH, v_BLNH),
                 mesh=sequence.mesh,
                 seq_dim=1,
-                layout=sequence.layout,
+                layout=attention_masks.layout or sequence.layout,
                 mask=attention_masks,
                 scale=scale,
                 return_lse=out_transform is not None,
