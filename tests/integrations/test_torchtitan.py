@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOSS, NORM = 1e-6, 5e-5
 DOCUMENTS = (40, 37, 19)
 CP2 = Run(cp=2, documents=DOCUMENTS)
+AUTO = {"layout": "auto"}
 BALANCER = "parallelism.context_parallel_load_balancer"
 FIRST = {
     "cp 2": CP2,
@@ -47,6 +48,8 @@ FIRST = {
     "compiled": replace(CP2, compile="aot_eager"),
     "compiled, selective checkpoints": replace(CP2, compile="aot_eager", checkpoint="selective"),
     "qwen3": replace(CP2, model="qwen3"),
+    "auto": replace(CP2, options=AUTO),
+    "auto, compiled, cp 3": replace(CP2, cp=3, options=AUTO, compile="aot_eager", checkpoint="selective"),
 }
 MORE = {
     "deepseek_v3": replace(CP2, model="deepseek_v3"),
@@ -62,6 +65,8 @@ MORE |= {
     "deepseek_v3, tp 2": replace(CP2, model="deepseek_v3", tp=2),
     "one document": replace(CP2, documents=None),
     "compiled, tp 2": replace(CP2, compile="aot_eager", tp=2),
+    "auto, one document, fsdp 2": replace(CP2, documents=None, shard=2, options=AUTO),
+    "auto, gpt_oss, full checkpoints": replace(CP2, model="gpt_oss", checkpoint="full", options=AUTO),
 }
 RUNS = FIRST | MORE
 LONG = MORE.keys() - {"gpt_oss", "one document"}
@@ -84,6 +89,28 @@ def test_losses_are_those_of_one_rank(pool: Any, name: str) -> None:
         assert len(found) == len(wanted) == titan.STEPS
         for (loss, norm), (whole_loss, whole_norm) in zip(found, wanted, strict=True):
             assert abs(loss / whole_loss - 1) < LOSS and abs(norm / whole_norm - 1) < NORM, (name, found, wanted)
+
+
+def layouts(rank: int, run: Run) -> list[str]:
+    """Of the masks that the first layer gets in a step."""
+    trainer, found = titan.make(run), []
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layout = kwargs["attention_masks"].layout
+        found.append("" if layout is None else layout.spec())
+
+    trainer.model_parts[0].layers["0"].attention.inner_attention.register_forward_pre_hook(hook, with_kwargs=True)
+    trainer.metrics_processor.log = lambda *_, **__: None
+    trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    trainer.close()
+    return found
+
+
+def test_packed_batches_are_balanced(pool: Any) -> None:
+    for documents, spec in [(DOCUMENTS, "balanced"), (None, "zigzag")]:
+        run = replace(CP2, documents=documents, options=AUTO)
+        assert pool(2).run(layouts, run, timeout=200) == [[spec]] * 2
+    assert pool(2).run(layouts, CP2, timeout=200) == [[""]] * 2
 
 
 def test_documents_matter(pool: Any) -> None:
@@ -135,11 +162,13 @@ def refused(rank: int, case: str) -> None:
 
     settings = {
         "ptrr": {BALANCER: "ptrr"},
+        "graphs": {"training.disable_cuda_graphs": False},
         "full_dtensor": {"parallelism.spmd_backend": "full_dtensor"},
         "kernel": {},
         "stages": {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "GPipe"},
     }
     options = {"mask": {"mask": None}, "method": {"method": "rings"}, "kernel": {"kernel": "triton"}}
+    options |= {"layout": {"layout": "zigzag"}, "auto rows": AUTO, "auto headtail": AUTO}
     run = replace(CP2, settings=settings.get(case, {}), options=options.get(case, {}))
     if case == "nothing":
         context_parallel(3)
@@ -153,9 +182,13 @@ def refused(rank: int, case: str) -> None:
         prepare(torch.nn.Linear(1, 1), None, {})
     if case in ("sdpa", "window"):
         return of_model(case)
+    if case == "auto headtail":  # as from the command line
+        config = titan.config_of(run)
+        titan.set_settings(config, {BALANCER: "headtail"})
+        config.build()
     trainer = titan.make(run)
-    if case == "rows":
-        titan.set_settings(trainer.config, {BALANCER: None})
+    if case in ("rows", "auto rows"):
+        titan.set_settings(trainer.config, {BALANCER: None if case == "rows" else "headtail"})
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
 
 
@@ -189,6 +222,10 @@ REFUSED = {
     "stages": "pipeline_parallel_degree: expected 1, got 2",
     "wrapped": "expected a function of torchtitan that calls apply_cp_to_",
     "ptrr": f"{BALANCER}: expected 'headtail' or None, got 'ptrr'",
+    "graphs": "training.disable_cuda_graphs: expected True, got False",
+    "layout": """layout: expected "auto" or None, got zigzag; leave it out, and set parallelism.context_parallel""",
+    "auto headtail": f"{BALANCER}: expected None under layout='auto', got 'headtail'; leave it out",
+    "auto rows": "positions of the whole sequence: expected 0, 1, 2, ... in every document, got [",
     "rows": "positions of the whole sequence: expected 0, 1, 2, ... in every document, got [0, 1, 2,",
     "full_dtensor": "spmd_backend: expected plain tensors, got 'full_dtensor'",
     "one rank": "parallelism.context_parallel_degree: expected 2 or more, got 1",
@@ -215,6 +252,7 @@ def run_page(rank: int) -> list[tuple[float, float]]:
     registry = types.ModuleType("my_experiment.config_registry")
     exec(block, vars(registry))
     words = "--module my_experiment --config llama3_debugmodel --parallelism.context_parallel_degree 2"
+    words += " --training.disable_cuda_graphs"
     assert words in text
     with mock.patch.dict(sys.modules, {"my_experiment": registry, registry.__name__: registry}):
         config = ConfigManager().parse_args(words.split())
