@@ -1,30 +1,38 @@
-"""The adapter of FlashAttention-4. On the CPU, a stand-in that follows the package's conventions in plain PyTorch
-shows that the adapter says what it means; on a GPU the package itself is asked the same questions.
+"""The adapter of FlashAttention-4, and calls that skip the package's Python.
+
+On the CPU a stand-in follows the conventions of the package, and launches what release 4.0.0b36 launches, in plain
+PyTorch; on a GPU the package itself is asked the same questions. `test_segments.py` has packed sequences.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import ModuleSpec
+from itertools import product
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from cases import gap
+from checks import forget_plans
 from dense import dense_attention
 from inside import CAUSAL, FULL, KERNELS, BackwardTile, Band, Distances, Request, Scores, Segments, room, shortfalls
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor
 from torch._guards import active_fake_mode
 
-from cp_mesh import Mask, attention
+from cp_mesh import Mask, UnsupportedError, attention
 
 flash_attn_4 = room("flash_attn_4")
 flash_attn_4_package = room("flash_attn_4_package")
@@ -198,7 +206,7 @@ def stand_in_backward(
     dv.copy_(torch.einsum("bhij,bihd->bjhd", probs, dout).unflatten(2, (-1, group)).sum(3))
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Callable) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
     """Put a module of that name, and the packages around it, where import finds them."""
     flash_attn_4_package.import_once.cache_clear()
     parts = name.split(".")
@@ -210,21 +218,15 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Callable) -
         setattr(module, key, function)
 
 
-@pytest.fixture
-def calls() -> Calls:
-    return Calls()
-
-
-def sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, num_q, num_k) -> list:
+def sequences(q_begins, k_begins, q_lens, k_lens, longest_q, longest_k, num_q, num_k) -> list:
     """(rows, keys) of each sequence, as slices."""
-    n = len(seqused_q)
-    assert all(x.dtype == torch.int32 for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
-    assert len(cu_seqlens_q) == len(cu_seqlens_k) == n + 1 and len(seqused_k) == n
+    n = len(q_lens)
+    assert all(x.dtype == torch.int32 for x in (q_begins, k_begins, q_lens, k_lens))
+    assert len(q_begins) == len(k_begins) == n + 1 and len(k_lens) == n
     found = []
     for begins, lens, longest, total in (
-        (cu_seqlens_q.tolist(), seqused_q.tolist(), max_seqlen_q, num_q),
-        (cu_seqlens_k.tolist(), seqused_k.tolist(), max_seqlen_k, num_k),
-    ):
+        (q_begins.tolist(), q_lens.tolist(), longest_q, num_q), (k_begins.tolist(), k_lens.tolist(), longest_k, num_k)
+    ):  # fmt: skip
         # what the backward pads by the number of a sequence must not meet the next
         assert all(begin + length <= after for begin, length, after in zip(begins, lens, begins[1:], strict=False))
         assert max(lens) <= longest and begins[-2] + lens[-1] <= begins[-1] <= total and min(lens) > 0
@@ -232,28 +234,48 @@ def sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, ma
     return list(zip(*found, strict=True))
 
 
+def batched(x: Tensor) -> Tensor:
+    """[B, S, H, D], of packed rows too."""
+    return x if x.ndim == 4 else x[None]
+
+
+def run_forward(q, k, v, out, lse, scale, softcap, left, right, told) -> None:
+    """Writes out and lse of each sequence; ``told``: the arguments of `sequences` before the last two, or none."""
+    whole = [(slice(0, q.shape[-3]), slice(0, k.shape[-3]))]
+    for rows, keys in sequences(*told, len(q), len(k)) if told else whole:
+        keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, left, right)
+        given = (batched(x)[:, part] for x, part in ((q, rows), (k, keys), (v, keys)))
+        found = stand_in_forward(*given, scale, softcap, keep)
+        batched(out)[:, rows], (lse if told is None else lse[None])[..., rows] = found
+
+
+def run_backward(dout, q, k, v, out, lse, scale, softcap, left, right, told, dq, dk, dv) -> None:
+    whole = [(slice(0, q.shape[-3]), slice(0, k.shape[-3]))]
+    for rows, keys in sequences(*told, len(q), len(k)) if told else whole:
+        keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, left, right)
+        places = ((dout, rows), (q, rows), (k, keys), (v, keys), (out, rows))
+        given = (batched(x)[:, part] for x, part in places)
+        grads = (batched(x)[:, part] for x, part in ((dq, rows), (dk, keys), (dv, keys)))
+        stand_in_backward(*given, (lse if told is None else lse[None])[..., rows], scale, softcap, keep, *grads)
+
+
+def window(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None  # so the package says: both negative is no window at all
+    return left, 0 if causal else right
+
+
 def fa4_functions(calls: Calls) -> dict[str, Callable]:
-    def window(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
-        if left is not None and right is not None and left < 0 and right < 0:
-            left = right = None  # so the package says: both negative is no window at all
-        return left, 0 if causal else right
+    """What the adapter calls, with no kernels to be launched by others."""
 
     def forward(q, k, v, qv=None, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
                 max_seqlen_q=None, max_seqlen_k=None, softmax_scale, causal=False, softcap=None, window_size_left=None,
                 window_size_right=None, return_lse=False, out=None, lse=None):  # fmt: skip
         calls.append(("fwd", locals()))
-        left, right = window(causal, window_size_left, window_size_right)
-        if cu_seqlens_q is not None:
-            assert out.shape == (*q.shape[:2], v.shape[2]) and lse.shape == (q.shape[1], q.shape[0])
-            told = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-            for rows, keys in sequences(*told, len(q), len(k)):
-                keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, left, right)
-                part = stand_in_forward(q[None, rows], k[None, keys], v[None, keys], softmax_scale, softcap, keep)
-                out[rows], lse[:, rows] = part[0][0], part[1][0]
-            return out, lse if return_lse else None, None, None, None
-        keep = bottom_right(q.shape[1], k.shape[1], left, right)
-        for given, result in zip((out, lse), stand_in_forward(q, k, v, softmax_scale, softcap, keep), strict=True):
-            given.copy_(result)
+        told = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        told = None if cu_seqlens_q is None else told
+        bounds = window(causal, window_size_left, window_size_right)
+        run_forward(q, k, v, out, lse, softmax_scale, softcap, *bounds, told)
         return out, lse if return_lse else None, None, None, None
 
     def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
@@ -262,22 +284,140 @@ def fa4_functions(calls: Calls) -> dict[str, Callable]:
                  dv=None):  # fmt: skip
         calls.append(("bwd", locals()))
         assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1], "GQA backward requires equal head dims"
-        dq, dk, dv = (torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
-        assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
-        left, right = window(causal, window_size_left, window_size_right)
-        if cu_seqlens_q is not None:
-            told = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-            for rows, keys in sequences(*told, len(q), len(k)):
-                keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, left, right)
-                ours = (dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows])
-                grads = (dq[None, rows], dk[None, keys], dv[None, keys])
-                stand_in_backward(*ours, lse[None, :, rows], softmax_scale, softcap, keep, *grads)
-            return dq, dk, dv
-        keep = bottom_right(q.shape[1], k.shape[1], left, right)
-        stand_in_backward(dout, q, k, v, out, lse, softmax_scale, softcap, keep, dq, dk, dv)
-        return dq, dk, dv
+        told = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+        told = None if cu_seqlens_q is None else told
+        grads = [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
+        bounds = window(causal, window_size_left, window_size_right)
+        run_backward(dout, q, k, v, out, lse, softmax_scale, softcap, *bounds, told, *grads)
+        return tuple(grads)
 
     return {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}
+
+
+class AuxData(NamedTuple):
+    tensors: Any
+    scalars: Any
+
+
+BLOCK_Q, BLOCK_K = 48, 80
+
+
+class Package:
+    """flash_attn.cute.interface whose Python is counted, and launches compiled kernels.
+
+    Sums of dq, dk and dv pass from kernel to kernel in fp32 buffers, [heads, rows * D] in each batch row.
+    """
+
+    def __init__(self, calls: Calls, extra: bool = False, swapped: bool = False) -> None:
+        self.calls, self.more, self.swapped = calls, (None,) * extra, swapped
+
+    def functions(self) -> dict[str, Any]:
+        names = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
+        self.names: dict[str, Any] = {name: self.python(name) for name in names}
+        for function in self.names.values():
+            function.compile_cache = {}
+        sizes = SimpleNamespace(m_block_size=BLOCK_Q, n_block_size=BLOCK_K, dKV_swapAB=False)
+        return self.names | {"AuxData": AuxData, "_tile_size_bwd_sm90": lambda *arguments: sizes}
+
+    def python(self, name: str) -> Callable:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.calls.append((name, keywords))
+            return getattr(self, name.strip("_"))(*arguments, **keywords)
+
+        return call
+
+    def launch(self, name: str, kernel: Callable, compiled_in: tuple, *arguments: Any) -> None:
+        if active_fake_mode():  # what a compiler does; nothing is launched
+            return
+        cache = self.names[name].compile_cache
+        cache.setdefault((kernel, compiled_in), partial(kernel, *compiled_in))
+        cache[kernel, compiled_in](*arguments)
+
+    def flash_attn_fwd(self, q, k, v, softmax_scale, softcap, window_size_left, window_size_right, return_lse, out, lse,
+                       cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+                       max_seqlen_k=None):  # fmt: skip
+        causal, *bounds = resolved(window_size_left, window_size_right)
+        packed, aux = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), AuxData(None, None)
+        kv = (v, k) if self.swapped else (k, v)
+        self.launch("_flash_attn_fwd", self.fwd_kernel, (causal, softcap), q, *kv, out, lse, softmax_scale, *packed,
+                    None, *bounds, None, None, aux, None, None, *self.more)  # fmt: skip
+        return out, lse
+
+    def flash_attn_bwd(self, q, k, v, out, dout, lse, softmax_scale, softcap, window_size_left, window_size_right, dq,
+                       dk, dv, deterministic, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+                       max_seqlen_q=None, max_seqlen_k=None):  # fmt: skip
+        causal, *bounds = resolved(window_size_left, window_size_right)
+        before, heads, aux = q.shape[:-3], q.shape[-2], AuxData(None, None)
+        of_q, of_k = (cu_seqlens_q, seqused_q), (cu_seqlens_k, seqused_k)
+        rows, keys = (
+            (x.shape[-3] + (1 if begins is None else len(begins)) * block - 1) // block * block
+            for x, begins, block in ((q, cu_seqlens_q, BLOCK_Q), (k, cu_seqlens_k, BLOCK_K))
+        )
+        wide, v_wide = (-(-x.shape[-1] // 32) * 32 for x in (q, v))
+        delta, lse_log2, dq_sum = (torch.full((*before, heads, rows * n), torch.nan) for n in (1, 1, wide))
+        grouped = heads != k.shape[-2]
+        dk_sum, dv_sum = (torch.zeros(*before, k.shape[-2], keys * n) for n in (wide, v_wide)) if grouped else (dk, dv)
+        self.launch("_bwd_preprocess", self.pre_kernel, (), out, dout, delta, lse, lse_log2, dq_sum, *of_q, None, None,
+                    None, 1.0, None, None)  # fmt: skip
+        self.launch("_flash_attn_bwd", self.bwd_kernel, (causal, softcap or None, 0 in dout.stride()), q, k, v, dout,
+                    lse_log2, delta, dq_sum, dk_sum, dv_sum, softmax_scale, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                    seqused_k, *bounds, None, None, None, aux, None, None)  # fmt: skip
+        sums = [(dq_sum, dq, softmax_scale, of_q)]
+        sums += [(dk_sum, dk, softmax_scale, of_k), (dv_sum, dv, 1.0, of_k)] if grouped else []
+        for total, into, scale, told in sums:
+            self.launch("_bwd_postprocess_convert", self.post_kernel, (), total, into, scale, *told, None, None)
+        return dq, dk, dv
+
+    def fwd_kernel(self, causal, softcap, q, k, v, out, lse, scale, *others: Any) -> None:
+        k, v = (v, k) if self.swapped else (k, v)
+        run_forward(q, k, v, out, lse, scale, softcap, *window(causal, *others[5:7]), told_by(*others[:4]))
+
+    def pre_kernel(self, out, dout, delta, lse, lse_log2, dq_sum, *others: Any) -> None:
+        self.out, self.lse = out, lse  # the stand-in's backward takes them instead of what is prepared of them
+        dq_sum.zero_()
+        delta.zero_()
+
+    def bwd_kernel(self, causal, softcap, spread, q, k, v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, scale,
+                   q_begins, k_begins, q_lens, k_lens, left, right, *others: Any) -> None:  # fmt: skip
+        assert spread == (0 in dout.stride()), "compiled for other strides"
+        assert not delta.any()
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        told = told_by(q_begins, k_begins, q_lens, k_lens)
+        run_backward(dout, q, k, v, self.out, self.lse, scale, softcap, *window(causal, left, right), told, *grads)
+        for into, x, factor in zip((dq_sum, dk_sum, dv_sum), grads, (scale, scale, 1.0), strict=True):
+            if into.shape == x.shape:  # no sum: written as it is, where there are keys
+                for _, keys in sequences(*told, len(q), len(k)) if told else [(None, slice(None))]:
+                    batched(into)[:, keys] = batched(x)[:, keys]
+            else:
+                as_rows(into, x)[:, : x.shape[-3]] += batched(x) / factor
+
+    def post_kernel(self, total, into, scale, begins, lens, *others: Any) -> None:
+        parts = [slice(0, into.shape[-3])]
+        if begins is not None:
+            parts = [slice(b, b + n) for b, n in zip(begins.tolist(), lens.tolist(), strict=False)]
+        for part in parts:
+            batched(into)[:, part] = as_rows(total, into)[:, part] * scale
+
+
+def resolved(left: int | None, right: int | None) -> tuple[bool, int | None, int | None]:
+    return (True, None, None) if left is None and right == 0 else (False, left, right)
+
+
+def told_by(*packed: Any) -> Any:
+    """Arguments of `sequences` that say nothing of the longest."""
+    return None if packed[0] is None else (*packed, math.inf, math.inf)
+
+
+def as_rows(total: Tensor, like: Tensor) -> Tensor:
+    """A buffer of sums as [B, rows, heads, D]."""
+    total = total if total.ndim == 3 else total[None]
+    wide = -(-like.shape[-1] // 32) * 32
+    return total.unflatten(-1, (-1, wide)).transpose(1, 2)[..., : like.shape[-1]]
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
 
 
 @pytest.fixture
@@ -291,7 +431,20 @@ def _forget_what_is_installed() -> Iterator[None]:
     flash_attn_4_package.import_once.cache_clear()
 
 
-# --- on the CPU
+@contextmanager
+def fa4_on_cpu(calls: Calls) -> Iterator[None]:
+    """FA4 as a kernel of the CPU in float64, by the stand-in."""
+    options: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float64,), "compute_capability": (0, 0)}
+    here = replace(flash_attn_4.FA4, capability=replace(flash_attn_4.FA4.capability, only_on=(), **options))
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(KERNELS, fa4=here):
+        install(patch, "flash_attn.cute.interface", **fa4_functions(calls))
+        forget_plans()
+        yield
+        forget_plans()
+    flash_attn_4_package.import_once.cache_clear()
+
+
+# --- what the package is told
 
 BANDS = {
     "full": Distances(),
@@ -306,18 +459,19 @@ BANDS = {
     "upper triangle": Distances(None, 0),
     "last rows without keys": Distances(None, -9),
 }
-SHAPES = ((16, 16), (16, 11), (11, 16), (1, 16), (16, 1))
-HEADS = ((2, 2), (4, 2), (3, 1))
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("at", BANDS.values(), ids=BANDS)
-def test_fa4_takes_every_band(fa4, calls, at, heads) -> None:
-    for num_q, num_k in SHAPES:
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_fa4_takes_every_band(fa4, calls, heads, softcap) -> None:
+    for at, (num_q, num_k) in product(BANDS.values(), ((16, 16), (16, 11), (11, 16), (1, 16), (16, 1))):
         tile = Tile(at.band(num_q, num_k), num_q, num_k, *heads, 16, 16)
         if tile.allowed(torch.device("cpu")).any():
-            check(*ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64))
-    assert len(calls.of("fwd")) == len(calls.of("bwd")) >= 1
+            check(*ask(*PAIR, tile, torch.float64, softcap=softcap))
+    assert {arguments["softcap"] or None for _, arguments in calls} == {softcap}
+    assert len(calls.of("fwd")) == len(calls.of("bwd")) >= len(BANDS)
+    with pytest.raises(AssertionError, match="no empty tiles"):  # two negative bounds are no window to the package
+        ask(*PAIR, Tile(Distances(3, 1).band(8, 8), 8, 8, 1, 1, 8, 8), torch.float64)
 
 
 def test_fa4_is_told_the_fewest_bounds(fa4, calls) -> None:
@@ -325,17 +479,10 @@ def test_fa4_is_told_the_fewest_bounds(fa4, calls) -> None:
     cases = {(None, None): (None, None), (0, None): (None, -5), (-5, None): (None, 0), (1, 3): (8, -6)}
     for at, window in cases.items():
         tile = Tile(Distances(*at).band(11, 16), 11, 16, 2, 2, 8, 8)
-        ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64)
+        check(*ask(*PAIR, tile, torch.float64))
         for name, arguments in calls[-2:]:
             assert (arguments["window_size_left"], arguments["window_size_right"]) == window, (at, name)
             assert arguments["causal"] is False
-
-
-def test_fa4_refuses_empty_bands(fa4) -> None:
-    """Both bounds negative would mean no window at all to the package."""
-    tile = Tile(Distances(3, 1).band(8, 8), 8, 8, 1, 1, 8, 8)
-    with pytest.raises(AssertionError, match="no empty tiles"):
-        ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +490,6 @@ def test_fa4_refuses_empty_bands(fa4) -> None:
     [
         ((2, 2), (192, 128), [(192, 128), (192, 128)]),
         ((4, 2), (192, 128), [(192, 128), (192, 192)]),
-        ((2, 2), (16, 24), [(24, 24), (24, 24)]),
         ((4, 2), (24, 16), [(24, 24), (24, 24)]),
         ((4, 2), (16, 24), [(24, 24), (24, 24)]),
     ],
@@ -353,60 +499,58 @@ def test_fa4_head_dims_that_differ(fa4, calls, heads, dims, widths) -> None:
     """Pairs of head dims for which the package has no kernel are widened with zeros."""
     tile = Tile(Distances(-2, 6).band(9, 12), 9, 12, *heads, *dims)
     used = (dims[0] == widths[1][0], dims[1] == widths[1][1])  # a buffer that is as wide as what is written
-    check(*ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64), used)
+    check(*ask(*PAIR, tile, torch.float64), used)
     assert [(a["q"].shape[3], a["v"].shape[3]) for _, a in calls] == widths
-
-
-@pytest.mark.parametrize("cover", [FULL, CAUSAL], ids=["full", "causal"])
-def test_softcap(fa4, cover, calls) -> None:
-    """It is passed in both passes, and to the stand-ins 0 is none, as to the package."""
-    tile = Tile(cover, 12, 12, 4, 2, 16, 16)
-    got, want = ask(*PAIR, tile, torch.float64, softcap=0.7)
-    check(got, want)
-    plain, _ = ask(*PAIR, tile, torch.float64)
-    assert all(gap(plain[key], want[key]) > 1e-3 for key in want)
-    assert [arguments["softcap"] or 0.0 for _, arguments in calls] == [0.7, 0.7, 0.0, 0.0]
 
 
 def test_inputs_are_passed_as_views(fa4, calls) -> None:
     """No kernel needs a copy of q, k, v, out or dout, however they lie in memory."""
     tile, seen = Tile(CAUSAL, 12, 12, 4, 2, 16, 16), {}
-    forward, backward = PAIR
 
     def spy(question: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
         seen.update(question._asdict())
-        return backward(question)
+        return PAIR[1](question)
 
-    ask(forward, spy, tile, torch.float64)
+    ask(PAIR[0], spy, tile, torch.float64, softcap=0.7)
     for called, arguments in calls:
         for tensor in ("q", "k", "v") if called == "fwd" else ("q", "k", "v", "out", "dout", "dk", "dv"):
             assert arguments[tensor].data_ptr() == seen[tensor].data_ptr(), tensor
             assert arguments[tensor].stride() == seen[tensor].transpose(1, 2).stride(), tensor
+        assert arguments["softcap"] == 0.7
 
 
 def test_buffers_that_cannot_be_written(fa4) -> None:
     """None given, rows off the 16-byte grid, a start off it: the kernel's own tensors come back, and are right."""
     tile = Tile(CAUSAL, 6, 6, 2, 1, 16, 16)
-    forward, backward = PAIR
-
-    def shifted(view: Tensor) -> Tensor:
-        return view.new_empty(view.numel() + 1)[1:].view(view.shape)
-
-    def ragged(view: Tensor) -> Tensor:
-        return view.new_empty(*view.shape[:-1], 17)[..., :16]
-
-    for change in (lambda view: None, shifted, ragged):
+    changes: list[Callable[[Tensor], Any]] = [
+        lambda view: None,
+        lambda view: view.new_empty(view.numel() + 1)[1:].view(view.shape),
+        lambda view: view.new_empty(*view.shape[:-1], 17)[..., :16],
+    ]
+    for change in changes:
 
         def with_buffers(t: BackwardTile, change=change) -> tuple[Tensor, Tensor, Tensor]:
-            t = t._replace(dk=change(t.dk), dv=change(t.dv))
-            dq, dk, dv = backward(t)
-            assert dk is not t.dk and dv is not t.dv
-            return dq, dk, dv
+            return PAIR[1](t._replace(dk=change(t.dk), dv=change(t.dv)))
 
-        check(*ask(forward, with_buffers, tile, torch.float64), buffers_used=(False, False))
+        check(*ask(PAIR[0], with_buffers, tile, torch.float64), buffers_used=(False, False))
 
+
+# --- when it is chosen
 
 REQUEST = Request("cuda", (9, 0), torch.bfloat16, frozenset({"full", "causal"}), 128, 128, False, False)
+
+
+def test_what_it_lacks(fa4) -> None:
+    """A deterministic backward only of the tiles for which it was tried."""
+
+    def lacks(**changes: Any) -> list[str]:
+        return shortfalls(flash_attn_4.FA4.capability, replace(REQUEST, **changes))
+
+    assert lacks() == lacks(deterministic=True) == lacks(covers=frozenset({"window"})) == lacks(v_head_dim=64) == []
+    for cover in ("window", "segments"):
+        of_tiles = f"a deterministic backward of '{cover}' tiles"
+        assert lacks(covers=frozenset({"full", cover}), deterministic=True) == [of_tiles]
+    assert lacks(compute_capability=(8, 0)) and lacks(compute_capability=(10, 0))
 
 
 def test_an_absent_package_is_named(monkeypatch) -> None:
@@ -416,64 +560,20 @@ def test_an_absent_package_is_named(monkeypatch) -> None:
     assert lacking.startswith("package flash_attn.cute.interface (pip install cp_mesh[flash]; ")
 
 
-def test_a_package_that_is_there_is_found(fa4) -> None:
-    for deterministic in (False, True):
-        assert shortfalls(flash_attn_4.FA4.capability, replace(REQUEST, deterministic=deterministic)) == []
-
-
-@pytest.mark.parametrize("cover", ["window", "segments"])
-def test_fa4_is_deterministic_where_it_was_tried(fa4, cover: str) -> None:
-    request = replace(REQUEST, covers=frozenset({"full", cover}), deterministic=True)
-    assert shortfalls(flash_attn_4.FA4.capability, request) == [f"a deterministic backward of '{cover}' tiles"]
-
-
-def deterministic_calls(rank: int, deterministic: bool, mask: Mask) -> list[tuple[Any, ...]]:
-    """Of each backward call whether it was asked to be, and its window."""
-    calls = Calls()
-    options: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float64,), "compute_capability": (0, 0)}
-    here = replace(flash_attn_4.FA4, capability=replace(flash_attn_4.FA4.capability, only_on=(), **options))
-    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(KERNELS, fa4=here):
-        install(patch, "flash_attn.cute.interface", **fa4_functions(calls))
-        q, k, v = (torch.randn(1, 2, 8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-        axis = mesh((2,), ("cp",))
-        attention(q, k, v, mesh=axis, mask=mask, kernel="fa4", deterministic=deterministic).sum().backward()
-    flash_attn_4_package.import_once.cache_clear()
-    return [
-        tuple(given[x] for x in ("deterministic", "window_size_left", "window_size_right")) for given in calls.of("bwd")
-    ]
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_deterministic_call_has_the_reproducible_backward(pool, deterministic: bool) -> None:
+@on_ranks(2)
+def test_a_deterministic_call_has_the_reproducible_backward(rank: int, deterministic: bool) -> None:
     """Of full and of causal tiles, which are those that it was tried for: any other band is a window there."""
-    windows = set()
-    for mask in (Mask(), Mask(length=13), Mask(causal=False, window=(None, 4))):
-        for asked in pool(2).run(deterministic_calls, deterministic, mask):
-            assert asked and {x[0] for x in asked} == {deterministic}
-            windows |= {x[1:] for x in asked}
-    assert (windows <= {(None, None), (None, 0)}) == deterministic, windows
-
-
-def test_windows_and_machines() -> None:
-    def lacks(**changes) -> list[str]:
-        return shortfalls(replace(flash_attn_4.FA4.capability, lacking=lambda: None), replace(REQUEST, **changes))
-
-    assert lacks(covers=frozenset({"window"})) == lacks(v_head_dim=64) == []
-    assert lacks(compute_capability=(8, 0)) and lacks(compute_capability=(10, 0))
-
-
-def broken(tmp_path: Path, text: str) -> None:
-    """Packages whose modules hold nothing but this."""
-    for package in ("flash_attn", "flash_attn/cute"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("")
-    (tmp_path / "flash_attn/cute/interface.py").write_text(text)
-
-
-def run_with(path: Path, program: str) -> None:
-    program = f"import sys; sys.path[:0] = [{str(path)!r}, {str(Path(__file__).parent)!r}]\n{program}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    calls, axis = Calls(), mesh((2,), ("cp",))
+    with fa4_on_cpu(calls):
+        for mask in (Mask(), Mask(length=13), Mask(causal=False, window=(None, 4))):
+            q, k, v = (torch.randn(1, 2, 8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+            attention(q, k, v, mesh=axis, mask=mask, kernel="fa4", deterministic=deterministic).sum().backward()
+    asked = calls.of("bwd")
+    windows = {(given["window_size_left"], given["window_size_right"]) for given in asked}
+    assert asked and {given["deterministic"] for given in asked} == {deterministic}
+    if deterministic or rank == 1:
+        assert (windows <= {(None, None), (None, 0)}) == deterministic, windows
 
 
 CHOOSE = """
@@ -486,27 +586,189 @@ def chosen(device, capability):
 """
 
 
+def run_with(folder: Path, text: str, program: str) -> None:
+    """A program of a package whose module holds nothing but this text."""
+    for package in ("flash_attn", "flash_attn/cute"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text("")
+    (folder / "flash_attn/cute/interface.py").write_text(text)
+    program = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(Path(__file__).parent)!r}]\n{CHOOSE}\n{program}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.full
 def test_nothing_is_imported_for_calls_that_it_cannot_serve(tmp_path) -> None:
-    broken(tmp_path, "raise SystemExit('imported')")
-    run_with(tmp_path, CHOOSE + "assert chosen('cpu', (0, 0)) == 'cpu_flash' and chosen('cuda', (7, 5)) == 'reference'")
+    asked = "assert chosen('cpu', (0, 0)) == 'cpu_flash' and chosen('cuda', (7, 5)) == 'reference'"
+    run_with(tmp_path, "raise SystemExit('imported')", asked)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import cutlass_that_is_not_there",
-        *(
-            pytest.param(text, marks=pytest.mark.full)
-            for text in ("raise RuntimeError('another ABI')", "def _flash_attn_fwd(q, k, v): pass")
-        ),
-    ],
-)
+BROKEN = ["import cutlass_that_is_not_there", "raise RuntimeError('another ABI')", "def _flash_attn_fwd(q, k, v): pass"]
+
+
+@pytest.mark.parametrize("text", BROKEN)
 @pytest.mark.full
 def test_packages_that_do_not_work_are_passed_over(tmp_path, text) -> None:
     """As flash-attn 2.8.3 brings a flash_attn.cute that lacks its needs, and other parameters."""
-    broken(tmp_path, text)
-    run_with(tmp_path, CHOOSE + "assert chosen('cuda', (9, 0)) == 'cudnn', chosen('cuda', (9, 0))")
+    run_with(tmp_path, text, "assert chosen('cuda', (9, 0)) == 'cudnn', chosen('cuda', (9, 0))")
+
+
+# --- calls that skip its Python
+
+
+@contextmanager
+def installed(calls: Calls, **options: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, "flash_attn.cute.cache_utils", CUTE_DSL_CACHE_ENABLED=True)
+        kept = sys.modules["flash_attn.cute.cache_utils"]
+        install(patch, "flash_attn.cute.interface", **Package(calls, **options).functions())
+        patch.setitem(sys.modules, "flash_attn.cute.cache_utils", kept)
+        flash_attn_4_package._compiled.clear()
+        yield
+    flash_attn_4_package._compiled.clear()
+    flash_attn_4_package.import_once.cache_clear()
+
+
+@pytest.fixture
+def package(calls: Calls) -> Iterator[None]:
+    with installed(calls):
+        yield
+
+
+def blocks_of(*lens: int) -> Segments:
+    """Documents one after the other, with two rows between, each of which sees its own keys."""
+    begins = [sum(lens[:i]) + 2 * i for i in range(len(lens))]
+    return Segments((torch.tensor([[b, b + n, b, b + n] for b, n in zip(begins, lens, strict=True)]),), None, 0)
+
+
+def attend(cover: Any, num_q: int, num_k: int, heads: int, kv_heads: int, deterministic: bool = False,
+           softcap: float | None = None, spread: bool = False) -> None:  # fmt: skip
+    """One tile in both passes, compared with the dense formula."""
+    shapes = (num_q, heads), (num_k, kv_heads), (num_k, kv_heads), (num_q, heads)
+    q, k, v, dout = (torch.randn(1, n, num, 8).transpose(1, 2) for n, num in shapes)
+    if spread:  # over heads, as the gradient of their sum is
+        dout = dout[:, :1].expand_as(dout)
+    if isinstance(cover, Segments):
+        allowed = cover.allowed(torch.arange(num_q), torch.arange(num_k))
+    else:
+        allowed = Distances.of(cover, num_q, num_k).pairs(num_q, num_k)[None]
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*leaves, allowed, SCALE, softcap=softcap)
+    want = torch.autograd.grad(out, leaves, dout.double())
+    got_out, got_lse = flash_attn_4._forward(q, k, v, cover, Scores(SCALE, softcap))
+    tile = BackwardTile(dout, q, k, v, got_out, got_lse, None, cover, Scores(SCALE, softcap))
+    for mine, right in zip((got_out, *flash_attn_4._backward(tile, deterministic)), (out, *want), strict=True):
+        assert gap(mine, right) <= 1e-5
+    seen = ~torch.isneginf(lse)
+    assert torch.equal(torch.isneginf(got_lse), ~seen) and gap(got_lse[seen], lse[seen]) <= 1e-5
+
+
+TILES = {
+    "full": (FULL, 300, 290), "causal": (CAUSAL, 320, 320), "window": (Distances(0, 30).band(300, 300), 300, 300),
+    "documents": (blocks_of(5, 90, 30), 129, 129),
+}  # fmt: skip
+OTHERS = {
+    "full": (FULL, 270, 400), "causal": (CAUSAL, 280, 280), "window": (Distances(0, 50).band(310, 310), 310, 310),
+    "documents": (blocks_of(*[3] * 7, 50), 85, 85),
+}  # fmt: skip
+FORWARD, BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("name", TILES)
+def test_later_calls_skip_its_python(package: None, calls: Calls, name: str, heads: tuple[int, int]) -> None:
+    """With other lengths, bounds and numbers of sequences too; numbers are right before and after."""
+    attend(*TILES[name], *heads)
+    assert [called for called, _ in calls.compiled] == [called for called, _ in calls]  # without a launch, first
+    assert [called for called, _ in calls] == [FORWARD, BACKWARD]
+    for tile in (OTHERS[name], TILES[name]):
+        attend(*tile, *heads)
+    assert len(calls) == 2
+
+
+def test_kinds_have_kernels_of_their_own() -> None:
+    """Numbers are right whatever else was launched before."""
+    calls = Calls()
+    with installed(calls):
+        for tile in (*TILES.values(), *OTHERS.values()):
+            for heads in ((2, 2), (4, 2)):
+                attend(*tile, *heads)
+                attend(*tile, *heads, softcap=1.5)
+    assert len(calls) == 2 * len(TILES) * 2 * 2
+
+
+@pytest.mark.parametrize("how", ["extra", "swapped"])
+def test_a_release_that_differs_keeps_its_python(how: str) -> None:
+    """One with another argument, and one that takes keys for values, alike in everything but where they are."""
+    calls = Calls()
+    flash_attn_4_package._warn_of_release.cache_clear()
+    with installed(calls, **{how: True}), pytest.warns(UserWarning, match="own Python") as warned:
+        for _ in range(2):
+            attend(*TILES["causal"], 2, 2)
+    assert len(warned) == 1
+    assert [called for called, _ in calls] == [FORWARD, BACKWARD, FORWARD]
+
+
+def test_calls_that_keep_its_python(package: None, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients spread over heads have strides of zero, which are compiled for; short tiles have kernels of their own;
+    deterministic ones take buffers that are not ours to know, and other block sizes other buffers."""
+    for spread in (True, False, True, False):
+        attend(*TILES["causal"], 2, 2, spread=spread)
+    assert sorted(called for called, _ in calls) == [BACKWARD] * 3 + [FORWARD]  # never kept where spread
+    del calls[:]
+    for _ in range(2):
+        attend(CAUSAL, 40, 40, 2, 2)
+    assert len(calls) == 4
+    for _ in range(2):
+        attend(*TILES["causal"], 2, 2, deterministic=True)
+    assert [called for called, _ in calls[4:]] == [BACKWARD, BACKWARD]
+    del calls[:]
+    other = SimpleNamespace(m_block_size=2 * BLOCK_Q, n_block_size=BLOCK_K, dKV_swapAB=False)
+    monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_tile_size_bwd_sm90", lambda *arguments: other)
+    flash_attn_4_package._compiled.clear()
+    for _ in range(2):
+        attend(*TILES["causal"], 2, 2)
+    assert [called for called, _ in calls] == [FORWARD, BACKWARD, BACKWARD]
+
+
+def test_a_kind_that_is_new_in_a_capture_is_refused(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="warm_up"):
+        flash_attn_4_package._refuse_in_capture(mock.Mock(is_cuda=True))
+    flash_attn_4_package._refuse_in_capture(torch.zeros(1))
+
+
+def test_sequences_of_any_number_are_one_variant(package: None, calls: Calls) -> None:
+    """The longest is said to be as long as several blocks, and more than 256 sequences take several calls."""
+    most = flash_attn_4_package.MOST_SEQUENCES
+    cover = blocks_of(*[1] * (2 * most + 3))
+    length = 3 * len(cover.blocks[0]) - 2
+    attend(cover, length, length, 2, 2)
+    assert [called for called, _ in calls] == [FORWARD, BACKWARD]
+    for _, told in calls:
+        assert len(told["seqused_q"]) == most and told["max_seqlen_q"] == told["max_seqlen_k"] == 1024
+
+
+@mock.patch.dict(os.environ)  # restores it
+def test_results_are_cached_on_disk_by_default(monkeypatch: pytest.MonkeyPatch, package: None, tmp_path: Path) -> None:
+    """Unless the environment says something else, in a folder of this user alone; the package reads both at import."""
+    name, named = (f"FLASH_ATTENTION_CUTE_DSL_CACHE_{x}" for x in ("ENABLED", "DIR"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"cp_mesh_{os.geteuid()}"
+    for given, after, where in (
+        ({}, "1", f"{folder}/flash_attention_4"), ({name: "0"}, "0", None), ({named: "/mine"}, "1", "/mine"),
+    ):  # fmt: skip
+        for x in (name, named):
+            monkeypatch.delenv(x, raising=False)
+        os.environ |= given
+        flash_attn_4_package._package()
+        assert (os.environ[name], os.environ.get(named)) == (after, where)
+    folder.chmod(0o777)
+    for x in (name, named):
+        monkeypatch.delenv(x)
+    with pytest.warns(UserWarning, match="every process compiles FlashAttention-4: expected .* this user only"):
+        flash_attn_4_package._package()
+    assert (os.environ[name], os.environ.get(named)) == ("0", None)
 
 
 # --- on a GPU

@@ -17,7 +17,6 @@ import gc
 import itertools
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,7 @@ from checks import forget_kept, report
 from dense import make_qkv
 from gpu import part_of
 from poison import poisoned
-from ranks import device, join_on_gpus, mesh
+from ranks import device, join_on_gpus, mesh, on_ranks, refused
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -61,7 +60,7 @@ from inside import (
 )
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
 
 known_parts = inner("groups", "known_parts")
 choose_transport = inner("exchange", "choose_transport")
@@ -155,7 +154,7 @@ class FileMemory:
 
 
 @contextmanager
-def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
+def double(group: dist.ProcessGroup, folder: Path) -> Iterator[None]:
     """While open, this group of CPU ranks has symmetric memory, and so have groups within it."""
 
     group_memory = symmetric.group_memory  # in which bugs are planted
@@ -221,7 +220,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).double().norm() <= 1e-3 * a.double().norm())
 
 
-def on_files(rank: int, folder: str, cases: list[tuple[str, str, int, dict[str, Any]]]) -> list[str]:
+def on_files(rank: int, folder: Path, cases: list[tuple[str, str, int, dict[str, Any]]]) -> list[str]:
     size = dist.get_world_size()
     axis, problems = mesh((size,), ("cp",)), []
     random.seed(rank)
@@ -242,11 +241,10 @@ def on_files(rank: int, folder: str, cases: list[tuple[str, str, int, dict[str, 
     "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
 )
 @pytest.mark.more("parity")
-def test_every_layout_and_mask(pool, full, cp_size):
+def test_every_layout_and_mask(pool, full, cp_size, tmp_path):
     """On the double. Shapes shrink and grow from call to call, so stale rows of a call before would be read."""
     masks = ("causal", "documents", "no key at all", *(("full", "window", "prefix") if full else ()))
     cases = [(layout, mask, S, {}) for layout in LAYOUTS for mask in masks for S in (31, 0, 47)]
-    random.Random(cp_size).shuffle(cases)
     # Chunks: one pass each, through the same memory.
     cases += [(layout, "causal", 29, {"heads": (4, 4)}) for layout in LAYOUTS]
     cases += [("zigzag", "causal", 29, {"heads": (8, 4), "head_chunks": chunks}) for chunks in (1, 2, 4)]
@@ -254,166 +252,111 @@ def test_every_layout_and_mask(pool, full, cp_size):
         heads: dict[str, Any] = {"heads": (12, 6 // cp_size)} if method == "ulysses" else {}
         cases += [(layout, "documents", S, {"method": method} | heads) for layout in LAYOUTS for S in (31, 2, 47)]
     random.Random(cp_size).shuffle(cases)
-    cases = cases if full else cases[::5]
-    with tempfile.TemporaryDirectory() as folder:
-        report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
+    report(pool(cp_size).run(on_files, tmp_path, cases if full else cases[::5], timeout=120.0))
 
 
-def with_own_documents(rank: int, folder: str) -> tuple[list[str], list[list[str]]]:
-    """Where results differ, and what a rank does in both passes, by transport. The last of three documents is cut."""
-    axis, done = mesh((3,), ("cp",)), [[""]]
-    mask = Mask(documents=torch.tensor([0] * 5 + [1] * 3 + [2] * 16))
+@on_ranks(3)
+def test_a_rank_with_documents_of_its_own_only_computes(rank, axis, tmp_path):
+    """One call of the kernel in each pass; it copies nothing, although the other ranks move rows."""
+    mask, done = Mask(documents=torch.tensor([0] * 5 + [1] * 3 + [2] * 16)), list[str]()  # the last one is cut
     inputs = [torch.randn(1, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2, 4)]
 
     def noted(owner: Any, name: str) -> Any:
         real = getattr(owner, name)
-        return mock.patch.object(owner, name, lambda *given: (done[-1].append(name), real(*given))[1])
+        return mock.patch.object(owner, name, lambda *given: (done.append(name), real(*given))[1])
 
-    with double(axis.get_group(), folder), ExitStack() as notes:
+    with double(axis.get_group(), tmp_path), ExitStack() as notes:
         for owner, name in ((stages, "copy_together"), (stages, "dense_like"), *((x, "step") for x in PASSES)):
             notes.enter_context(noted(owner, name))
-        problems = compare("own documents", inputs, axis, layout=Contiguous(), mask=mask)
+        report([compare("own documents", inputs, axis, layout=Contiguous(), mask=mask)])
         for transport in TRANSPORTS:
-            done.append([])
+            del done[:]
             attend(inputs, axis, transport, layout=Contiguous(), mask=mask)
-    return problems, done[1:]
+            if rank < 2:
+                assert done == ["step", "step"] if rank == 0 else {"copy_together", "dense_like"} <= set(done)
 
 
-def test_a_rank_with_documents_of_its_own_only_computes(pool):
-    """One call of the kernel in each pass; it copies nothing, although the other ranks move rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        (problems, own), *others = pool(3).run(with_own_documents, folder)
-    assert not problems and own == [["step", "step"]] * 2
-    assert not others[0][0] and all("copy_together" in done and "dense_like" in done for done in others[0][1])
-
-
-def repeated_on_files(rank: int, folder: str) -> list[str]:
+@on_ranks(3)
+def test_calls_in_a_row_on_the_double(rank, axis, tmp_path):
     """Calls with other numbers in each; then memory grows, and they come again."""
-    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
-    with double(axis.get_group(), folder):
-        for rows in (24, 96, 24):
-            for call in range(3):
-                torch.manual_seed(1000 * rows + 10 * call + rank)
-                inputs = [torch.randn(1, heads, rows, 8) for heads in (4, 2, 2, 4)]
-                problems += compare(f"call {call} of {rows} rows", inputs, axis)
-    return [f"rank {rank}: {problem}" for problem in problems]
+    with double(axis.get_group(), tmp_path):
+        for rows, call in product((24, 96, 24), range(3)):
+            torch.manual_seed(1000 * rows + 10 * call + rank)
+            inputs = [torch.randn(1, heads, rows, 8) for heads in (4, 2, 2, 4)]
+            report([compare(f"call {call} of {rows} rows", inputs, axis)])
 
 
-def test_calls_in_a_row_on_the_double(pool):
-    with tempfile.TemporaryDirectory() as folder:
-        for problems in pool(3).run(repeated_on_files, folder):
-            assert not problems, problems
-
-
-def bytes_of_group(rank: int, folder: str, dtype: torch.dtype) -> tuple[int, int, list[str]]:
-    """Symmetric memory that passes of both kinds take, what the formula says, and where results are wrong."""
-    size, gradient_dtype = dist.get_world_size(), torch.float32
-    axis, (H, S_local, D) = mesh((size,), ("cp",)), (2, 16, 32)
-    schedule = make_schedule(ZigZag(), Mask(causal=True), size * S_local, size, rank)
-    sizes = Sizes(1, H, H, D, D, dtype.itemsize, gradient_dtype.itemsize)
-    with double(axis.get_group(), folder):
-        inputs = [torch.randn(1, H, S_local, D).to(dtype) for _ in range(4)]
-        problems = compare("", inputs, axis, kernel="reference")
-        taken = symmetric.symmetric_memory_bytes()
-    return taken, extra_memory(schedule, sizes, 1, TRANSPORTS[1]).symmetric, problems
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("cp_size", (2, 3))
-def test_the_memory_of_a_group_is_what_the_formula_says(pool, cp_size, dtype):
+@pytest.mark.parametrize(("cp_size", "dtype"), ((2, torch.bfloat16), (3, torch.float32)))
+@on_ranks("cp_size")
+def test_the_memory_of_a_group_is_what_the_formula_says(rank, axis, cp_size, dtype, tmp_path):
     """On the double: rows in the inputs' dtype, and gradients that travel in fp32; of two ranks in one place."""
-    with tempfile.TemporaryDirectory() as folder:
-        for taken, formula, problems in pool(cp_size).run(bytes_of_group, folder, dtype):
-            assert taken == formula > 0 and not problems, problems
+    H, S_local, D = 2, 16, 32
+    schedule = make_schedule(ZigZag(), Mask(causal=True), cp_size * S_local, cp_size, rank)
+    sizes = Sizes(1, H, H, D, D, dtype.itemsize, torch.float32.itemsize)
+    with double(axis.get_group(), tmp_path):
+        inputs = [torch.randn(1, H, S_local, D).to(dtype) for _ in range(4)]
+        report([compare("", inputs, axis, kernel="reference")])
+        formula = extra_memory(schedule, sizes, 1, TRANSPORTS[1]).symmetric
+        assert symmetric.symmetric_memory_bytes() == formula > 0
 
 
-def kept_views(rank: int, folder: str) -> list[int]:
-    """Of how many routes and all-to-alls memory has lists of views: after calls of each method, and without plans."""
-    axis, counts = mesh((3,), ("cp",)), []
+@on_ranks(3)
+def test_views_of_memory_go_with_their_plan(rank, axis, tmp_path):
+    """A route has views of its rows and of its slots, in the memory for each; Ulysses has two all-to-alls."""
     inputs = [x[:, :, ZigZag().positions(24, 3, rank)] for x in make_qkv(2, 6, 3, 24, 5, 4)]
-    with double(axis.get_group(), folder):
+    with double(axis.get_group(), tmp_path):
         for method in ("ring", "ulysses", "ring", "ulysses"):
             attend(inputs, axis, TRANSPORTS[1], method=method)
         workspaces = state_of(axis.get_group(), symmetric.Held).memory._workspaces.values()
-        counts.append(sum(len(workspace._bound) for workspace in workspaces))
+        assert sum(len(workspace._bound) for workspace in workspaces) == 4
         forget_kept(Plans)
-        inner("call.known", "_calls").clear()
         gc.collect()
-        counts.append(sum(len(workspace._bound) for workspace in workspaces))
-    return counts
+        assert not any(workspace._bound for workspace in workspaces)
 
 
-def test_views_of_memory_go_with_their_plan(pool):
-    """A route has views of its rows and of its slots, in the memory for each; Ulysses has two all-to-alls."""
-    with tempfile.TemporaryDirectory() as folder:
-        assert pool(3).run(kept_views, folder) == [[4, 0]] * 3
-
-
-def released(rank: int, folder: str) -> tuple[int, int, int, list[str]]:
-    """Bytes of all groups after calls of all methods, of other groups when this one's are given back, and of this one
-    in later calls; and where their results are wrong."""
-    axis, options = mesh((4,), ("cp",)), [{"method": name} for name in METHODS]
-    options.append({"method": "hybrid", "ulysses_degree": 2})
+@on_ranks(4)
+def test_release_gives_back_the_memory_of_groups_within_a_group(rank, axis, tmp_path):
+    """Of the ring, of inner and outer groups; another group of the same ranks keeps its own, and later calls work."""
     inputs = [x[:, :, ZigZag().positions(24, 4, rank)] for x in make_qkv(2, 8, 4, 24, 5, 4)]
-    with double(axis.get_group(), folder):
+    hybrid = {"method": "hybrid", "ulysses_degree": 2}
+    with double(axis.get_group(), tmp_path):
         other = dist.new_group([*range(4)])
-        state_of(other, symmetric.Held).memory = FileMemory(other, Path(folder))
+        state_of(other, symmetric.Held).memory = FileMemory(other, tmp_path)
         state_of(other, symmetric.Held).memory.workspace("rows", 256, other)
-        for each in options:
+        for each in (*({"method": name} for name in METHODS), hybrid):
             attend(inputs, axis, **{"transport": TRANSPORTS[1], **each})
-        before, held = symmetric.symmetric_memory_bytes(), state_of(axis.get_group(), symmetric.Held)
-        memory = held.memory
+        memory = state_of(axis.get_group(), symmetric.Held).memory
+        assert symmetric.symmetric_memory_bytes() > 256
         symmetric.release(axis.get_group(), chain(*known_parts(axis.get_group())))
-        left = symmetric.symmetric_memory_bytes()
-        problems = compare("after release", inputs, axis, method="hybrid", ulysses_degree=2)
-        problems += ["whether the group can have memory is asked again"] * (held.memory is not memory)
-        return before, left, symmetric.symmetric_memory_bytes() - left, problems
+        assert symmetric.symmetric_memory_bytes() == 256
+        report([compare("after release", inputs, axis, **hybrid)])
+        assert symmetric.symmetric_memory_bytes() > 256
+        assert state_of(axis.get_group(), symmetric.Held).memory is memory, "whether there can be memory is asked again"
 
 
-def test_release_gives_back_the_memory_of_groups_within_a_group(pool):
-    """Of the ring, of inner and outer groups; another group of the same ranks keeps its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        for before, left, later, problems in pool(4).run(released, folder):
-            assert before > left == 256 and later > 0 and not problems, problems
+@on_ranks(2)
+def test_cpu_ranks_have_none(axis):
+    asked = axis.get_group(), torch.device("cpu")
+    with refused("symmetric_memory': it joins CUDA devices, the tensors are on cpu; transport='functional' works"):
+        choose_transport("symmetric_memory", *asked)
+    assert choose_transport("auto", *asked) == "functional"
 
 
-def chosen(rank: int) -> tuple[str, str]:
-    group = mesh((2,), ("cp",)).get_group()
-    try:
-        choose_transport("symmetric_memory", group, torch.device("cpu"))
-    except UnsupportedError as error:
-        return choose_transport("auto", group, torch.device("cpu")), str(error)
-    raise AssertionError("not refused")
-
-
-def test_cpu_ranks_have_none(pool):
-    for name, error in pool(2).run(chosen):
-        assert name == "functional"
-        assert error == (
-            "transport='symmetric_memory': it joins CUDA devices, the tensors are on cpu; transport='functional' works"
-        )
-
-
-def forgotten(rank: int) -> tuple[int, int]:
-    """Entries of the table of memories while a group lives, and after it was destroyed."""
+@on_ranks(2)
+def test_memory_goes_with_its_group(rank):
     group = dist.new_group()
-    lane = mock.Mock()
     with (
-        mock.patch.object(symmetric, "_CudaLane", return_value=lane),
+        mock.patch.object(symmetric, "_CudaLane", return_value=mock.Mock()),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
         mock.patch.object(symmetric, "_local_obstacle", return_value="none in this test"),
     ):
         symmetric.group_memory(group, torch.device("cpu", rank))
-    alive = len(states_of_all(symmetric.Held))
+    assert len(states_of_all(symmetric.Held)) == 1
     dist.barrier()
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return alive, len(states_of_all(symmetric.Held))
-
-
-def test_memory_goes_with_its_group(pool):
-    assert pool(2).run(forgotten) == [(1, 0)] * 2
+    assert not states_of_all(symmetric.Held)
 
 
 def test_what_hinders_a_group():
@@ -423,28 +366,20 @@ def test_what_hinders_a_group():
     assert symmetric._obstacle([("a", 0, None), ("a", 1, "no peer access")]) == "no peer access"
 
 
-def methods_on_files(rank: int, folder: str) -> list[str]:
-    with double(gpu_axis().get_group(), folder):
-        return check_methods()
+@pytest.mark.full
+@on_ranks(4, timeout=240.0)
+def test_methods_on_the_double(axis, tmp_path):
+    """What GPUs run below."""
+    with double(axis.get_group(), tmp_path):
+        report([check_methods()])
 
 
 @pytest.mark.full
-def test_methods_on_the_double(pool):
+@on_ranks(3, timeout=120.0)
+def test_linears_on_the_double(tmp_path):
     """What GPUs run below."""
-    with tempfile.TemporaryDirectory() as folder:
-        report(pool(4).run(methods_on_files, folder, timeout=240.0))
-
-
-def linears_on_files(rank: int, folder: str) -> list[str]:
-    with double(linears_axis().get_group(), folder), mock.patch("torch.cuda._sleep"):
-        return check_linears()
-
-
-@pytest.mark.full
-def test_linears_on_the_double(pool):
-    """What GPUs run below."""
-    with tempfile.TemporaryDirectory() as folder:
-        report(pool(3).run(linears_on_files, folder, timeout=120.0))
+    with double(linears_axis().get_group(), tmp_path), mock.patch("torch.cuda._sleep"):
+        report([check_linears()])
 
 
 # GPU checks. Each returns what is wrong, on every rank.
@@ -733,11 +668,8 @@ def integers(seed: int, *shape: int) -> list[Tensor]:
 
 def compare_linears(what: str, whole: list[Tensor], got: list[Tensor]) -> list[str]:
     """Against one rank; sums of integers are exact in any order."""
-    rank, size, names = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        ("before", "out", "dx", "da", "db", "bias", "dc", "bias"),
-    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = ("before", "out", "dx", "da", "db", "bias", "dc", "bias")
     dims = {**dict.fromkeys(names, 0), "before": -2, "out": -2, "dx": -2, "dc": 1}
     problems = []
     for i, (name, x, y) in enumerate(zip(names, step_of_linears(Linears(), *whole), got, strict=True)):
