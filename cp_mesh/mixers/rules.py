@@ -256,7 +256,9 @@ def _rule(what: str, place: Place, options: Options, given: Tensors) -> Decided:
         if name not in Options.__annotations__ or (what == "ssd" and name in ("scale", "use_qk_l2norm_in_kernel")):
             refuse(what, "options of cp_mesh.mixers", name, f"it has {', '.join(Options.__annotations__)}")
     _check(what, given)
-    found, initial, scale = _inputs(what, given), given["initial_state"], options.get("scale")
+    with torch.no_grad():  # a layer that is recomputed does not come here, and would save fewer tensors
+        found = _inputs(what, given)
+    initial, scale = given["initial_state"], options.get("scale")
     compute, q, v = choose_kernel(what, place.kernel, *found), found.q, found.v
     unit = normalize if compute is by_fla else _normalized
     pieces = _pieces(what, place, v, initial)
