@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import runpy
 import socket
 import sys
@@ -75,3 +76,9 @@ def _main(script: str, arguments: list[str], rank: int, num_ranks: int | None, p
         runpy.run_path(script, run_name="__main__")
     finally:
         sys.stdout.flush()
+
+
+def blocks(page: str) -> list[str]:
+    """Those of Python in a page of docs."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / f"{page}.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -35,47 +35,29 @@ def _gpt2() -> tuple[type, Any]:
     return tf.GPT2LMHeadModel, tf.GPT2Config(**sizes, **dropouts, scale_attn_by_inverse_layer_idx=True)
 
 
+# fmt: off
 FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
     "llama": _of("LlamaForCausalLM", "LlamaConfig"),
-    "qwen2": _of("Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, max_window_layers=1, sliding_window=10),
-    "qwen2_moe": _of(  # as released: without windows, of which its code asks for a mask all the same
-        *("Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
-        **_QWEN_EXPERTS,
-        shared_expert_intermediate_size=24,
-        use_sliding_window=False,
-    ),
+    "qwen2": _of("Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, max_window_layers=1,
+        sliding_window=10),
+    "qwen2_moe": _of(*("Qwen2MoeForCausalLM", "Qwen2MoeConfig"), **_QWEN_EXPERTS,
+        shared_expert_intermediate_size=24, use_sliding_window=False),
     "qwen3": _of("Qwen3ForCausalLM", "Qwen3Config", head_dim=16),
     "qwen3_moe": _of("Qwen3MoeForCausalLM", "Qwen3MoeConfig", head_dim=16, **_QWEN_EXPERTS),
     "mistral": _of("MistralForCausalLM", "MistralConfig", sliding_window=10),
     "mixtral": _of("MixtralForCausalLM", "MixtralConfig", sliding_window=10, **_EXPERTS),
-    "gemma2": _of(
-        *("Gemma2ForCausalLM", "Gemma2Config"),
-        **_MIXED,
-        head_dim=16,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-    ),
+    "gemma2": _of(*("Gemma2ForCausalLM", "Gemma2Config"), **_MIXED, head_dim=16, query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3": _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_MIXED, head_dim=16, query_pre_attn_scalar=24),
     "gpt_oss": _of("GptOssForCausalLM", "GptOssConfig", **_MIXED, **_EXPERTS, head_dim=16),
-    "gemma4": _of(
-        *("Gemma4ForCausalLM", "Gemma4TextConfig"),
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        **{"sliding_window": 10, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4": _of(*("Gemma4ForCausalLM", "Gemma4TextConfig"), layer_types=["sliding_attention", "full_attention"] *
+        2, **{"sliding_window": 10, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
         **{"head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 3.0},
-        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
-    ),
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}),
     "phi3": _of("Phi3ForCausalLM", "Phi3Config", sliding_window=12),
     "deepseek_v3": _of("DeepseekV3ForCausalLM", "DeepseekV3Config", **_MLA),
-    "llama4": _of(
-        *("Llama4ForCausalLM", "Llama4TextConfig"),
-        head_dim=8,
-        attention_chunk_size=7,
-        num_local_experts=2,
-        intermediate_size_mlp=48,
-        interleave_moe_layer_step=2,
-        no_rope_layers=[1, 0],
-    ),
+    "llama4": _of(*("Llama4ForCausalLM", "Llama4TextConfig"), head_dim=8, attention_chunk_size=7,
+        num_local_experts=2, intermediate_size_mlp=48, interleave_moe_layer_step=2, no_rope_layers=[1, 0]),
     "olmo3": _of("Olmo3ForCausalLM", "Olmo3Config", **_MIXED),
     "cohere2": _of("Cohere2ForCausalLM", "Cohere2Config", **_MIXED),
     "glm4": _of("Glm4ForCausalLM", "Glm4Config", head_dim=16),
@@ -84,15 +66,12 @@ FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
     "starcoder2": _of("Starcoder2ForCausalLM", "Starcoder2Config", sliding_window=12, **_NO_DROPOUT),
     "gpt2": _gpt2,
     "bert": _of("BertForMaskedLM", "BertConfig", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-    "modernbert": _of(
-        *("ModernBertForMaskedLM", "ModernBertConfig"),
-        local_attention=16,
-        global_attn_every_n_layers=2,
-        **dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.0),
-        cls_token_id=1,
-        sep_token_id=2,
-    ),
+    "modernbert": _of(*("ModernBertForMaskedLM", "ModernBertConfig"), local_attention=16,
+        global_attn_every_n_layers=2, **dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"),
+        0.0), cls_token_id=1, sep_token_id=2),
 }
+# fmt: on
+"""Qwen2-MoE is as released: without windows, of which its code asks for a mask all the same."""
 _MIXED_STATES = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
 _GDN = _MIXED_STATES | {
     **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -115,48 +94,32 @@ _SSD = {
     **{"mamba_expand": 2, "mamba_chunk_size": 16},
 }
 _CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+# fmt: off
 HYBRIDS: dict[str, Callable[[], tuple[type, Any]]] = {
     "qwen3_next": _of("Qwen3NextForCausalLM", "Qwen3NextConfig", **_GDN, **_GDN_EXPERTS),
     "qwen3_5": _of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **_GDN, **_SEVERAL_OF_TEXT),
     "qwen3_5_moe": _of("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_GDN, **_GDN_EXPERTS),
     "olmo_hybrid": _of("OlmoHybridForCausalLM", "OlmoHybridConfig", **_GDN),
     "kimi_linear": _of("KimiLinearForCausalLM", "KimiLinearConfig", **_KDA),
-    "bailing_hybrid": _of(
-        *("BailingHybridForCausalLM", "BailingHybridConfig"),
-        **_KDA,
-        head_dim=8,
-        num_experts=4,
-        q_lora_rank=24,
-        layer_group_size=2,
-    ),
-    "mamba2": _of(
-        *("Mamba2ForCausalLM", "Mamba2Config"), num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=16
-    ),
-    "nemotron_h": _of(
-        *("NemotronHForCausalLM", "NemotronHConfig"),
-        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4},
-        **{"chunk_size": 16, "head_dim": 16, "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24},
-        layer_types=["linear_attention", "full_attention", "moe"],
-    ),
+    "bailing_hybrid": _of(*("BailingHybridForCausalLM", "BailingHybridConfig"), **_KDA, head_dim=8, num_experts=4,
+        q_lora_rank=24, layer_group_size=2),
+    "mamba2": _of(*("Mamba2ForCausalLM", "Mamba2Config"), num_heads=8, head_dim=8, state_size=8, n_groups=2,
+        chunk_size=16),
+    "nemotron_h": _of(*("NemotronHForCausalLM", "NemotronHConfig"), **{"mamba_num_heads": 8, "mamba_head_dim": 8,
+        "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4}, **{"chunk_size": 16, "head_dim": 16,
+        "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2}, **{"moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24}, layer_types=["linear_attention", "full_attention", "moe"]),
     "bamba": _of("BambaForCausalLM", "BambaConfig", **_SSD, attn_layer_indices=[1]),
-    "granitemoehybrid": _of(
-        *("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"),
-        **_SSD,
-        **_EXPERTS,
-        layer_types=_MIXED_STATES["layer_types"],
-        shared_intermediate_size=24,
-    ),
+    "granitemoehybrid": _of(*("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig"), **_SSD, **_EXPERTS,
+        layer_types=_MIXED_STATES["layer_types"], shared_intermediate_size=24),
     "falcon_h1": _of("FalconH1ForCausalLM", "FalconH1Config", **_SSD, mamba_d_ssm=64, head_dim=16),
-    "zamba2": _of(
-        *("Zamba2ForCausalLM", "Zamba2Config"),
-        **{"layers_block_type": ["linear_attention", "hybrid"], "mamba_ngroups": 2, "mamba_d_state": 8},
-        **{"n_mamba_heads": 8, "chunk_size": 16, "adapter_rank": 8},
-    ),
+    "zamba2": _of(*("Zamba2ForCausalLM", "Zamba2Config"), **{"layers_block_type": ["linear_attention", "hybrid"],
+        "mamba_ngroups": 2, "mamba_d_state": 8}, **{"n_mamba_heads": 8, "chunk_size": 16, "adapter_rank": 8}),
     "lfm2": _of("Lfm2ForCausalLM", "Lfm2Config", **_CONV),
     "lfm2_moe": _of("Lfm2MoeForCausalLM", "Lfm2MoeConfig", **_CONV, **_QWEN_EXPERTS, num_dense_layers=1),
     "minimax": _of("MiniMaxForCausalLM", "MiniMaxConfig", **_MIXED_STATES, **_EXPERTS, block_size=8),
 }
+# fmt: on
 """Of attention and recurrent layers or convolutions, a layer of each."""
 IMAGE = 95
 """The token in whose place features of images are put."""
@@ -173,63 +136,33 @@ def _images(model: str, config: str, text: dict[str, Any], vision: dict[str, Any
 _TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 _PATCHES = {"depth": 1, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
 _SEVERAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+# fmt: off
 WITH_IMAGES: dict[str, Callable[[], tuple[type, Any]]] = {
-    "gemma3": _images(
-        *("Gemma3ForConditionalGeneration", "Gemma3Config"),
-        {**_MIXED, "head_dim": 16, "query_pre_attn_scalar": 24},
-        _TOWER | {"image_size": 16},
-        mm_tokens_per_image=16,  # more than a window has
-    ),
-    "got_ocr2": _images(
-        *("GotOcr2ForConditionalGeneration", "GotOcr2Config"),
-        {"model_type": "qwen2"},
-        _TOWER | {"image_size": 32, "output_channels": 16, "mlp_dim": 24, "window_size": 4, "global_attn_indexes": [0]},
-    ),
-    "internvl": _images(
-        *("InternVLForConditionalGeneration", "InternVLConfig"),
-        {"model_type": "qwen2"},
-        _TOWER | {"image_size": [16, 16], "patch_size": [4, 4], "norm_type": "layer_norm"},
-        image_seq_length=4,
-    ),
-    "llava": _images(
-        *("LlavaForConditionalGeneration", "LlavaConfig"),
-        {"model_type": "llama"},
-        _TOWER | {"image_size": 8, "model_type": "siglip_vision_model"},
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-    ),
-    "mistral3": _images(
-        *("Mistral3ForConditionalGeneration", "Mistral3Config"),
-        {"model_type": "mistral", "sliding_window": 10},
-        _TOWER | {"image_size": 16, "model_type": "pixtral", "head_dim": 8},
-        spatial_merge_size=2,
-        vision_feature_layer=-1,
-    ),
-    "paligemma": _images(
-        *("PaliGemmaForConditionalGeneration", "PaliGemmaConfig"),
-        {**_MIXED, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 24},
-        _TOWER | {"image_size": 8, "model_type": "siglip_vision_model"},
-        projection_dim=32,
-    ),
-    "qwen2_vl": _images(
-        *("Qwen2VLForConditionalGeneration", "Qwen2VLConfig"),
-        _SEVERAL,
-        _PATCHES | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
-    ),
-    "qwen2_5_vl": _images(
-        *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
-        _SEVERAL,
-        _PATCHES | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 8},
-    ),
-    "qwen3_vl": _images(
-        *("Qwen3VLForConditionalGeneration", "Qwen3VLConfig"),
-        _SEVERAL | {"head_dim": 8},
-        _PATCHES
+    "gemma3": _images(*("Gemma3ForConditionalGeneration", "Gemma3Config"), {**_MIXED, "head_dim": 16,
+        "query_pre_attn_scalar": 24}, _TOWER | {"image_size": 16}, mm_tokens_per_image=16),
+    "got_ocr2": _images(*("GotOcr2ForConditionalGeneration", "GotOcr2Config"), {"model_type": "qwen2"}, _TOWER
+        | {"image_size": 32, "output_channels": 16, "mlp_dim": 24, "window_size": 4, "global_attn_indexes": [0]}),
+    "internvl": _images(*("InternVLForConditionalGeneration", "InternVLConfig"), {"model_type": "qwen2"}, _TOWER
+        | {"image_size": [16, 16], "patch_size": [4, 4], "norm_type": "layer_norm"}, image_seq_length=4),
+    "llava": _images(*("LlavaForConditionalGeneration", "LlavaConfig"), {"model_type": "llama"}, _TOWER
+        | {"image_size": 8, "model_type": "siglip_vision_model"}, vision_feature_layer=-1,
+        vision_feature_select_strategy="full"),
+    "mistral3": _images(*("Mistral3ForConditionalGeneration", "Mistral3Config"), {"model_type": "mistral",
+        "sliding_window": 10}, _TOWER | {"image_size": 16, "model_type": "pixtral", "head_dim": 8},
+        spatial_merge_size=2, vision_feature_layer=-1),
+    "paligemma": _images(*("PaliGemmaForConditionalGeneration", "PaliGemmaConfig"), {**_MIXED,
+        "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 24}, _TOWER | {"image_size": 8,
+        "model_type": "siglip_vision_model"}, projection_dim=32),
+    "qwen2_vl": _images(*("Qwen2VLForConditionalGeneration", "Qwen2VLConfig"), _SEVERAL, _PATCHES
+        | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": _images(*("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"), _SEVERAL, _PATCHES
+        | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 8}),
+    "qwen3_vl": _images(*("Qwen3VLForConditionalGeneration", "Qwen3VLConfig"), _SEVERAL | {"head_dim": 8}, _PATCHES
         | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "depth": 2}
-        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-    ),
+        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}),
 }
-"""Of models with images: a tower for these of one layer."""
+# fmt: on
+"""Of models with images: a tower for these of one layer. An image of Gemma-3 has more tokens than a window."""
 OLD = tf.__version__.startswith("4.")
 if OLD:  # Bert, ModernBert and Qwen2-MoE have no AttentionInterface there, and DeepSeek-V3 adds fp32 to fp64
     for name in ("bert", "modernbert", "deepseek_v3", "gemma4", "qwen2_moe"):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import warnings
-from dataclasses import dataclass, field
+import re
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,17 +13,14 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-import oracle
 from families import OLD, build
 from inside import inner, replaced, room
-from ranks import mesh
-from test_transformers import ROOT, apart, batch, documents_of
+from oracle import Case, batch, compare, shifted
+from ranks import mesh, on_ranks
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import cp_mesh
-from cp_mesh import Striped, attention, sum_gradients
+from cp_mesh import ArgumentError, UnsupportedError, attention
 from cp_mesh.integrations.transformers import parallelize, sequence_of
 
 vocabulary = room("vocab_parallel")
@@ -34,91 +30,30 @@ DeferredLogits = inner("vocab_parallel", "DeferredLogits")
 
 pytestmark = pytest.mark.skipif(OLD, reason="forwards of Transformers 4 read other names")
 BOUND = 1e-6
-
-
-@dataclass(frozen=True)
-class Case:
-    """``changes``: of the family's config."""
-
-    family: str
-    batch: str = "plain"
-    linears: dict[str, Any] = field(default_factory=dict)
-    fsdp: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
-    checkpoint: bool = False
-    compiled: bool = False
-
-
-def over(axis: Any, x: Tensor) -> Tensor:
-    x = x.detach().clone()
-    dist.all_reduce(x, group=axis.get_group())
-    return x
-
-
-def compare(case: Case, tp_size: int = 2, made: Any = build) -> dict[str, float]:
-    """How far a model on cp x tp ranks is from one rank: of logits, loss and the worst gradient."""
-    axes, given = mesh((dist.get_world_size() // tp_size, tp_size), ("cp", "tp")), batch(case.batch)
-    model, reference = (made(case.family, name, **case.changes) for name in ("eager", oracle.NAME))
-    logits, loss = oracle.whole_loss(reference, documents_of(given), **given)
-    parallelize(model, axes["cp"], tp=axes["tp"], linears=case.linears, layout=Striped())
-    if case.checkpoint:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if case.compiled:
-        for layer in model.model.layers:
-            layer.compile(backend="aot_eager")
-    if case.fsdp:
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=axes["cp"])
-        sum_gradients(fully_shard(model, mesh=axes["cp"]))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="FSDP2-wrapped module .* returned a view tensor")
-        output = model(**given)
-    whole = sequence_of(model).unshard(output.logits.whole())
-    output.loss.backward()
-    found, wanted = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert found.keys() == wanted.keys()
-    if case.fsdp:  # of others gradients are not summed over cp
-        torch.optim.SGD(model.parameters(), 0.0).step()
-    assert sum(isinstance(x, DTensor) and x.to_local().numel() < x.numel() for x in found.values()) > 10
-    grads = {name: x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad for name, x in found.items()}
-    if not case.fsdp:
-        grads = {name: over(axes["cp"], x) for name, x in grads.items()}
-    worst = max(apart(grads[name], x.grad) for name, x in wanted.items())
-    kept = given.get("attention_mask", torch.ones(logits.shape[:2])).bool()
-    return {
-        "logits": apart(whole[kept], logits[kept]),
-        "loss": apart(over(axes["cp"], output.loss), loss),
-        "gradient": worst,
-    }
-
-
 ALL_REDUCE, AGAIN = {"mode": "all_reduce"}, {"recompute_all_gather": True}
-TIED = {"tie_word_embeddings": True}
+TIED = partial(build, tie_word_embeddings=True)
 CASES = [
-    Case("llama", fsdp=True),
-    Case("llama", "packed", ALL_REDUCE),
-    Case("mistral", "packed", AGAIN),
-    Case("qwen2", changes=TIED, fsdp=True),
-    Case("qwen2", "padded", ALL_REDUCE, changes=TIED),
-    Case("qwen3", "packed", AGAIN, fsdp=True),
-    Case("qwen3", linears=ALL_REDUCE, fsdp=True),
-    Case("smollm3", "left padded"),
-    Case("llama", "packed", fsdp=True, checkpoint=True),
-    Case("qwen3", compiled=True),
+    Case("llama", tp=2, linears={}, fsdp=True),
+    Case("llama", "packed", tp=2, linears=ALL_REDUCE),
+    Case("mistral", "packed", tp=2, linears=AGAIN),
+    Case("qwen2", made=TIED, tp=2, linears={}, fsdp=True),
+    Case("qwen2", "padded", made=TIED, tp=2, linears=ALL_REDUCE),
+    Case("qwen3", "packed", tp=2, linears=AGAIN, fsdp=True),
+    Case("qwen3", tp=2, linears=ALL_REDUCE, fsdp=True),
+    Case("smollm3", "left padded", tp=2, linears={}),
+    Case("llama", "packed", tp=2, linears={}, fsdp=True, checkpoint=False),
+    Case("qwen3", tp=2, linears={}, compiled=True),
 ]
-
-
-def run(rank: int, cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
-    return [(case, compare(case)) for case in cases]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_loss_and_gradients_are_those_of_one_rank(pool: Any, cp_size: int) -> None:
-    for case, found in pool(2 * cp_size).run(run, CASES, timeout=240.0)[0]:
+    for case, found in pool(2 * cp_size).run(compare, *CASES, timeout=240.0)[0]:
         assert max(found.values()) < BOUND, (case, found)
 
 
-def options(rank: int) -> None:
+@on_ranks(2)
+def test_options_arrive_and_logits_are_computed_in_chunks() -> None:
     """What the plan is given; and the loss in chunks of rows, in place of logits."""
     axes = mesh((1, 2), ("cp", "tp"))
     for given in (ALL_REDUCE, AGAIN, {"transport": "functional"}, {}):
@@ -138,14 +73,10 @@ def options(rank: int) -> None:
         output.loss.backward()
     assert isinstance(output.logits, DeferredLogits)
     given = batch("plain")
-    alone, labels = model(input_ids=given["input_ids"]), oracle.shifted(model, given["labels"])
+    alone, labels = model(input_ids=given["input_ids"]), shifted(model, given["labels"])
     labels = sequence_of(model).shard({"labels": labels})["labels"]
     assert torch.equal(cp_mesh.cross_entropy(alone.logits, labels, axes["cp"]), output.loss) and alone.loss is None
     assert rows == [(4, 48)] * 2 * 23  # in forward and backward, of 2 x 46 rows, as zigzag pads them
-
-
-def test_options_arrive_and_logits_are_computed_in_chunks(pool: Any) -> None:
-    pool(2).run(options)
 
 
 def seeds_of(rank: int) -> list[tuple[int, ...]]:
@@ -190,12 +121,11 @@ def called(**options: Any) -> Any:
     return lambda cp, tp: parallelize(build("llama", "eager"), cp, tp=tp)(**(batch("plain") | options))
 
 
-def data_with_tp(cp: Any, tp: Any) -> None:
-    parallelize(build("llama", "eager"), cp, tp=tp, data=dist.group.WORLD)
-
-
 REFUSED: dict[str, tuple[Any, str]] = {
-    "the same tokens twice": (data_with_tp, "data: expected ranks that hold distinct tokens, got [0, 1] of one tp"),
+    "the same tokens twice": (
+        lambda cp, tp: parallelize(build("llama", "eager"), cp, tp=tp, data=dist.group.WORLD),
+        "data: expected ranks that hold distinct tokens, got [0, 1] of one tp",
+    ),
     "capped logits": (made("gemma2"), "final_logit_softcapping"),
     "scaled logits": (made("granite"), "logits_scaling in its forward"),
     "routers": (made("mixtral"), "router_logits"),
@@ -214,26 +144,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-def refuse(rank: int, name: str) -> None:
-    axes = mesh((1, 2), ("cp", "tp"))
-    REFUSED[name][0](axes["cp"], axes["tp"])
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_known_is_refused(pool: Any, name: str) -> None:
-    for raised in pool(2).run_expecting_error(refuse, name):
-        assert raised is not None and raised.type in ("UnsupportedError", "ArgumentError"), raised
-        assert REFUSED[name][1] in raised.message, raised.message
-
-
-def test_the_table_has_every_family_that_is_served_without_tp() -> None:
-    alone, over_tp = (
-        list(csv.DictReader((ROOT / "docs" / "results" / f"transformers_families{name}.csv").open()))
-        for name in ("", "_tp")
-    )
-    assert [row["family"] for row in alone] == [row["family"] for row in over_tp]
-    assert {row["verdict"] for row in over_tp} == {"exact", "refused"}
-    exact = {row["family"] for row in over_tp if row["verdict"] == "exact"}
-    assert {"llama", "mistral", "qwen2", "qwen3"} < exact <= {x["family"] for x in alone if x["verdict"] == "exact"}
-    for row in over_tp:
-        assert row["reason"] if row["verdict"] == "refused" else float(row["gradient"]) < BOUND
+@on_ranks(2)
+def test_what_is_not_known_is_refused(name: str) -> None:
+    axes = mesh((1, 2), ("cp", "tp"))
+    call, words = REFUSED[name]
+    with pytest.raises((UnsupportedError, ArgumentError), match=re.escape(words)):
+        call(axes["cp"], axes["tp"])

@@ -19,6 +19,7 @@ import csv
 import functools
 import sys
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,20 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import transformers
-from families import HYBRIDS
+from families import HYBRIDS, build_with_images
 from inside import inner
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers_released import RELEASED
 
-from cp_mesh import ArgumentError, UnsupportedError
+from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag
 from cp_mesh.integrations.transformers import parallelize
 
 IMAGES, Facts, check_config, check_model, plan_over_tp = inner(
     "transformers.families", "IMAGES", "Facts", "check_config", "check_model", "plan_over_tp"
 )
 
+BOUND = 1e-6
 FIELDS = ("transformers", "torch", "family", "class", "checkpoint", "verdict", "logits", "loss", "gradient", "reason")
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), 96),
@@ -62,14 +64,13 @@ SMALL: dict[str, Any] = {
 }
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# fmt: off
 OWN: dict[str, dict[str, Any]] = {
     **{key: {"head_dim": 8} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_hidden_layers": 2,
-        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE),
-    },
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}, "ffn_config": {"moe_num_experts": 4}},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"moe_num_experts": 4}},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
@@ -79,14 +80,11 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
     "reformer": {"is_decoder": True},
-    "roc_bert": {
-        "pronunciation_embed_dim": 8,
-        "shape_embed_dim": 8,
-        "pronunciation_vocab_size": 9,
-        "shape_vocab_size": 9,
-    },
+    "roc_bert": {"pronunciation_embed_dim": 8, "shape_embed_dim": 8, "pronunciation_vocab_size": 9,
+        "shape_vocab_size": 9},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
+# fmt: on
 """Options that a family needs besides these. Transformers builds some default configs only with them."""
 FIRST = dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta"), 1)
 FIRST |= {"xlm-roberta-xl": 1, "xmod": 1}
@@ -172,8 +170,7 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
     """The CSV row of a family, without versions."""
     import ranks
     import test_hybrids
-    import test_transformers as tests
-    import test_transformers_tp as tests_over_tp
+    from oracle import Case, compare
 
     tp = ranks.mesh((dist.get_world_size() // tp_size, tp_size), ("cp", "tp"))["tp"] if tp_size > 1 else None
     row: dict[str, Any] = {"family": family, "class": name, "checkpoint": RELEASED.get(family, ("default",))[0]}
@@ -188,26 +185,23 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
     try:
         if (hybrid := hybrid_of(family)) and tp is None:  # against one rank and the family's code
             HYBRIDS[hybrid] = lambda: (getattr(transformers, name), small_config(family, name))
-            for case, layout in (("plain", "zigzag"), ("packed", "striped"), ("left padded", "contiguous")):
-                found = test_hybrids.compare(dist.get_rank(), hybrid, case, test_hybrids.LAYOUTS[layout])
+            for case, layout in (("plain", "zigzag"), ("packed", "striped"), (test_hybrids.LEFT, "contiguous")):
+                found = test_hybrids.compare(dist.get_rank(), Case(hybrid, case, test_hybrids.LAYOUTS[layout]))
                 worst["gradient"] = max(*found, worst.get("gradient", 0.0))
-            verdict = "exact" if worst["gradient"] < tests.BOUND else "wrong"
+            verdict = "exact" if worst["gradient"] < BOUND else "wrong"
             note = "logits, loss or gradient, whichever is farthest"
             return row | {"gradient": f"{worst['gradient']:.1e}", "verdict": verdict, "reason": note}
-        made, given = functools.partial(small_model, name), tests.batch("plain", FIRST.get(family))
-        if family in IMAGES:
-            made, given = tests.build_with_images, tests.batch_with_images(family, "plain")
+        made = build_with_images if family in IMAGES else functools.partial(small_model, name)
+        plain = Case(family, "plain", ZigZag(), made, first=FIRST.get(family))
         if tp is None:
             model = parallelize(made(family, "eager"), ranks.mesh((dist.get_world_size(),), ("cp",)))
-            model(**given)  # raises a refusal before the oracle can fail for another reason
-        for case, layout in (("plain", "zigzag"), ("packed", "striped")):
-            if tp is not None:
-                found = tests_over_tp.compare(tests_over_tp.Case(family, case), tp_size, made)
-            else:
-                with test_hybrids.Wide():
-                    options = {"made": made, "first": FIRST.get(family)}
-                    found = tests.compare(dist.get_rank(), family, case, tests.LAYOUTS[layout], **options)
-            worst = {key: max(x, worst.get(key, 0.0)) for key, x in found.items()}
+            model(**plain.given)  # raises a refusal before the oracle can fail for another reason
+        cases = [plain, replace(plain, batch="packed", layout=Striped())]
+        if tp is not None:
+            cases = [replace(case, layout=Striped(), tp=tp_size, linears={}) for case in cases]
+        with test_hybrids.Wide() if tp is None else contextlib.nullcontext():
+            for _, found in compare(dist.get_rank(), *cases):
+                worst = {key: max(x, worst.get(key, 0.0)) for key, x in found.items()}
     except (ArgumentError, UnsupportedError) as error:
         return row | {"verdict": "refused", "reason": "in the call: " + " ".join(str(error).split())}
     except Exception as error:
@@ -215,7 +209,7 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
             raise
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return row | {"verdict": "not tried", "reason": text[:200]}
-    exact = all(x < tests.BOUND for x in worst.values())
+    exact = all(x < BOUND for x in worst.values())
     row |= {key: f"{x:.1e}" for key, x in worst.items()} | {"verdict": "exact" if exact else "wrong"}
     notes = {"position_ids are passed, as the model counts its own from the tokens": family in FIRST}
     notes["with images"] = family in IMAGES
