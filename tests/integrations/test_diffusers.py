@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 diffusers = pytest.importorskip("diffusers")
 
-from checks import report  # noqa: E402
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel  # noqa: E402
 from diffusers.models import attention_dispatch  # noqa: E402
 from diffusers.models.transformers import transformer_flux, transformer_wan  # noqa: E402
@@ -24,16 +23,15 @@ from diffusers.models.transformers.transformer_flux import (  # noqa: E402
     FluxIPAdapterAttnProcessor,
 )
 from inside import room  # noqa: E402
-from ranks import RankFailure, mesh, num_collectives  # noqa: E402
+from ranks import mesh, on_ranks, refused  # noqa: E402
+from scripts import blocks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from cp_mesh import ArgumentError, UnsupportedError, attention, sum_gradients  # noqa: E402
+from cp_mesh import ArgumentError, attention, sum_gradients  # noqa: E402
 from cp_mesh.integrations.diffusers import parallelize  # noqa: E402
 
 integration = room("diffusers")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 BOUNDS = {"flux": 1e-12, "wan": 1e-6, "wan, a timestep a token": 1e-6}
 """Of differences relative to the largest number. Wan computes its last norm in float32, whatever the dtype."""
@@ -82,42 +80,25 @@ def inputs(kind: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def learn(
-    model: nn.Module, given: dict[str, Tensor], other: dict[str, Tensor] | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def target_of(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def learn(model: nn.Module, given: dict[str, Tensor], other: dict[str, Tensor] | None = None) -> dict[str, Any]:
     """Whole output, and gradients of a loss that every rank computes alike; of parameters and of text and image.
 
     ``other``: inputs of a forward between this one and its backward.
     """
     leaves = {name: given[name].clone().requires_grad_() for name in ("hidden_states", "encoder_hidden_states")}
     (output,) = model(**(given | leaves), return_dict=False)
-    target = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     if other is not None:
         model(**other)
-    nn.functional.mse_loss(output, target).backward()
-    return output.detach(), {name: x.grad for name, x in (*model.named_parameters(), *leaves.items())}
+    nn.functional.mse_loss(output, target_of(*output.shape)).backward()
+    return {"output": output.detach()} | {name: x.grad for name, x in (*model.named_parameters(), *leaves.items())}
 
 
 def apart(ours: Tensor, theirs: Tensor, least: float = 1e-12) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=least)).item()
-
-
-def compare(rank: int, kind: str, sizes: tuple[int, ...], checkpointed: bool = False, **options: Any) -> list[str]:
-    given = inputs(kind, sizes)
-    want, wanted = learn(build(kind), given)
-    model = parallelize(build(kind), mesh((dist.get_world_size(),), ("cp",)), **options)
-    if checkpointed:
-        model.enable_gradient_checkpointing()
-    got, grads = learn(model, given, other=inputs(kind, SIZES[kind][0]) if checkpointed else None)
-    assert all((x is None) == (grads[name] is None) for name, x in wanted.items())
-    found = {"output": apart(got, want)}
-    largest = max(x.abs().max().item() for x in wanted.values() if x is not None)
-    for name, x in wanted.items():
-        if x is not None:
-            dist.all_reduce(grads[name])
-            found[name] = apart(grads[name], x, 1e-3 * largest)
-    assert len(found) > 30
-    return [f"{kind} {sizes}: {name} is off by {x:.1e}" for name, x in found.items() if not x < BOUNDS[kind]]
 
 
 SIZES = {
@@ -128,75 +109,90 @@ SIZES = {
 """Lengths that ranks divide, and others."""
 
 
-@pytest.mark.parametrize("num_ranks", (2, 3))
-@pytest.mark.parametrize(("kind", "sizes"), [(kind, sizes) for kind, several in SIZES.items() for sizes in several])
-def test_models(pool: Any, kind: str, sizes: tuple[int, ...], num_ranks: int) -> None:
-    report(pool(num_ranks).run(compare, kind, sizes))
+def compare(kind: str, found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
+    """Outputs and gradients, relative to the largest numbers; of small gradients to a part of the largest of all."""
+    present = {name: x for name, x in wanted.items() if x is not None}
+    assert len(present) > 30 and present.keys() == {name for name, x in found.items() if x is not None}
+    largest = max(x.abs().max().item() for name, x in present.items() if name != "output")
+    off = {name: apart(found[name], x, 1e-12 if name == "output" else 1e-3 * largest) for name, x in present.items()}
+    assert not {name: x for name, x in off.items() if not x < BOUNDS[kind]}
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_checkpointing(pool: Any, kind: str) -> None:
-    """A block is computed again after a forward of other lengths."""
-    report(pool(2).run(compare, kind, SIZES[kind][1], True))
+CASES = [(kind, sizes, n, False) for kind, several in SIZES.items() for sizes in several for n in (2, 3)]
+CASES += [(kind, several[1], 2, True) for kind, several in SIZES.items()]
 
 
-def trained(rank: int, kind: str, watch: bool, summing: bool) -> list[str]:
+@pytest.mark.parametrize(("kind", "sizes", "num_ranks", "checkpointed"), CASES)
+@on_ranks("num_ranks")
+def test_models(axis: Any, kind: str, sizes: tuple[int, ...], checkpointed: bool) -> None:
+    """With checkpoints a block is computed again after a forward of other lengths."""
+    given = inputs(kind, sizes)
+    model = parallelize(build(kind), axis)
+    if checkpointed:
+        model.enable_gradient_checkpointing()
+    found = learn(model, given, other=inputs(kind, SIZES[kind][0]) if checkpointed else None)
+    for name in found.keys() - {"output"}:
+        if found[name] is not None:
+            dist.all_reduce(found[name])
+    compare(kind, found, learn(build(kind), given))
+
+
+def trained(kind: str, watch: bool = True, summing: bool = True) -> None:
     """Gradients under FSDP2 over dp x cp, of a loss that is this dp rank's share; or without a sum over the ranks."""
     dp = dist.get_world_size() // 2
-    whole = mesh((dp, 2), ("dp", "cp"))
-    data, given = whole["dp", "cp"]._flatten(f"dp_cp_{kind[:4]}"), inputs(kind, SIZES[kind][1])
-    _, wanted = learn(build(kind), given)
+    whole, given = mesh((dp, 2), ("dp", "cp")), inputs(kind, SIZES[kind][1])
+    data, place = whole["dp", "cp"]._flatten("data"), whole["dp"].get_local_rank()
     model = parallelize(build(kind), whole["cp"], watch=watch)
-    rows = slice(None) if dp == 1 else slice(rank // 2, rank // 2 + 1)
+    rows = slice(None) if dp == 1 else slice(place, place + 1)
     own = {name: x if name in ("img_ids", "txt_ids") else x[rows] for name, x in given.items()}
     if summing:
         for block in model.modules():
             if "TransformerBlock" in type(block).__name__:
                 fully_shard(block, mesh=data)
-        fully_shard(model, mesh=data)
-        sum_gradients(model)
+        sum_gradients(fully_shard(model, mesh=data))
     (output,) = model(**own, return_dict=False)
-    target = torch.randn(B, *output.shape[1:], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    (nn.functional.mse_loss(output, target[rows]) / dp).backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        optimizer.step()
-    except ArgumentError as error:
-        return [str(error)]
-    if not summing:
-        return []
-    largest = max(x.abs().max().item() for x in wanted.values() if x is not None)
-    found = {name: x.grad.full_tensor() for name, x in model.named_parameters() if x.grad is not None}
-    problems = {name: apart(x, wanted[name], 1e-3 * largest) for name, x in found.items()}
-    assert len(problems) > 30
-    return [f"{name} is off by {x:.1e}" for name, x in problems.items() if not x < BOUNDS[kind]]
+    (nn.functional.mse_loss(output, target_of(B, *output.shape[1:])[rows]) / dp).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    if summing:
+        wanted = {name: x for name, x in learn(build(kind), given).items() if name in dict(model.named_parameters())}
+        compare(
+            kind, {name: x.grad.full_tensor() for name, x in model.named_parameters() if x.grad is not None}, wanted
+        )
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), [("flux", 2), pytest.param("wan", 4, marks=pytest.mark.full)])
-def test_fsdp(pool: Any, kind: str, num_ranks: int) -> None:
-    report(pool(num_ranks).run(trained, kind, True, True))
+@on_ranks("num_ranks")
+def test_fsdp(kind: str) -> None:
+    trained(kind)
 
 
 @pytest.mark.filterwarnings("ignore:cp_mesh")
-def test_gradients_that_nobody_sums_are_refused(pool: Any) -> None:
-    for (said,) in pool(2).run(trained, "flux", True, False):
-        assert "gradients of" in said and "equal on all ranks before the optimizer steps" in said
-    report(pool(2).run(trained, "flux", False, False))
+@on_ranks(2)
+def test_gradients_that_nobody_sums_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"gradients of.* equal on all ranks before the optimizer steps"):
+        trained("flux", summing=False)
+    trained("flux", watch=False, summing=False)
 
 
-def asked(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of attention in a parallel model; beside it a plain model computes what it did before."""
+@on_ranks(2)
+def test_options_are_those_of_attention(axis: Any) -> None:
+    """And beside a parallel model a plain one computes what it did before."""
+    options: dict[str, Any] = {"kernel": "reference", "method": "hybrid", "ulysses_degree": 2, "head_chunks": 3}
+    options |= {"transport": "functional", "deterministic": True}
     given, plain = inputs("flux", (6, 3, 4)), build("flux", 1)
     before = plain(**given).sample
-    model = parallelize(build("flux", 1), mesh((2,), ("cp",)), **options)
+    model = parallelize(build("flux", 1), axis, **options)
     with mock.patch.object(integration, "attention", wraps=attention) as attend:
         model(**given)
     assert plain(**given).sample.equal(before)
-    return {name: attend.call_args.kwargs.get(name) for name in options}
+    assert {name: attend.call_args.kwargs.get(name) for name in options} == options
+    with pytest.raises(ArgumentError, match="method: expected"):
+        parallelize(build("flux", 1), axis, method="rings")(**given)
 
 
-def unchanged(rank: int) -> list[str]:
-    """What is another thing in diffusers, or in a model that gets processors of its own, after a model was parallel."""
+@on_ranks(2)
+def test_nothing_of_diffusers_is_changed(axis: Any) -> None:
+    """Nor a model that gets processors of its own, after a model was parallel."""
     kinds = {"flux": (transformer_flux, FluxAttnProcessor), "wan": (transformer_wan, transformer_wan.WanAttnProcessor)}
 
     def held() -> dict[str, Any]:
@@ -205,70 +201,41 @@ def unchanged(rank: int) -> list[str]:
             found |= {f"dispatch of {kind}": file.dispatch_attention_fn, f"call of {kind}": processor.__call__}
         return found
 
-    problems, before = [], held()
+    before = held()
     for kind, (_, processor) in kinds.items():
         given, model = inputs(kind, SIZES[kind][0]), build(kind)
         want = build(kind)(**given).sample
-        model = copy.deepcopy(parallelize(model, mesh((2,), ("cp",))))
-        problems += [f"{kind} is off"] * (apart(model(**given).sample, want) > BOUNDS[kind])
+        model = copy.deepcopy(parallelize(model, axis))
+        assert apart(model(**given).sample, want) < BOUNDS[kind]
         again = build(kind)
         again.load_state_dict(model.state_dict())
-        problems += [f"another {kind} is another"] * (not again(**given).sample.equal(want))
-        attending = [module for module in model.modules() if hasattr(module, "processor")]
-        own = [module.processor for module in attending]
-        problems += [f"{x} of {kind}" for x in own if not isinstance(x, processor) or type(x) is processor]
+        assert again(**given).sample.equal(want)
+        own = [module.processor for module in model.modules() if hasattr(module, "processor")]
+        assert all(isinstance(x, processor) and type(x) is not processor for x in own)
     after = held()
-    return problems + [name for name in before if before[name] is not after[name]]
+    assert not [name for name in before if before[name] is not after[name]]
 
 
-def test_nothing_of_diffusers_is_changed(pool: Any) -> None:
-    report(pool(2).run(unchanged))
-
-
-def test_options_are_those_of_attention(pool: Any) -> None:
-    options: dict[str, Any] = {"kernel": "reference", "method": "hybrid", "ulysses_degree": 2, "head_chunks": 3}
-    options |= {"transport": "functional", "deterministic": True}
-    assert pool(2).run(asked, options) == [options] * 2
-    with pytest.raises(RankFailure, match="method: expected"):
-        pool(2).run(asked, {"method": "rings"})
-
-
-def of_models(rank: int) -> list[str]:
-    """What is wrong with the refusals of models."""
-    axis = mesh((2,), ("cp",))
-
-    def adapted() -> nn.Module:
-        model = build("flux", 1)
-        processor = FluxIPAdapterAttnProcessor(hidden_size=72, cross_attention_dim=16)
-        model.transformer_blocks[0].attn.set_processor(processor)
-        return model
-
-    def with_backend() -> nn.Module:
-        model = build("flux", 1)
-        model.set_attention_backend("_native_math")
-        return model
-
+@on_ranks(2)
+def test_refused_models(axis: Any) -> None:
+    adapted, backend, parallel = (build("flux", 1) for _ in range(3))
+    adapter = FluxIPAdapterAttnProcessor(hidden_size=72, cross_attention_dim=16)
+    adapted.transformer_blocks[0].attn.set_processor(adapter)
+    backend.set_attention_backend("_native_math")
     tries = {
-        "one of FluxTransformer2DModel, WanTransformer3DModel": lambda: nn.Linear(1, 1),
+        "one of FluxTransformer2DModel, WanTransformer3DModel": nn.Linear(1, 1),
         "FluxIPAdapterAttnProcessor; IP adapters": adapted,
-        "attention backend native": with_backend,
-        "call parallelize alone, and once": lambda: parallelize(build("flux", 1), axis),
+        "attention backend native": backend,
+        "call parallelize alone, and once": parallelize(parallel, axis),
     }
-    return [x for words, make in tries.items() for x in refused(words, lambda make=make: parallelize(make(), axis))]
+    for words, model in tries.items():
+        with refused(re.escape(words)):
+            parallelize(model, axis)
 
 
-def refused(words: str, call: Callable[[], Any]) -> list[str]:
-    before, said = num_collectives(), "nothing"
-    try:
-        call()
-    except (ArgumentError, UnsupportedError) as error:
-        said = str(error)
-    return [f"{words}: {said}"] if words not in said or num_collectives() > before else []
-
-
-def of_calls(rank: int) -> list[str]:
-    """What is wrong with the refusals of calls."""
-    axis, given = mesh((2,), ("cp",)), inputs("flux", (6, 3, 4))
+@on_ranks(2)
+def test_refused_calls(axis: Any) -> None:
+    given = inputs("flux", (6, 3, 4))
     model = parallelize(build("flux", 1), axis)
     mask = torch.ones(B, 9, dtype=torch.bool)
     own = model.transformer_blocks[0].attn.processor._parallel_config
@@ -279,45 +246,34 @@ def of_calls(rank: int) -> list[str]:
     plan[""] = {name: x for name, x in plan[""].items() if name not in ("encoder_hidden_states", "txt_ids")}
     without_text._cp_plan = plan
     parallelize(without_text, axis)
+    attend = functools.partial(integration.attend, q, q, q, parallel_config=own)
     tries: dict[str, Callable[[], Any]] = {
         "img_ids: expected 2 dims": lambda: model(**given | {"img_ids": given["img_ids"][None]}),
         "controlnet_block_samples": lambda: model(**given, controlnet_block_samples=[q]),
         "attn_mask: expected None": lambda: model(**given, joint_attention_kwargs={"attention_mask": mask}),
-        "is_causal": lambda: integration.attend(q, q, q, is_causal=True, parallel_config=own),
-        "dropout_p": lambda: integration.attend(q, q, q, dropout_p=0.1, parallel_config=own),
-        "return_lse": lambda: integration.attend(q, q, q, attention_kwargs={"return_lse": True}, parallel_config=own),
+        "is_causal": lambda: attend(is_causal=True),
+        "dropout_p": lambda: attend(dropout_p=0.1),
+        "return_lse": lambda: attend(attention_kwargs={"return_lse": True}),
         "encoder_hidden_states whole": lambda: without_text(**given),
     }
-    problems = [said for words, call in tries.items() for said in refused(words, call)]
+    for words, call in tries.items():
+        with refused(words):
+            call()
     model.transformer_blocks[0].attn.set_processor(FluxAttnProcessor())
-    try:
+    with pytest.raises(ArgumentError, match="expected 2 calls of attention over all ranks, got 1"):
         model(**given)
-    except ArgumentError as error:
-        return problems if "expected 2 calls of attention over all ranks, got 1" in str(error) else [str(error)]
-    return [*problems, "a processor that was set later is not seen"]
 
 
-@pytest.mark.parametrize("tries", (of_models, of_calls))
-def test_what_is_refused(pool: Any, tries: Any) -> None:
-    report(pool(2).run(tries))
-
-
-def run_page(rank: int) -> list[str]:
-    """The blocks of the page, in order."""
-    whole, given, kept = mesh((1, 2), ("dp", "cp")), inputs("flux", (6, 3, 4)), []
-    target = torch.randn(B, 12, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+@on_ranks(2)
+def test_the_page_runs() -> None:
+    whole, given = mesh((1, 2), ("dp", "cp")), inputs("flux", (6, 3, 4))
     names: dict[str, Any] = {
         "transformer": build("flux"), "mesh": whole, "data": whole["dp", "cp"]._flatten("dp_cp"), "dp": 1,
-        "inputs": given, "target": target, "fully_shard": fully_shard, "F": nn.functional,
+        "inputs": given, "target": target_of(B, 12, 4), "fully_shard": fully_shard, "F": nn.functional,
     }  # fmt: skip
-    text = (ROOT / "docs" / "diffusers.md").read_text()
-    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    for block in blocks("diffusers"):
         exec(block, names)
-        kept.append(names["output"])
-    want, wanted = learn(build("flux"), given)
-    grads = [apart(x.grad.full_tensor(), wanted[name], 1e-3) for name, x in names["transformer"].named_parameters()]
-    return [f"off by {x:.1e}" for x in (apart(names["output"], want), *grads) if not x < 1e-12]
-
-
-def test_the_page_runs(pool: Any) -> None:
-    report(pool(2).run(run_page))
+    wanted = learn(build("flux"), given)
+    assert apart(names["output"], wanted["output"]) < 1e-12
+    for name, x in names["transformer"].named_parameters():
+        assert apart(x.grad.full_tensor(), wanted[name], 1e-3) < 1e-12, name
