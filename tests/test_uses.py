@@ -32,6 +32,8 @@ def check(pool: Any, use: Use) -> None:
 @example(Mixing(2, "contiguous", 1, "causal_conv1d", pad=False, width=1))  # a rank without rows
 # Documents of bytes in a shorter sequence: -1 is 255 there.
 @example(Mixing(2, "contiguous", 4, mask={"length": 2, "documents": torch.zeros(4, dtype=torch.uint8)}, states=True))
+# Recomputed is a call that is known then, and must save as many tensors.
+@example(Mixing(2, "contiguous", 4, "ssd", recomputed=True))
 @pytest.mark.more("random")
 @settings(large, max_examples=number // 5)
 @given(uses(1, 2, 3, 4))

@@ -619,8 +619,7 @@ def mixings(draw: Any, size: int) -> Mixing:
         size, kind if kind == "auto" else draw_layout(d, kind, S, size), S, rule, mask, (H, H * d.number(1, 3)),
         (B, d.number(1, 4), d.number(1, 4)), decay, d.of("auto", "states", *(("heads",) * (H % size == 0))),
         d.of("auto", "torch", "reference"), None if rule == "ssd" else d.of(None, 0.7), d.chance(50),
-        kind not in (*OF_A_LENGTH, "runs") and d.chance(50), d.of(1, 2, 4, 9),
-        rule != "ssd" and d.chance(25),  # whose first call in a checkpoint raises
+        kind not in (*OF_A_LENGTH, "runs") and d.chance(50), d.of(1, 2, 4, 9), d.chance(25),
     )  # fmt: skip
 
 
