@@ -49,11 +49,11 @@ def shard_whole(sequence: ShardedSequence) -> list[Tensor]:
     return [sequence.shard(x, dim=2) for x in make_qkv(B, H, K, S, D)]
 
 
-def expected(**conditions: Any) -> list[Tensor]:
+def expected(bias: Tensor | None = None, **conditions: Any) -> list[Tensor]:
     """out, dq, dk, dv of the whole sequence."""
     q, k, v, dout = make_qkv(B, H, K, S, D)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, _ = dense_attention(q, k, v, dense_mask(S, **conditions))
+    out, _ = dense_attention(q, k, v, dense_mask(S, **conditions), bias=bias)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
@@ -67,14 +67,14 @@ def assert_close(got: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def check(core: Any, sequence: ShardedSequence, **given: Any) -> None:
+def check(core: Any, sequence: ShardedSequence, want: list[Tensor] | None = None, **given: Any) -> None:
     """A core's output for local rows, and its gradients, are those of the whole sequence."""
     *qkv, dout = shard_whole(sequence)
     q, k, v = (x.requires_grad_() for x in qkv)
     out = core(q, k, v, **given)
     assert type(out) is Tensor and out.shape == q.shape
     out.backward(dout)
-    assert_close(gather(sequence, out, q.grad, k.grad, v.grad), expected(documents=given.get("documents")))
+    assert_close(gather(sequence, out, q.grad, k.grad, v.grad), want or expected(documents=given.get("documents")))
 
 
 # Cores: plain tensors, DTensors over tp, DTensors over the whole mesh.
@@ -246,6 +246,17 @@ def test_checkpoint_inside_a_core_is_refused(axis: DeviceMesh, use_reentrant: bo
     core.forward = lambda *qkv: checkpoint(attend, *qkv, use_reentrant=use_reentrant)  # type: ignore[method-assign]
     with refused("checkpoint the module that holds the core", UnsupportedError):
         check(make_core(axis, core), ShardedSequence(axis))
+
+
+@on_ranks(2)
+def test_any_mask_is_a_bias(axis: DeviceMesh) -> None:
+    """As the message says that refuses a tensor attn_mask."""
+    hidden = (torch.arange(S)[:, None] * 7 + torch.arange(S) * 5) % 3 == 0
+    bias = torch.zeros(1, 1, S, S, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    sequence, core = ShardedSequence(axis), Core()
+    core.forward = lambda *qkv: F.scaled_dot_product_attention(*qkv, enable_gqa=True)  # type: ignore[method-assign]
+    options = {"scores": {"bias": sequence.shard(bias, dim=2)}, "mask": Mask(causal=False)}
+    check(make_core(axis, core, ZigZag(), **options), sequence, expected(bias, causal=False))
 
 
 # Whole models.

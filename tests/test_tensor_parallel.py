@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from checks import forget_kept
-from inside import inner, room
+from inside import inner, room, state_of
 from model import Joined
 from ranks import REFUSALS, mesh, num_collectives, on_ranks, refused
 from recording import recording
@@ -454,6 +454,13 @@ def test_weights_and_inputs_that_lie_by_columns(rank: int, mode: Any) -> None:
 
 
 @on_ranks(2)
+def test_shapes_of_the_meta_device() -> None:
+    model = nn.Sequential(nn.Linear(C, OUT), nn.Linear(OUT, C))
+    parallelize(model, alone_and_tp()[1], {"0": OverlappedColwise(), "1": OverlappedRowwise()})
+    assert model.to("meta")(torch.empty(2, 3, C, device="meta")).shape == (2, 3, C)
+
+
+@on_ranks(2)
 def test_frozen_norms_stay_so_and_modes_agree() -> None:
     """PyTorch's SequenceParallel makes parameters anew, which would be trained."""
     tp = alone_and_tp()[1]
@@ -516,10 +523,11 @@ def save_linears(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 def test_checkpoints() -> None:
     """Collectives of a step without checkpoints, with them, and with a policy that keeps the linears' outputs.
 
-    Of gather, scatter, gather and scatter; a recomputation ends before the row linear.
+    Of gather, scatter, gather and scatter; a recomputation ends before the row linear, by an error that refuses
+    nothing: the first calls of three models are compared, and no more.
     """
     _, tp = alone_and_tp()
-    results, grads = [], []
+    results, grads, words = [], [], 0
     policy = partial(create_selective_checkpoint_contexts, save_linears)
     for options in (None, {}, {"context_fn": policy}):
         module = parallelize(Net(bias=True), tp, plan()).feed_forward
@@ -529,7 +537,8 @@ def test_checkpoints() -> None:
         out.square().sum().backward()
         results.append(num_collectives() - before)
         grads.append({"x": x.grad, **gradients(module)})
-    assert results == [4, 5, 4]
+        words += state_of(tp.get_group(), agreement.Calls).times  # since the plan
+    assert (results, words) == ([4, 5, 4], 6)
     for other in grads[1:]:
         assert all(torch.equal(other[name], grads[0][name]) for name in grads[0])
 
