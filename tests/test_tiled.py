@@ -84,16 +84,11 @@ class Router(nn.Linear):
         return y, y.sum(-1), y.flatten(0, 1).sum(-1), y.flatten(0, 1)[:, :1]
 
 
-class Adapted(MLP):
-    """As with LoRA: frozen weights, and a small change of each gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(2, C)), nn.Parameter(torch.randn(24, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x) + x @ self.a.t() @ self.b.t()) * self.up(x))
+def frozen() -> MLP:
+    module = MLP()
+    module.up.requires_grad_(False)
+    module.norm.weight.requires_grad_(False)
+    return module
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -134,15 +129,19 @@ def assert_same(found: Any, want: Any, tolerance: float = 1e-12) -> None:
             assert not x.numel() or (x - y).abs().max() <= tolerance * y.abs().max()
 
 
+def assert_close(found: Any, want: Any) -> None:
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
 MODULES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "MLP": (MLP, (0.5,)),
     "experts": (Experts, ()),
     "two tensors": (Experts, (torch.rand(B, S, dtype=torch.float64),)),
-    "frozen weights": (Adapted, ()),
+    "frozen weights": (frozen, ()),
     "no weights": (nn.GELU, ()),
     "numbers": (lambda: Router(C, C), ()),
 }
-TILES = [{"tiles": 1}, {"tiles": 3}, {"tiles": 20}, {"tile_rows": 1}, {"tile_rows": 5}, {"tile_rows": 99}]
+TILES = [{"tiles": 3}, {"tiles": 20}, {"tile_rows": 1}, {"tile_rows": 5}, {"tile_rows": 99}]
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
@@ -158,7 +157,7 @@ def test_outputs_and_gradients(name: str, tiles: dict[str, int]) -> None:
         plain, tiled = pair(make, alone(), **tiles)
         with mode():
             x, y = tiled["mlp"](rows(), *given), plain["mlp"](rows(), *given)
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        assert_close(x, y)
 
 
 def test_no_rows() -> None:
@@ -280,8 +279,7 @@ def test_graphs_that_are_kept() -> None:
         assert not found["chosen"].requires_grad
         once = torch.autograd.grad(y.sum(), [x, *model["mlp"].parameters()], retain_graph=True, allow_unused=True)
         grads.append([*once, *torch.autograd.grad(logits.square().sum(), x)])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_close(*grads)
     x = rows().requires_grad_()
     (first,) = torch.autograd.grad(tiled["mlp"](x)["out"].square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -289,9 +287,9 @@ def test_graphs_that_are_kept() -> None:
 
 
 def test_compile() -> None:
-    """Left out of the graph, whose rest is compiled; modules inside may be compiled."""
+    """Left out of the graph, whose rest is compiled; modules inside may be compiled, or the module before."""
     plain, tiled = pair(MLP, alone(), tiles=3)
-    graphs = list[Any]()
+    graphs, x = list[Any](), rows()
 
     def backend(graph: Any, examples: Any) -> Any:
         graphs.append(graph)
@@ -300,23 +298,20 @@ def test_compile() -> None:
     def step(model: Any, x: Tensor) -> Tensor:
         return model["mlp"](model["first"](x) * 2) + 1
 
-    x, want = rows(), torch.autograd.grad(step(plain, rows()).square().sum(), [*plain.parameters()])
-    found = torch.compile(step, backend=backend)(tiled, x)
-    grads = torch.autograd.grad(found.square().sum(), [*tiled.parameters()])
-    torch.testing.assert_close(grads, want, rtol=1e-12, atol=1e-12)
+    def grads(run: Callable[..., Tensor], model: Any) -> Any:
+        return torch.autograd.grad(run(model, x).square().sum(), [*model.parameters()])
+
+    want = grads(step, plain)
+    assert_close(grads(torch.compile(step, backend=backend), tiled), want)
     assert len(graphs) == 2 and all("silu" not in graph.code for graph in graphs)
     tiled["mlp"].gate = torch.compile(tiled["mlp"].gate, backend=backend)
-    grads = torch.autograd.grad(step(tiled, x).square().sum(), [*tiled.parameters()])
-    torch.testing.assert_close(grads, want, rtol=1e-12, atol=1e-12)
+    assert_close(grads(step, tiled), want)
     assert len(graphs) > 2
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="eager", fullgraph=True)(tiled, x)
-    compiled = copy.deepcopy(plain)
-    compiled["mlp"] = torch.compile(compiled["mlp"], backend="eager")
-    parallelize(compiled, alone(), {"mlp": TiledMLP(tiles=3)})
-    grads = torch.autograd.grad(step(compiled, x).square().sum(), [*compiled.parameters()])
-    torch.testing.assert_close(grads, want, rtol=1e-12, atol=1e-12)
+    plain["mlp"] = torch.compile(plain["mlp"], backend="eager")
+    assert_close(grads(step, parallelize(plain, alone(), {"mlp": TiledMLP(tiles=3)})), want)
 
 
 # --- on ranks
@@ -332,7 +327,7 @@ def test_reduced_gradients(rank: int, axis: Any, how: str, reshard: bool) -> Non
     want = [(1 if how == "DDP" else 2) * grad for grad in run(plain)[1][1:]]
     model: Any = nn.Sequential(tiled["first"], tiled["mlp"])
     whole = rows()
-    x = whole[:, : 9 if rank == 0 else 4] if rank == 0 else whole[:, 9:]
+    x = whole[:, :9] if rank == 0 else whole[:, 9:]
     if how == "DDP":
         model = DistributedDataParallel(model, process_group=axis.get_group())
         sum_gradients(model)
@@ -391,11 +386,6 @@ def test_verified(axis: Any, styles: dict[str, Any]) -> None:
 # --- refusals
 
 
-class Conv(nn.Conv1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.pad(x.mT, (2, 0))).mT
-
-
 class Places(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -416,13 +406,9 @@ class Says(nn.Module):
 
 OUTER = torch.ones(C, requires_grad=True)
 MIXING: dict[str, Callable[[], nn.Module]] = {
-    "a convolution": lambda: Conv(C, C, 3),
-    "attention": lambda: Says(lambda _, x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
     "learned positions": Places,
     "a mean": lambda: Says(lambda _, x: x - x.mean(1, keepdim=True)),
     "a running sum": lambda: Says(lambda _, x: x.cumsum(1)),
-    "the largest": lambda: Says(lambda _, x: x / x.detach().abs().amax()),
-    "the last row": lambda: Says(lambda _, x: x + x[:, -1:].detach()),
     "the next row": lambda: Says(lambda _, x: x.roll(-1, 1)),
 }
 WRITING: dict[str, Callable[[], nn.Module]] = {
@@ -435,7 +421,6 @@ WRITING: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("num_rows", [2, 13])
 @pytest.mark.parametrize("name", MIXING)
-@pytest.mark.quick("convolution", "positions")
 def test_modules_that_mix_tokens_are_refused(name: str, num_rows: int) -> None:
     with pytest.raises(UnsupportedError, match=r"rows of \d+ that depend on other rows, or on their place"):
         apply(MIXING[name]())(rows(torch.float32, num_rows))
@@ -498,11 +483,9 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "twice": (UnsupportedError, "Linear with TiledMLP", lambda: apply(apply(nn.Linear(C, C)))),
     "behind a boundary": (
-        UnsupportedError,
-        "Linear with GatherOutput",
-        lambda: apply(
+        UnsupportedError, "Linear with GatherOutput", lambda: apply(
             parallelize(nn.Linear(C, C), alone(), {"": GatherOutput(ShardedSequence(alone()), gradient="sum")})
-        ),
+        )
     ),
     "both": (ArgumentError, "one of tiles= and tile_rows=", lambda: TiledMLP(tiles=2, tile_rows=2)),
     "neither": (ArgumentError, "got tiles=None, tile_rows=None", TiledMLP),
@@ -517,21 +500,18 @@ def test_refused(name: str) -> None:
         fn()
 
 
-def test_other_weights_in_the_backward_are_refused() -> None:
-    for change in ("step", "swap", "freeze"):
-        module = apply(nn.Linear(C, C))
-        if change == "swap":
-            with_others = {name: x.detach().clone().requires_grad_() for name, x in module.named_parameters()}
-            y = torch.func.functional_call(module, with_others, rows(torch.float32))
-        else:
-            y = module(rows(torch.float32))
+@pytest.mark.parametrize("change", ["step", "swap", "freeze"])
+def test_other_weights_in_the_backward_are_refused(change: str) -> None:
+    module, x = apply(nn.Linear(C, C)), rows(torch.float32)
+    others = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    y = torch.func.functional_call(module, others, x) if change == "swap" else module(x)
+    if change == "step":
         with torch.no_grad():
-            if change == "step":
-                module.weight.mul_(2)
-        if change == "freeze":
-            module.bias.requires_grad_(False)
-        with pytest.raises(UnsupportedError, match="the weights of the forward in the backward"):
-            y.sum().backward()
+            module.weight.mul_(2)
+    elif change == "freeze":
+        module.bias.requires_grad_(False)
+    with pytest.raises(UnsupportedError, match="the weights of the forward in the backward"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -553,11 +533,8 @@ def test_refused_on_every_rank(rank: int, axis: Any, how: str, said: str) -> Non
         fully_shard(module[0], mesh=axis)
     else:
         module = nn.Sequential(nn.Linear(C, C), nn.Linear(C, C))
-        stream = Shard(1)
-        styles = {"0": ColwiseParallel(input_layouts=stream), "1": RowwiseParallel(output_layouts=Shard(1))}
-        if how == "sharded output":
-            styles["0"] = ColwiseParallel()
-        parallelize(module, axis, styles)
+        first = ColwiseParallel() if how == "sharded output" else ColwiseParallel(input_layouts=Shard(1))
+        parallelize(module, axis, {"0": first, "1": RowwiseParallel(output_layouts=Shard(1))})
     x = rows(torch.float32, 8)
     parallelize(module, axis, {"": TiledMLP(tiles=2)})
     error = RankMismatchError if how == "one rank" and rank else Exception
