@@ -194,7 +194,7 @@ class Runner:
         answers = pool.cell(mistake, set_up, look, check)
         said = [x for x in answers if x is not None]
         whole = {*QUIET, "refused", "at step", "found"}
-        if len({x and x.found for x in answers}) > 1 or not {x.found for x in said} <= whole:
+        if None in answers or len({x.found for x in said}) > 1 or not {x.found for x in said} <= whole:
             pool.close()
         hung = len(said) < len(answers) or any(x.found == "hangs" for x in said)
         if set_up == "pipeline" and hung:  # the other stage waits for rows, as docs/pipelining.md says

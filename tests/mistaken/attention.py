@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,20 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedSequence, Striped, ZigZag
-from mistaken.listing import (
-    BLOCKS,
-    EAGER,
-    RIGHT,
-    ROOTLESS,
-    among,
-    core,
-    dense,
-    made,
-    rootless,
-    unpiped,
-    with_flex,
-)
+from cp_mesh import ContextParallel, Contiguous, Layout, Mask, ShardedSequence, Striped, ZigZag
+from mistaken.listing import RIGHT, core, dense, every, few, made, mistake, net, plain_logits, rootless, unpiped
 
 ATTENTION = "Attention and its styles"
 
@@ -96,47 +85,28 @@ core(ATTENTION, "a softcap that the style does not state", Capped, dense)
 core(ATTENTION, "sinks that the style does not state", Sinking, dense)
 
 
-class MaskedCore(Core):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Any = None) -> Tensor:
-        return Core.forward(self, q, k, v, documents if isinstance(documents, Tensor) else None)
+def unread(core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Any = None) -> Tensor:
+    return Core.forward(core, q, k, v, documents if isinstance(documents, Tensor) else None)
 
 
-@made(ATTENTION, "a Mask that no style reads")
-class UnreadMask(Training):
-    """Of the documents, or of a window."""
-
-    Net = type("Net", (Net,), {"Core": stating(forward=MaskedCore.forward)})
-
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return unpiped(set_up) and dense(set_up)
-
-    def given(self, batch: Batch) -> dict[str, Any]:
-        return super().given(batch) | {"documents": Mask(window=(3, 0))}
+def and_documents(of_batch: Callable[[Training, Batch], Any]) -> Callable[[Training, Batch], dict[str, Any]]:
+    """What the model is given, with other documents."""
+    return lambda self, batch: Training.given(self, batch) | {"documents": of_batch(self, batch)}
 
 
-@made(ATTENTION, "documents that no style reads")
-class UnreadDocuments(Training):
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return set_up.documents
-
-    def core_options(self, name: str) -> dict[str, Any]:
-        return {}
-
-
-@made(ATTENTION, "documents of the shard")
-class ShardedDocuments(UnreadDocuments):
-    core_options = Training.core_options
-
-    def given(self, batch: Batch) -> dict[str, Any]:
-        return super().given(batch) | {"documents": self.sequence.shard({"x": batch["documents"]})["x"]}
-
-
-@made(ATTENTION, "positions as documents")
-class PositionsAsDocuments(ShardedDocuments):
-    def given(self, batch: Batch) -> dict[str, Any]:
-        return Training.given(self, batch) | {"documents": batch["positions"]}
+UnreadMask = mistake(
+    ATTENTION, "a Mask that no style reads", every(unpiped, dense),
+    Net=net(Core=stating(forward=unread)), given=and_documents(lambda *_: Mask(window=(3, 0))),
+)  # fmt: skip
+packed = "documents"
+mistake(ATTENTION, "documents that no style reads", packed, core_options=lambda self, name: {})
+mistake(
+    ATTENTION, "documents of the shard", packed,
+    given=and_documents(lambda self, batch: self.sequence.shard({"x": batch["documents"]})["x"]),
+)  # fmt: skip
+mistake(
+    ATTENTION, "positions as documents", packed, given=and_documents(lambda self, batch: batch["positions"]),
+)  # fmt: skip
 
 
 class BlocksOfShard(Core):
@@ -145,7 +115,7 @@ class BlocksOfShard(Core):
         return create_block_mask(lambda b, h, q, k: q >= k, None, None, rows, rows, device="cpu", BLOCK_SIZE=4)
 
 
-core(ATTENTION, "a block mask of the shard", BlocksOfShard, with_flex)
+core(ATTENTION, "a block mask of the shard", BlocksOfShard, lambda set_up: set_up.flex)
 
 
 class TableOfShard(Core):
@@ -166,17 +136,13 @@ class TableOfShard(Core):
         return flex_attention(q, k, v, score_mod, self.block_mask(), enable_gqa=True)
 
 
-core(ATTENTION, "a score that counts rows of the shard", TableOfShard, with_flex)
+core(ATTENTION, "a score that counts rows of the shard", TableOfShard, lambda set_up: set_up.flex)
 
 
-@made(ATTENTION, "a variable of a loop")
+@made(ATTENTION, "a variable of a loop", every(unpiped, dense))
 class LoopVariable(Training):
     deep = True
-    Net = type("Net", (Net,), {"Core": stating()})
-
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return dense(set_up) and unpiped(set_up)
+    Net = net(Core=stating())
 
     def plan(self) -> dict[str, Any]:
         plan = super().plan()
@@ -200,54 +166,36 @@ class TensorMask(Core):
         return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
 
 
-class Waits(Training):
-    """Ranks wait for one another without the guard."""
-
-    slow = ("probe", "verify")
-
-
-class WaitsForProbe(Waits):
-    """Without the guard, a rank waits for the other's rows, and the other in the probe's vote, both until timeouts."""
-
-    blind = ("probe",)
+def window(*sizes: int) -> Callable[[Training, str], dict[str, Any]]:
+    """Of cores in the plan, by rank."""
+    return lambda self, name: {"mask": Mask(window=(sizes[self.cp_rank % len(sizes)], 0))}
 
 
-core(ATTENTION, "a tensor mask on one rank", TensorMask, dense, WaitsForProbe)
+def in_layout(*layouts: Layout) -> Callable[[Training], ShardedSequence]:
+    """A sequence in these, by rank."""
+    return lambda self: ShardedSequence(
+        self.axis, layouts[self.cp_rank % len(layouts)], length=Training.make_sequence(self).length
+    )
 
 
-@made(ATTENTION, "another window on each rank")
-class OtherWindows(Waits):
-    of = staticmethod(dense)
-
-    def core_options(self, name: str) -> dict[str, Any]:
-        return {"mask": Mask(window=(3 + 2 * self.cp_rank, 0))}
-
-
-@made(ATTENTION, "another layout on each rank")
-class OtherLayouts(Waits):
-    def make_sequence(self) -> ShardedSequence:
-        length = super().make_sequence().length
-        return ShardedSequence(self.axis, Striped() if self.cp_rank else ZigZag(), length=length)
+# Without the guard, a rank waits for the other's rows, and the other in the probe's vote, both until timeouts.
+core(ATTENTION, "a tensor mask on one rank", TensorMask, dense, slow=("probe", "verify"), blind=("probe",))
+waits: dict[str, Any] = {"slow": ("probe", "verify")}  # ranks for one another without the guard
+mistake(ATTENTION, "another window on each rank", dense, core_options=window(3, 5), **waits)
+mistake(ATTENTION, "another layout on each rank", make_sequence=in_layout(ZigZag(), Striped()), **waits)
 
 
-@made(ATTENTION, "layers in another order on one rank")
-class OtherOrder(Waits):
-    deep = unlike = True
+def in_other_order(self: Net, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+    rope, x = self.rope(x, positions), self.embed(x, positions)
+    turn = 1 if self.layers[0].core.plain or dist.get_rank() % 2 else -1
+    outs = [layer(x, rope, documents) for layer in [*self.layers][::turn]][::turn]
+    return self.head(self.norm(outs[0] + 2 * outs[1]))
 
-    class Net(Net):
-        def compute(self, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-            rope = self.rope(x, positions)
-            x = self.embed(x, positions)
-            layers = [*self.layers]
-            if self.layers[0].core.plain or dist.get_rank() % 2:
-                outs = [layer(x, rope, documents) for layer in layers]
-            else:
-                outs = [layer(x, rope, documents) for layer in layers[::-1]][::-1]
-            return self.head(self.norm(outs[0] + 2 * outs[1]))
 
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return unpiped(set_up) and set_up.beside != "tp"
+mistake(
+    ATTENTION, "layers in another order on one rank", plain_logits, deep=True, unlike=True,
+    Net=net(compute=in_other_order), **waits,
+)  # fmt: skip
 
 
 class CallsFunction(Core):
@@ -259,13 +207,9 @@ class CallsFunction(Core):
         return cp_mesh.attention(q, k, v, mesh=self.axis, layout=Contiguous())
 
 
-@made(ATTENTION, "the function in another layout than shard's")
+@made(ATTENTION, "the function in another layout than shard's", rootless)
 class OtherLayoutOfFunction(Training):
-    Net = type("Net", (Net,), {"Core": CallsFunction})
-
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return not set_up.root
+    Net = net(Core=CallsFunction)
 
     def plan(self) -> dict[str, Any]:
         for layer in self.model.layers:
@@ -280,13 +224,8 @@ class Config:
         self.__dict__ |= fields
 
 
-class OtherWindow(Training):
-    def core_options(self, name: str) -> dict[str, Any]:
-        return {"mask": Mask(window=(7, 0))}
-
-
 SLIDING = Config(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
-core(ATTENTION, "another window than the module's", stating(sliding_window=4), dense, OtherWindow)
+core(ATTENTION, "another window than the module's", stating(sliding_window=4), dense, core_options=window(7))
 core(ATTENTION, "a window in the module's config", stating(config=Config(sliding_window=4)), dense)
 core(ATTENTION, "a window of its layer in a config", stating(config=SLIDING, layer_idx=1), dense)
 core(ATTENTION, "chunks that the style does not state", stating(attention_chunk_size=4), dense)
@@ -308,45 +247,31 @@ class DropsWindow(Core):
 core(ATTENTION, "a window that a model drops for few rows", DropsWindow, dense)
 
 
-@made(ATTENTION, "documents of the first sequence")
-class FirstDocuments(UnreadDocuments):
-    def core_options(self, name: str) -> dict[str, Any]:
-        return {"mask": lambda q, k, v, documents: Mask(documents=documents[0])}
+def options(**given: Any) -> dict[str, Any]:
+    """Of cores in the plan."""
+    return {"core_options": lambda self, name: given}
 
 
-@made(ATTENTION, "a layer left out of the plan, watch=False")
-class LeftOutUnwatched(LeftOut):
-    watch = False
-
-
-@made(ATTENTION, "no layer in the plan, watch=False")
-class Unplanned(LeftOutUnwatched):
-    def plan(self) -> dict[str, Any]:
-        return {name: style for name, style in Training.plan(self).items() if not name}
-
-
-@made(ATTENTION, "no plan at all")
-class NoPlan(Training):
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return rootless(set_up)
-
-    def plan(self) -> dict[str, Any]:
-        return {}
-
-
-@made(ATTENTION, "a plan in another layout than shard's, with a length")
-class OtherLayoutOfPlan(NoPlan):
-    def plan(self) -> dict[str, Any]:
-        other = ShardedSequence(self.axis, Contiguous(), length=S)
-        return {name: ContextParallel(other) for name in Training.plan(self)}
+of_first = options(mask=lambda q, k, v, documents: Mask(documents=documents[0]))
+mistake(ATTENTION, "documents of the first sequence", packed, **of_first)
+mistake(ATTENTION, "a layer left out of the plan, watch=False", "", LeftOut, watch=False)
+mistake(
+    ATTENTION, "no layer in the plan, watch=False", "", LeftOut, watch=False,
+    plan=lambda self: {name: style for name, style in Training.plan(self).items() if not name},
+)  # fmt: skip
+mistake(ATTENTION, "no plan at all", rootless, plan=lambda self: {})
+mistake(
+    ATTENTION, "a plan in another layout than shard's, with a length", rootless,
+    plan=lambda self: {
+        name: ContextParallel(ShardedSequence(self.axis, Contiguous(), length=S)) for name in Training.plan(self)
+    },
+)  # fmt: skip
 
 
 class ChangedLater(Training):
     """A right step; then a layer attends outside of the plan."""
 
     deep = True
-    of = among(EAGER, ROOTLESS)
 
     def before(self) -> None:
         self.step(0)
@@ -356,20 +281,18 @@ class ChangedLater(Training):
         self.model.layers[1].core = self.net(plain=False).layers[1].core
 
 
-@made(ATTENTION, "a core replaced in a copy of the model")
+@made(ATTENTION, "a core replaced in a copy of the model", few)
 class InCopy(ChangedLater):
     def change(self) -> None:
         self.module = self.model = copy.deepcopy(self.model)
         super().change()
 
 
-@made(ATTENTION, "a layer added after the first step")
-class AddedLayer(ChangedLater):
-    def change(self) -> None:
-        self.model.layers.insert(1, self.net(plain=False).layers[1])
-
-
-made(ATTENTION, "a core replaced after the first step")(ChangedLater)
+mistake(
+    ATTENTION, "a layer added after the first step", few, ChangedLater,
+    change=lambda self: self.model.layers.insert(1, self.net(plain=False).layers[1]),
+)  # fmt: skip
+mistake(ATTENTION, "a core replaced after the first step", few, ChangedLater)
 
 
 class InEvaluation(Core):
@@ -383,56 +306,34 @@ class InEvaluation(Core):
         return self.core(q, k, v, documents) if self.training else super().attend(q, k, v, documents)
 
 
-@made(ATTENTION, "another path of attention in evaluation")
-class OtherPath(ChangedLater):
-    Net = type("Net", (Net,), {"Core": InEvaluation})
-
-    def plan(self) -> dict[str, Any]:
-        return {name: style for name, style in super().plan().items() if not name.endswith(("0.core", "1.core"))}
-
-    def change(self) -> None:
-        self.model.eval()
+mistake(
+    ATTENTION, "another path of attention in evaluation", few, ChangedLater, Net=net(Core=InEvaluation),
+    plan=lambda self: {
+        name: style for name, style in Training.plan(self).items() if not name.endswith(("0.core", "1.core"))
+    },
+    change=lambda self: self.model.eval(),
+)  # fmt: skip
 
 
 # ---- what is right
 
 
-class WithWindow(Training):
-    of = staticmethod(dense)
-
-    def core_options(self, name: str) -> dict[str, Any]:
-        return {"mask": Mask(window=(3, 0))}
-
-
-def options(**given: Any) -> type[Training]:
-    return type("WithOptions", (Training,), {"core_options": lambda self, name: given})
-
-
-core(RIGHT, "a window that both state", stating(sliding_window=4), dense, WithWindow)
-few = among(EAGER, ROOTLESS)
+core(RIGHT, "a window that both state", stating(sliding_window=4), dense, core_options=window(3))
 core(RIGHT, "a window of another layer in a config", stating(window=None, config=SLIDING, layer_idx=0), few)
 core(RIGHT, "a window longer than the sequence", stating(window=None, sliding_window=64), few)
 off = Config(sliding_window=4, use_sliding_window=False)
 core(RIGHT, "a window of a config that is switched off", stating(window=None, config=off), few)
 core(RIGHT, "no window, beside one in a config", stating(window=None, sliding_window=None, config=SLIDING), few)
-core(RIGHT, "a softcap that both state", Capped, few, options(scores={"softcap": 0.5}))
-core(RIGHT, "sinks that both state", Sinking, few, options(scores=lambda core, *_: {"sinks": core.sinks}))
+core(RIGHT, "a softcap that both state", Capped, few, **options(scores={"softcap": 0.5}))
+core(RIGHT, "sinks that both state", Sinking, few, **options(scores=lambda core, *_: {"sinks": core.sinks}))
+mistake(RIGHT, "a Mask that a style reads", "", UnreadMask, **options(mask=lambda q, k, v, documents=None: documents))
 
 
-@made(RIGHT, "a Mask that a style reads")
-class ReadMask(UnreadMask):
-    def core_options(self, name: str) -> dict[str, Any]:
-        return {"mask": lambda q, k, v, documents=None: documents}
-
-
-@made(RIGHT, "attention to another sequence beside the plan")
-class ToAnother(Training):
+def beside(self: Net, x: Tensor) -> Tensor:
     """Keys of another length are nobody's shard."""
+    q = x.unflatten(-1, (H, D)).transpose(1, 2)
+    keys = torch.ones(len(q), H, 5, D, dtype=q.dtype)
+    return x + F.scaled_dot_product_attention(q, keys, keys).transpose(1, 2).flatten(2)
 
-    of = among(EAGER, ROOTLESS, BLOCKS)
 
-    class Net(Net):
-        def mix(self, x: Tensor) -> Tensor:
-            q = x.unflatten(-1, (H, D)).transpose(1, 2)
-            keys = torch.ones(len(q), H, 5, D, dtype=q.dtype)
-            return x + F.scaled_dot_product_attention(q, keys, keys).transpose(1, 2).flatten(2)
+mistake(RIGHT, "attention to another sequence beside the plan", "eager, cores, blocks", Net=net(mix=beside))

@@ -9,76 +9,39 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from model import C
-from set_ups import RATE, Batch, Net, SetUp, Training, local
+from set_ups import RATE, Net, Training, local
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from mistaken.labels import LossOverCp, OfGathered, OwnMean, another_model, evaluate
-from mistaken.listing import (
-    BLOCKS,
-    DDP,
-    EAGER,
-    FSDP2,
-    RIGHT,
-    ROOTLESS,
-    among,
-    made,
-)
+from mistaken.labels import OfGathered, another_model, evaluate, over_cp, plain_loss
+from mistaken.listing import RIGHT, by_hand, every, few, made, mistake, plain_logits
 
 GRADIENTS = "Gradients"
+averaged: dict[str, Any] = {"sums": False}
+over_dp = property(lambda self: self.grid["dp"])
 
 
-def by_hand(set_up: SetUp) -> bool:
-    return set_up.by == "hand"
+def average_by_hand(self: Training) -> None:
+    Training.reduce(self)
+    for x in self.model.parameters():
+        local(x.grad).div_(self.reduced.size())
 
 
-@made(GRADIENTS, "gradients over cp alone")
-class OverCp(LossOverCp):
-    counted = Training.counted
-
-    @property
-    def reduced(self) -> Any:
-        return self.axis
-
-
-@made(GRADIENTS, "gradients over dp alone")
-class OverDp(OverCp):
-    @property
-    def reduced(self) -> Any:
-        return self.grid["dp"]
+mistake(GRADIENTS, "gradients over cp alone", plain_logits, dp=True, reduced=over_cp)
+mistake(GRADIENTS, "gradients over dp alone", plain_logits, dp=True, reduced=over_dp)
+mistake(GRADIENTS, "gradients that are averaged", lambda set_up: set_up.by != "hand", **averaged)
+mistake(GRADIENTS, "gradients that are averaged by hand", by_hand, reduce=average_by_hand)
+unreduced: dict[str, Any] = {"reduce": lambda self: None}
+mistake(GRADIENTS, "gradients that nobody reduces", by_hand, **unreduced)
 
 
-@made(GRADIENTS, "gradients that are averaged")
-class Averaged(Training):
-    sums = False
-
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return set_up.by != "hand"
-
-
-@made(GRADIENTS, "gradients that are averaged by hand")
-class AveragedByHand(Training):
-    of = staticmethod(by_hand)
-
-    def reduce(self) -> None:
-        super().reduce()
-        for x in self.model.parameters():
-            local(x.grad).div_(self.reduced.size())
-
-
-@made(GRADIENTS, "gradients that nobody reduces")
-class Unreduced(Training):
-    of = staticmethod(by_hand)
+@made(GRADIENTS, "an optimizer in the backward", by_hand)
+class InBackward(Training):
+    """Its steps are before the sum; gradients are kept to be looked at."""
 
     def reduce(self) -> None:
         pass
-
-
-@made(GRADIENTS, "an optimizer in the backward")
-class InBackward(Unreduced):
-    """Its steps are before the sum; gradients are kept to be looked at."""
 
     def build(self) -> None:
         super().build()
@@ -94,53 +57,33 @@ class InBackward(Unreduced):
         pass
 
 
-@made(GRADIENTS, "other weights on each rank")
-class OtherWeights(Training):
-    of = staticmethod(by_hand)
-
-    def prepare(self, model: Net) -> None:
-        generator = torch.Generator().manual_seed(self.rank)
-        for x in model.layers.parameters():
-            x.data += 0.1 * torch.randn(x.shape, generator=generator)
+def other_weights(self: Training, model: Net) -> None:
+    generator = torch.Generator().manual_seed(self.rank)
+    for x in model.layers.parameters():
+        x.data += 0.1 * torch.randn(x.shape, generator=generator)
 
 
-@made(GRADIENTS, "weights frozen on one rank")
-class FrozenOnOne(Training):
+def freeze_on_one(self: Training, model: Net) -> None:
     """Every weight before the keys of the first layer: their attention wants no gradient of q, k and v there."""
-
-    slow = ("probe", "verify")
-
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return set_up in (SetUp(), SetUp(root=False))  # it waits in others too
-
-    def prepare(self, model: Net) -> None:
-        if self.cp_rank:
-            for name, x in model.named_parameters():
-                x.requires_grad_(not name.startswith(("embedding", "layers.0.norm", "layers.0.w")))
+    for name, x in model.named_parameters():
+        x.requires_grad_(not (self.cp_rank and name.startswith(("embedding", "layers.0.norm", "layers.0.w"))))
 
 
-@made(GRADIENTS, "one backward more on one rank")
-class OneMore(Training):
-    slow = ("probe", "verify")
-
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return set_up in (SetUp(), SetUp(root=False), SetUp(by="FSDP2", beside="dp"))  # it waits in others too
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(retain_graph=self.cp_rank == 0)
-        if self.cp_rank == 0:
-            loss.backward()
+def once_more(self: Training, loss: Tensor) -> None:
+    loss.backward(retain_graph=self.cp_rank == 0)
+    if self.cp_rank == 0:
+        loss.backward()
 
 
-@made(GRADIENTS, "two models of which one has a mean")
+mistake(GRADIENTS, "other weights on each rank", by_hand, prepare=other_weights)
+waits: dict[str, Any] = {"slow": ("probe", "verify")}  # and in other set-ups too
+mistake(GRADIENTS, "weights frozen on one rank", few, prepare=freeze_on_one, **waits)
+mistake(GRADIENTS, "one backward more on one rank", "eager, cores, FSDP2", backward=once_more, **waits)
+
+
+@made(GRADIENTS, "two models of which one has a mean", every(plain_logits, by_hand))
 class TwoModels(Training):
     """The sum of their losses has one backward."""
-
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return set_up.beside not in ("tp", "pp") and set_up.by == "hand"
 
     def build(self) -> None:
         super().build()
@@ -161,37 +104,22 @@ class TwoModels(Training):
         return self.other.compare(number, [])
 
 
-@made(GRADIENTS, "one parameter that nobody reduces")
-class OneUnreduced(Training):
-    of = staticmethod(by_hand)
-
-    def reduce(self) -> None:
-        head = [*self.model.parameters()][-1]
-        grad = None if head.grad is None else head.grad.clone()
-        super().reduce()
-        head.grad = grad
+def reduce_all_but_one(self: Training) -> None:
+    head = [*self.model.parameters()][-1]
+    grad = None if head.grad is None else head.grad.clone()
+    Training.reduce(self)
+    head.grad = grad
 
 
-@made(GRADIENTS, "every rank computes all rows")
-class Replicated(Training):
-    """The degree of parallelism is ignored, and gradients are summed."""
-
-    of = among(EAGER)
-    watch = False
-
-    def plan(self) -> dict[str, Any]:
-        return {}
-
-    def labels(self, batch: Batch) -> Tensor:
-        return batch["labels"]
-
-    def loss(self, logits: Any, labels: Tensor, **options: Any) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+mistake(GRADIENTS, "one parameter that nobody reduces", by_hand, reduce=reduce_all_but_one)
+mistake(  # the degree of parallelism is ignored, and gradients are summed
+    GRADIENTS, "every rank computes all rows", "eager", watch=False,
+    plan=lambda self: {}, labels=lambda self, batch: batch["labels"], loss=plain_loss,
+)  # fmt: skip
 
 
-@made(GRADIENTS, "gradients summed in the first steps alone")
+@made(GRADIENTS, "gradients summed in the first steps alone", few)
 class SummedAtFirst(Training):
-    of = among(EAGER, ROOTLESS)
     steps = 5
     sums_by_hand = True
 
@@ -216,11 +144,10 @@ class Critic(Training):
         super().take_step()
 
 
-made(RIGHT, "a critic with steps of its own")(type("Critic", (Critic,), {"of": among(EAGER, ROOTLESS)}))
-made(GRADIENTS, "gradients that are averaged, beside a critic")(
-    type("Critic", (Critic, Averaged), {"of": among(FSDP2)})
-)
-made(GRADIENTS, "gradients that are averaged, after an evaluation")(type("After", (Averaged,), {"before": evaluate}))
+mistake(RIGHT, "a critic with steps of its own", few, Critic)
+mistake(GRADIENTS, "gradients that are averaged, beside a critic", "FSDP2", Critic, **averaged)
+by_wrapper = "FSDP2, DDP"
+mistake(GRADIENTS, "gradients that are averaged, after an evaluation", by_wrapper, before=evaluate, **averaged)
 
 
 class Teacher(Training):
@@ -238,15 +165,15 @@ class Teacher(Training):
         return logits + 0 * target
 
 
-made(RIGHT, "a teacher before the loss")(type("Teacher", (Teacher,), {"of": among(EAGER, ROOTLESS, FSDP2, DDP)}))
-made(GRADIENTS, "gradients that are averaged, with a teacher")(type("Teacher", (Teacher, Averaged), {"of": among(DDP)}))
+mistake(RIGHT, "a teacher before the loss", "eager, cores, FSDP2, DDP", Teacher)
+mistake(GRADIENTS, "gradients that are averaged, with a teacher", "DDP", Teacher, **averaged)
 
 
-class Accumulated(Averaged):
+class Accumulated(Training):
     """A batch four times, reduced with the last; ``factor``: of each loss."""
 
     blind = ("verify",)  # which calls the backward
-    of = among(DDP)
+    sums = False
     factor: ClassVar[float] = 1.0
 
     def step(self, number: int) -> None:
@@ -260,35 +187,30 @@ class Accumulated(Averaged):
         self.off = self.compare(number, [loss])
 
 
-made(GRADIENTS, "accumulated gradients that are averaged")(type("Accumulated", (Accumulated,), {"factor": 0.25}))
-made(RIGHT, "accumulated gradients of four ranks, averaged")(Accumulated)
+mistake(GRADIENTS, "accumulated gradients that are averaged", "DDP", Accumulated, factor=0.25)
+mistake(RIGHT, "accumulated gradients of four ranks, averaged", "DDP", Accumulated)
+unseen: dict[str, Any] = {"blind": ("verify",)}  # which calls the backward
+mistake(
+    RIGHT, "a loss times the number of ranks, averaged", by_wrapper,
+    backward=lambda self, loss: (self.reduced.size() * loss).backward(), **averaged, **unseen,
+)  # fmt: skip
 
 
-@made(RIGHT, "a loss times the number of ranks, averaged")
-class Times(Averaged):
-    blind = ("verify",)  # which calls the backward
-
-    def backward(self, loss: Tensor) -> None:
-        (self.reduced.size() * loss).backward()
+def sum_over_cp(self: Training, loss: Tensor) -> None:
+    (2 * loss).backward()
+    for x in self.model.parameters():
+        dist.all_reduce(local(x.grad), group=self.axis.get_group())
 
 
-@made(RIGHT, "FSDP2 over dp, with sums over cp by hand")
-class SummedOverCp(OverDp):
-    blind = ("verify",)  # which calls the backward
-    of = among(FSDP2)
-    sums = False
-
-    def backward(self, loss: Tensor) -> None:
-        (2 * loss).backward()
-        for x in self.model.parameters():
-            dist.all_reduce(local(x.grad), group=self.axis.get_group())
+mistake(
+    RIGHT, "FSDP2 over dp, with sums over cp by hand", "FSDP2", dp=True, reduced=over_dp, backward=sum_over_cp,
+    **averaged, **unseen,
+)  # fmt: skip
 
 
-@made(RIGHT, "an optimizer in the backward, after sums")
+@made(RIGHT, "an optimizer in the backward, after sums", "eager, cores, FSDP2")
 class SumsInBackward(InBackward):
     blind = ("verify",)  # which calls no optimizer
-
-    of = among(EAGER, ROOTLESS, FSDP2)
 
     def take_own_step(self, x: Tensor) -> None:
         if self.set_up.by == "hand":
@@ -296,44 +218,31 @@ class SumsInBackward(InBackward):
         super().take_own_step(x)
 
 
-@made(GRADIENTS, "the mean of rows, an optimizer in the backward")
-class MeanInBackward(SumsInBackward):
-    of = among(EAGER, ROOTLESS)
-    loss = OwnMean.loss
+mistake(GRADIENTS, "the mean of rows, an optimizer in the backward", few, SumsInBackward, loss=plain_loss)
+mistake(GRADIENTS, "averages by FSDP2, an optimizer in the backward", "FSDP2", SumsInBackward, **averaged)
+few_more = "eager, cores, blocks"
+mistake(GRADIENTS, "gradients that nobody reduces, of a second model", few_more, before=another_model, **unreduced)
 
 
-@made(GRADIENTS, "averages by FSDP2, an optimizer in the backward")
-class AveragesInBackward(SumsInBackward):
-    of = among(FSDP2)
-    sums = False
-
-
-@made(GRADIENTS, "gradients that nobody reduces, of a second model")
-class SecondUnreduced(Unreduced):
-    of = among(EAGER, ROOTLESS, BLOCKS)
-    before = another_model
-
-
-@made(GRADIENTS, "gradients that nobody reduces, after steps of another model")
-class UnreducedLater(Unreduced):
+def steps_of_another(self: Training) -> None:
     """Rounds of steps are counted, and not those of optimizers of one parameter each."""
-
-    of = among(EAGER, ROOTLESS)
-
-    def before(self) -> None:
-        other = Training(self.rank, self.set_up)
-        other.build()
-        optimizers = {x: torch.optim.SGD([x], RATE) for x in other.model.parameters()}
-        for _ in range(40):
-            for x, optimizer in optimizers.items():
-                x.grad = torch.zeros_like(x)
-                optimizer.step()
+    other = Training(self.rank, self.set_up)
+    other.build()
+    optimizers = {x: torch.optim.SGD([x], RATE) for x in other.model.parameters()}
+    for _ in range(40):
+        for x, optimizer in optimizers.items():
+            x.grad = torch.zeros_like(x)
+            optimizer.step()
 
 
-@made(GRADIENTS, "averages by FSDP1")
-class ByFSDP1(Averaged):
-    of = among(FSDP2)
-    steps = 3
+mistake(
+    GRADIENTS, "gradients that nobody reduces, after steps of another model", few, before=steps_of_another, **unreduced
+)
+
+
+@made(GRADIENTS, "averages by FSDP1", "FSDP2")
+class ByFSDP1(Training):
+    steps, sums = 3, False
 
     def distribute(self) -> nn.Module:
         policy = ModuleWrapPolicy({nn.Linear, nn.Embedding})
@@ -344,20 +253,12 @@ class ByFSDP1(Averaged):
         return 1.0
 
 
-@made(GRADIENTS, "averages of gathered outputs")
-class AveragesOfGathered(OfGathered):
-    of = among(FSDP2, DDP)
-    sums = False
-
-    def loss(self, logits: Any, labels: Tensor, **options: Any) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+mistake(GRADIENTS, "averages of gathered outputs", by_wrapper, OfGathered, loss=plain_loss, **averaged)
 
 
-@made(GRADIENTS, "adapters that begin at 0, others on each rank")
+@made(GRADIENTS, "adapters that begin at 0, others on each rank", few)
 class Adapters(Training):
     """A gradient of 0 proves nothing: the weights differ, and are not refused."""
-
-    of = among(EAGER, ROOTLESS)
 
     class Net(Net):
         def extend(self) -> None:
@@ -373,26 +274,14 @@ class Adapters(Training):
         return found
 
 
-class OfReplica(Training):
-    """A model that every cp group has for itself."""
-
-    @property
-    def reduced(self) -> Any:
-        return self.axis
-
-    @property
-    def counted(self) -> Any:
-        return self.axis
+def of_replica(self: Training) -> None:
+    """A step of a model that every cp group has for itself."""
+    other = type("OfReplica", (Training,), {"reduced": over_cp, "counted": over_cp})(self.rank, self.set_up)
+    other.build()
+    other.at = "step"
+    batch = other.batch(0, 0)
+    other.loss(other.forward(other.given(batch)), other.labels(batch)).backward()
+    other.take_step()
 
 
-@made(RIGHT, "a second model, of each replica")
-class SecondOfReplica(Training):
-    of = among(FSDP2)
-
-    def before(self) -> None:
-        other = OfReplica(self.rank, self.set_up)
-        other.build()
-        other.at = "step"
-        batch = other.batch(0, 0)
-        other.loss(other.forward(other.given(batch)), other.labels(batch)).backward()
-        other.take_step()
+mistake(RIGHT, "a second model, of each replica", "FSDP2", before=of_replica)

@@ -14,48 +14,33 @@ from torch import Tensor, nn
 import cp_mesh
 from cp_mesh import Mask, ShardedSequence
 from mistaken.attention import hidden, scores_of
-from mistaken.listing import (
-    EAGER,
-    FSDP2,
-    RIGHT,
-    ROOTLESS,
-    among,
-    core,
-    dense,
-    made,
-    model,
-)
+from mistaken.listing import RIGHT, core, dense, every, few, made, mistake, net, with_logits
 
 MIXING = "Tokens mixed outside of the plan"
 
 
 def mixing(name: str, mix: Callable[[Any, Tensor], Tensor], extend: Callable[[Any], None] = lambda self: None) -> None:
-    model(MIXING, name, type("Net", (Net,), {"mix": mix, "extend": extend}))
+    mistake(MIXING, name, Net=net(mix=mix, extend=extend))
 
 
-def _attention(net: Any, x: Tensor) -> Tensor:
+def _attention(model: Any, x: Tensor) -> Tensor:
     q = x.unflatten(-1, (H, D)).transpose(1, 2)
     return x + (hidden(scores_of(q, q)).softmax(-1) @ q).transpose(1, 2).flatten(2)
 
 
-def _linear_attention(net: Any, x: Tensor) -> Tensor:
+def _linear_attention(model: Any, x: Tensor) -> Tensor:
     q = x.unflatten(-1, (H, D)).transpose(1, 2)
     mapped = F.elu(q) + 1
     weights = (mapped @ mapped.transpose(-1, -2)).tril()
     return x + ((weights @ q) / weights.sum(-1, keepdim=True)).transpose(1, 2).flatten(2)
 
 
-def _conv(net: Any, x: Tensor) -> Tensor:
-    return x + net.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
-
-
-def _batch_norm(net: Any, x: Tensor) -> Tensor:
-    return net.bn(x.flatten(0, 1)).view_as(x)
-
-
 mixing("matmul and softmax", _attention)
 mixing("linear attention", _linear_attention)
-mixing("a convolution", _conv, lambda net: setattr(net, "conv", nn.Conv1d(C, C, 3, groups=C)))
+mixing(
+    "a convolution", lambda net, x: x + net.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2),
+    lambda net: setattr(net, "conv", nn.Conv1d(C, C, 3, groups=C)),
+)  # fmt: skip
 mixing("the mean of tokens", lambda net, x: x - x.mean(1, keepdim=True))
 mixing("the first token", lambda net, x: x + x[:, :1])
 mixing("cumsum", lambda net, x: x + x.cumsum(1) / 8)
@@ -63,7 +48,9 @@ mixing("a GRU", lambda net, x: x + net.gru(x)[0], lambda net: setattr(net, "gru"
 mixing("a root mean square of rows", lambda net, x: x / x.square().mean(1, keepdim=True).sqrt())
 mixing("roll", lambda net, x: x + x.roll(1, 1))
 mixing("a shift by padding", lambda net, x: x + F.pad(x, (0, 0, 1, 0))[:, :-1])
-mixing("batch norm", _batch_norm, lambda net: setattr(net, "bn", nn.BatchNorm1d(C)))
+mixing(
+    "batch norm", lambda net, x: net.bn(x.flatten(0, 1)).view_as(x), lambda net: setattr(net, "bn", nn.BatchNorm1d(C))
+)
 
 
 class ExpertChoice(Experts):
@@ -81,35 +68,31 @@ class Capacity(Experts):
         return weights * ((weights > 0).cumsum(1) <= scores.shape[1] // 3)
 
 
-model(MIXING, "expert choice", type("Net", (Net,), {"Experts": ExpertChoice}), of=staticmethod(lambda s: s.moe))
-model(MIXING, "a capacity of experts", type("Net", (Net,), {"Experts": Capacity}), of=staticmethod(lambda s: s.moe))
+mistake(MIXING, "expert choice", "MoE", Net=net(Experts=ExpertChoice))
+mistake(MIXING, "a capacity of experts", "MoE", Net=net(Experts=Capacity))
+
+Attend = Callable[[Core, Tensor, Tensor, Tensor, Any], Tensor]
 
 
-class Shifted(Core):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        return super().attend(q, F.pad(k, (0, 0, 1, 0))[:, :, :-1], v, documents)
+def attending(attend: Attend, **fields: Any) -> type[Core]:
+    """A core that attends so; each reads `Core.attend` of what it makes of q, k and v."""
+    return type("Core", (Core,), {"attend": lambda self, q, k, v, ids=None: attend(self, q, k, v, ids), **fields})
 
 
-class Registers(Core):
+def registers(self: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     """Rows in front of q, k and v, which are cut off again."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        q, k, v = (torch.cat([torch.ones_like(x[:, :, :3]), x], 2) for x in (q, k, v))
-        return super().attend(q, k, v)[:, :, 3:]
+    return Core.attend(self, *(torch.cat([torch.ones_like(x[:, :, :3]), x], 2) for x in (q, k, v)))[:, :, 3:]
 
 
-class Chunks(Core):
+def chunks(self: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     """Attention within four rows, by a reshape."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        cut = (x.unflatten(2, (-1, 4)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        return super().attend(*cut).unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)
+    cut = (x.unflatten(2, (-1, 4)).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return Core.attend(self, *cut).unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)
 
 
-class OverHeads(Core):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return super().attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+def over_heads(self: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return Core.attend(self, *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 class Context(Core):
@@ -128,30 +111,24 @@ class Context(Core):
         return F.scaled_dot_product_attention(q, context, context + extra)
 
 
-class Crossing(Training):
-    of = staticmethod(dense)
-
-    def core_options(self, name: str) -> dict[str, Any]:
-        return {"mask": Mask(causal=False)}
+def shifted(self: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    return Core.attend(self, q, F.pad(k, (0, 0, 1, 0))[:, :, :-1], v, documents)
 
 
-model(MIXING, "keys shifted in the core", type("Net", (Net,), {"Core": Shifted}))
-core(MIXING, "registers before q, k and v in the core", Registers, dense)
-core(MIXING, "chunks by a reshape in the core", Chunks, dense)
-core(MIXING, "a forgotten transpose in the core", OverHeads, dense)
-core(MIXING, "a context in the core", type("Context", (Context,), {"num": 5}), dense, Crossing)
-core(
-    MIXING,
-    "a context as long as the shard in the core",
-    Context,
-    lambda set_up: dense(set_up) and set_up.beside != "tp",  # whose ranks have other heads of it
-    Crossing,
-)
-
-
-def half_of_rows(core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+def half_of_rows(self: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
     q, k, v = (x[:, :, : x.shape[2] // 2] for x in (q, k, v))
-    return torch.cat([Core.attend(core, q, k, v), q.new_zeros(q.shape)], 2)
+    return torch.cat([Core.attend(self, q, k, v), q.new_zeros(q.shape)], 2)
+
+
+core(MIXING, "keys shifted in the core", attending(shifted))
+core(MIXING, "registers before q, k and v in the core", attending(registers), dense)
+core(MIXING, "chunks by a reshape in the core", attending(chunks), dense)
+core(MIXING, "a forgotten transpose in the core", attending(over_heads), dense)
+crossing: dict[str, Any] = {"core_options": lambda self, name: {"mask": Mask(causal=False)}}
+core(MIXING, "a context in the core", type("Context", (Context,), {"num": 5}), dense, **crossing)
+equal = every(dense, with_logits)  # ranks of tp have other heads of it
+core(MIXING, "a context as long as the shard in the core", Context, equal, **crossing)
+core(MIXING, "half of the rows in the core", attending(half_of_rows), dense)
 
 
 class WrongGradient(torch.autograd.Function):
@@ -168,20 +145,19 @@ class WrongGradient(torch.autograd.Function):
 
 
 def wrong_gradient(change: Callable[[Tensor], Tensor]) -> type[Core]:
-    def attend(self: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        return Core.attend(self, q, k, v if self.plain else WrongGradient.apply(v, change), documents)
-
-    return type("Core", (Core,), {"attend": attend})
-
-
-def last_ignored(core: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    out = Core.attend(core, q, k, v, documents)
-    return out if core.plain else torch.cat([out[:, :, :-1], 0 * out[:, :, -1:]], 2)
+    return attending(
+        lambda self, q, k, v, documents: Core.attend(
+            self, q, k, v if self.plain else WrongGradient.apply(v, change), documents
+        )
+    )
 
 
-core(MIXING, "half of the rows in the core", type("Core", (Core,), {"attend": half_of_rows}), dense)
-few = among(EAGER, ROOTLESS)
-core(MIXING, "the last row of a shard ignored", type("Core", (Core,), {"attend": last_ignored}), few)
+def last_ignored(self: Core, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    out = Core.attend(self, q, k, v, documents)
+    return out if self.plain else torch.cat([out[:, :, :-1], 0 * out[:, :, -1:]], 2)
+
+
+core(MIXING, "the last row of a shard ignored", attending(last_ignored), few)
 core(MIXING, "gradients of stale keys", wrong_gradient(lambda grad: grad.roll(1, 2)), few)
 core(MIXING, "a part of the gradient of v", wrong_gradient(lambda grad: 0.9 * grad), few)
 core(MIXING, "NaN for the gradient of v", wrong_gradient(lambda grad: grad * float("nan")), few)
@@ -236,11 +212,11 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, d
     return torch.stack(out, 1)
 
 
+@made(RIGHT, "recurrent layers", "eager, cores, FSDP2, documents")
 class Hybrid(Training):
     """Layer 0 is recurrent, and named in no plan: its calls say the sequence."""
 
     deep = True
-    of = among(EAGER, ROOTLESS, FSDP2, SetUp(documents=True))
     Layer: ClassVar[type[Recurrent]] = Recurrent
 
     def net(self, plain: bool) -> Net:
@@ -254,15 +230,10 @@ class Hybrid(Training):
         return {name: style for name, style in super().plan().items() if name != "layers.0.core"}
 
 
-made(RIGHT, "recurrent layers")(Hybrid)
+def of_layers(**parts: Any) -> dict[str, Any]:
+    return {"Layer": type("Recurrent", (Recurrent,), parts)}
 
 
-@made(MIXING, "documents that a recurrent layer is not given")
-class Untold(Hybrid):
-    of = among(SetUp(documents=True))
-    Layer = type("Recurrent", (Recurrent,), {"told": False})
-
-
-@made(MIXING, "a convolution of the shard before a recurrent layer")
-class OwnConvolution(Hybrid):
-    Layer = type("Recurrent", (Recurrent,), {"convolved": lambda self, x, options: convolved(x, self.weight, None)})
+mistake(MIXING, "documents that a recurrent layer is not given", "documents", Hybrid, **of_layers(told=False))
+own = of_layers(convolved=lambda self, x, options: convolved(x, self.weight, None))
+mistake(MIXING, "a convolution of the shard before a recurrent layer", "", Hybrid, **own)

@@ -8,47 +8,39 @@ from typing import Any, ClassVar
 
 import torch
 from model import C, D, rotate
-from set_ups import B, Batch, Core, Net, S, SetUp, Training, turns
+from set_ups import B, Batch, Core, Net, S, Training, turns
 from torch import Tensor, nn
 
 from mistaken.batches import OtherLengths
-from mistaken.listing import (
-    RIGHT,
-    made,
-    model,
-    rooted,
-    unpiped,
-)
+from mistaken.listing import RIGHT, core, every, mistake, net, rooted, unpacked, unpiped
 
 POSITIONS = "Positions"
 
 
-@made(POSITIONS, "positions that nobody gives")
-class NoPositions(Training):
-    """Counted by the model from 0, as the caller leaves them out and the root supplies none."""
+def given(positions: Callable[[Training], Tensor | None]) -> Callable[[Training, Batch], dict[str, Any]]:
+    """What the model is given, with other positions, or none."""
 
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return not set_up.documents
+    def of_batch(self: Training, batch: Batch) -> dict[str, Any]:
+        found = Training.given(self, batch) | {"positions": positions(self)}
+        return {name: x for name, x in found.items() if x is not None}
 
-    def root_options(self) -> dict[str, Any]:
-        return super().root_options() | {"positions": None}
-
-    def given(self, batch: Batch) -> dict[str, Any]:
-        given = super().given(batch)
-        given.pop("positions", None)
-        return given
+    return of_batch
 
 
-@made(POSITIONS, "positions counted from 0 by the caller")
-class CountedPositions(Training):
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return not set_up.documents
+def without_positions(self: Training) -> dict[str, Any]:
+    return Training.root_options(self) | {"positions": None}
 
-    def given(self, batch: Batch) -> dict[str, Any]:
-        positions = torch.arange(S // 2)
-        return super().given(batch) | {"positions": positions if unpiped(self.set_up) else positions.expand(B, -1)}
+
+def from_0(self: Training) -> Tensor:
+    return torch.arange(S // 2) if unpiped(self.set_up) else torch.arange(S // 2).expand(B, -1)
+
+
+# Counted by the model from 0, as the caller leaves them out and the root supplies none.
+mistake(
+    POSITIONS, "positions that nobody gives", unpacked,
+    root_options=without_positions, given=given(lambda self: None),
+)  # fmt: skip
+mistake(POSITIONS, "positions counted from 0 by the caller", unpacked, given=given(from_0))
 
 
 class Short(Net):
@@ -59,9 +51,11 @@ class Short(Net):
         return self.embedding(tokens) + self.table(torch.arange(tokens.shape[1]) if positions is None else positions)
 
 
-made(POSITIONS, "a table of positions too short for padding")(
-    type("OfModel", (OtherLengths,), {"Net": Short, "length": 21, "batch": Training.batch, "slow": ("probe", "verify")})
-)
+padded: dict[str, Any] = {"length": 21, "batch": Training.batch}
+mistake(
+    POSITIONS, "a table of positions too short for padding", "", OtherLengths, Net=Short, slow=("probe", "verify"),
+    **padded,
+)  # fmt: skip
 
 
 class Counting(Net):
@@ -87,8 +81,7 @@ def unturned(net: Net, x: Tensor, positions: Tensor | None) -> Tensor:
 
 def counting(name: str, uses: str, **parts: Callable[..., Any]) -> None:
     """Lists a model that counts its positions: as a learned table, of which each rank then reads the same rows."""
-    fields = {"uses": uses, **parts}
-    model(POSITIONS, name, type("Net", (Counting,), fields), positioned=False)
+    mistake(POSITIONS, name, Net=net(Counting, uses=uses, **parts), positioned=False)
 
 
 def learned(name: str, read: Callable[[Any, Tensor], Tensor], uses: str = "table") -> None:
@@ -130,8 +123,7 @@ class TurningCore(Core):
 
 
 def turning(name: str, **parts: Callable[..., Any]) -> None:
-    core = type("Core", (TurningCore,), parts)
-    counting(name, "", Core=core, rope=unturned)
+    counting(name, "", Core=type("Core", (TurningCore,), parts), rope=unturned)
 
 
 def _kept(core: Any, rows: int) -> Tensor:
@@ -160,25 +152,12 @@ class Ignoring(Net):
         return self.turns[:, : positions.shape[-1]]
 
 
-model(POSITIONS, "positions taken and ignored", Ignoring)
-
-
-class Largest(Net):
-    """Its base depends on the largest position, as that of dynamic NTK does."""
-
-    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        return turns(positions, 0.3 / (1 + positions.max() / 8.0))
-
-
-model(POSITIONS, "a base from the largest position", Largest)
-
-
-class ByLength(Net):
-    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        return turns(positions, 0.3 / (1 + positions.shape[-1] / 8.0))
-
-
-model(POSITIONS, "a base from the number of rows", ByLength)
+mistake(POSITIONS, "positions taken and ignored", Net=Ignoring)
+# As that of dynamic NTK does.
+by_largest = net(rope=lambda self, x, positions: turns(positions, 0.3 / (1 + positions.max() / 8.0)))
+mistake(POSITIONS, "a base from the largest position", Net=by_largest)
+by_length = net(rope=lambda self, x, positions: turns(positions, 0.3 / (1 + positions.shape[-1] / 8.0)))
+mistake(POSITIONS, "a base from the number of rows", Net=by_length)
 
 
 class Logarithmic(Core):
@@ -186,35 +165,16 @@ class Logarithmic(Core):
         return super().attend(q * math.log(q.shape[2]), k, v, documents)
 
 
-model(POSITIONS, "a scale from the number of rows", type("Net", (Net,), {"Core": Logarithmic}))
-
-
-@made(POSITIONS, "positions of a shard to a root without any")
-class ShardedPositions(NoPositions):
-    of = staticmethod(lambda set_up: rooted(set_up) and not set_up.documents and unpiped(set_up))
-
-    def given(self, batch: Batch) -> dict[str, Any]:
-        return super().given(batch) | {"positions": torch.arange(S // 2)}
-
-
+core(POSITIONS, "a scale from the number of rows", Logarithmic)
+whole = every(rooted, unpacked, unpiped)
+unnamed: dict[str, Any] = {"root_options": without_positions}
+shards = given(lambda self: torch.arange(S // 2))
+mistake(POSITIONS, "positions of a shard to a root without any", whole, given=shards, **unnamed)
 turning("counted: in the core, a slice of a view", rope=lambda core, rows: core.turns[None, :, :rows][0])
 turning("counted: in the core, a table cut in two steps", rope=lambda core, rows: core.turns[:, : 2 * rows][:, :rows])
-
-
-@made(RIGHT, "positions that the caller gives")
-class GivenPositions(Training):
-    @classmethod
-    def of(cls, set_up: SetUp) -> bool:
-        return rooted(set_up) and not set_up.documents and unpiped(set_up)
-
-    def given(self, batch: Batch) -> dict[str, Any]:
-        return super().given(batch) | {"positions": torch.arange(S)}
-
-
-@made(RIGHT, "positions of its rows to a root without any")
-class OwnPositions(ShardedPositions):
-    def given(self, batch: Batch) -> dict[str, Any]:
-        return super().given(batch) | {"positions": self.sequence.positions(S)}
+mistake(RIGHT, "positions that the caller gives", whole, given=given(lambda self: torch.arange(S)))
+rows = given(lambda self: self.sequence.positions(S))
+mistake(RIGHT, "positions of its rows to a root without any", whole, given=rows, **unnamed)
 
 
 class LongEnough(Short):
@@ -222,6 +182,4 @@ class LongEnough(Short):
         self.table = nn.Embedding(24, C)
 
 
-made(RIGHT, "a table of positions as long as the padding")(
-    type("OfModel", (OtherLengths,), {"Net": LongEnough, "length": 21, "batch": Training.batch})
-)
+mistake(RIGHT, "a table of positions as long as the padding", "", OtherLengths, Net=LongEnough, **padded)
