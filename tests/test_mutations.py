@@ -143,7 +143,7 @@ CHECKS: dict[str, Check] = {
     "first calls": of(test_agreement.test_first_calls_of_a_sequence_are_compared, "gradients"),
     "verify": of(test_verify.test_verify_finds_what_one_device_has_too, "a scale wrong by 2 %", "cpu_flash"),
     "verify_model": test_verify_model.test_a_few_mistakes,
-    "the probe finds": of(test_probe.test_mistakes_are_found, torch.bfloat16, False),
+    "the probe finds": of(test_probe.test_mistakes_are_found, 2, torch.bfloat16, test_probe.ZigZag()),
     "recurrent layers": of(test_mixers.test_a_few, "states"),
     "convolutions": of(test_mixers.test_convolutions_and_shifts_are_those_of_one_rank, 2, "zigzag"),
     "mixers over heads": of(test_mixers.test_dtensors_over_heads, test_mixers.CONVOLUTION, "both"),

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from inside import inner, state_of
-from ranks import mesh
+from ranks import mesh, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -44,39 +45,18 @@ def angles(positions: Tensor) -> Tensor:
 
 
 class Core(nn.Module):
-    """Attention; its rotary embedding is that of ``rope``, or counted here."""
+    """Attention; its rotary embedding is that of ``rope``, or cut here from a table."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.known = kind, {}
+        self.kind = kind
         self.register_buffer("table", angles(torch.arange(S)), persistent=False)
-        self.register_buffer("turns", torch.polar(torch.ones(S, D // 2), angles(torch.arange(S)).float()), False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
         rows = q.shape[2]
-        if self.kind == "core: slice":
-            rope = self.table[:rows]
-        elif self.kind == "core: arange":
-            rope = angles(torch.arange(rows))
-        elif self.kind == "core: cache":
-            rope = self.known.setdefault(rows, angles(torch.arange(rows)))
-        elif self.kind == "core: narrow":
-            rope = self.table.narrow(0, 0, rows)
-        if self.kind == "core: complex":
-            q, k = (self.turned(x, self.turns[:rows]) for x in (q, k))
-        else:
-            q, k = rotate(q, rope), rotate(k, rope)
-        if self.kind == "keys shifted":
-            k = F.pad(k, (0, 0, 1, 0))[:, :, :-1]
-        scale = 1.0
-        if self.kind == "scale by length":
-            scale = 1 + torch.log(torch.tensor(rows)).item()
-        return F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
-
-    @staticmethod
-    def turned(x: Tensor, turns: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+        rope = self.table[:rows] if self.kind == "core: slice" else rope
+        scale = 1 + torch.log(torch.tensor(rows)).item() if self.kind == "scale by length" else 1.0
+        return F.scaled_dot_product_attention(scale * rotate(q, rope), rotate(k, rope), v, is_causal=True)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -109,42 +89,20 @@ class Mixer(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.linear, self.conv = kind, nn.Linear(C, C), nn.Conv1d(C, C, 3)
-        self.gru = nn.GRU(C, C, batch_first=True)
+        self.kind, self.conv, self.gru = kind, nn.Conv1d(C, C, 3), nn.GRU(C, C, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.shape[1]
-        if self.kind in ("softmax", "window by hand"):
-            scores = self.linear(x) @ x.mT / C**0.5
-            far = torch.arange(rows)[:, None] - torch.arange(rows)
-            hidden = (far < 0) | (far > (3 if "window" in self.kind else rows))
-            return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ x
-        if self.kind == "linear attention":
-            state = torch.einsum("bsc,bsd->bscd", x.sigmoid(), self.linear(x)).cumsum(1)
-            return torch.einsum("bsc,bscd->bsd", x, state)
-        if self.kind == "convolution":
-            return self.conv(F.pad(x.mT, (2, 0))).mT
-        if self.kind == "mean":
-            return x - x.mean(1, keepdim=True)
-        if self.kind == "first token":
-            return x + x[:, :1]
-        if self.kind == "sum":
-            return x.cumsum(1)
-        if self.kind == "shift":
-            return F.pad(x, (0, 0, 1, 0))[:, :-1]
-        if self.kind == "statistics":
-            return x / x.square().mean((1, 2), keepdim=True).sqrt()
-        if self.kind == "GRU":
-            return self.gru(x)[0]
-        if self.kind == "random":
-            return F.dropout(x, 0.5, training=True)
-        raise AssertionError(self.kind)
+        kinds: dict[str, Callable[[], Tensor]] = {
+            "convolution": lambda: self.conv(F.pad(x.mT, (2, 0))).mT,
+            "mean": lambda: x - x.mean(1, keepdim=True),
+            "shift": lambda: F.pad(x, (0, 0, 1, 0))[:, :-1],
+            "GRU": lambda: self.gru(x)[0],
+            "random": lambda: F.dropout(x, 0.5, training=True),
+        }
+        return kinds[self.kind]()
 
 
-MIXERS = (
-    *("softmax", "window by hand", "linear attention", "convolution", "mean", "first token", "sum", "shift"),
-    *("statistics", "GRU", "random"),
-)
+MIXERS = ("convolution", "mean", "shift", "GRU", "random")
 
 
 class Block(nn.Module):
@@ -177,37 +135,27 @@ class Net(nn.Module):
         torch.manual_seed(1)
         self.kind, self.count, self.kept = kind, 0, []
         self.embedding, self.table = nn.Embedding(V, C), nn.Embedding(S, C)
-        self.offsets = nn.Parameter(torch.randn(1, S, C))
         self.layers = nn.ModuleList(Block(kind, i == 1) for i in range(2))
         self.head = nn.Linear(C, V, bias=False)
         if kind == "tied":
             self.head.weight = self.embedding.weight
         self.register_buffer("ids", torch.arange(S)[None], persistent=False)
-        turns = [each.core.turns for each in self.layers]
         self.to(dtype)
-        for each, whole in zip(self.layers, turns, strict=True):
-            each.core.turns = whole
+        for each in self.layers:
             each.core.table = angles(torch.arange(S))
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cu_seqlens: Any = None
     ) -> Tensor:
         x, rows = self.embedding(tokens), tokens.shape[1]
-        learned = {
-            "embedded arange": lambda: self.table(torch.arange(rows)),
-            "buffer of ids": lambda: self.table(self.ids[:, :rows]),
-            "slice of a weight": lambda: self.table.weight[:rows],
-            "slice of a parameter": lambda: self.offsets[:, :rows],
-            "sum of ones": lambda: self.table(torch.ones_like(tokens).cumsum(1) - 1),
-            "linspace": lambda: self.table(torch.linspace(0, rows - 1, rows).long()),
-            "list of a range": lambda: self.table(torch.tensor([*range(rows)])),
-        }
-        if self.kind in learned:
-            x = x + learned[self.kind]()
+        if self.kind == "embedded arange":
+            x = x + self.table(torch.arange(rows))
+        elif self.kind == "buffer of ids":
+            x = x + self.table(self.ids[:, :rows])
         if self.kind == "counter":
             self.count += 1
             self.kept.append(rows)
-        if self.kind in ("positions ignored", "slice of a table") or positions is None:
+        if self.kind == "positions ignored" or positions is None:
             positions = torch.arange(rows)
         rope = angles(positions)
         for layer in self.layers:
@@ -246,54 +194,35 @@ def told(net: nn.Module, batch: dict[str, Any]) -> str:
 # What is wrong.
 
 FROM = {
-    **dict.fromkeys(("embedded arange", "slice of a weight", "slice of a parameter", "linspace"), "layers.0.norm"),
-    **dict.fromkeys(("list of a range",), "layers.0.norm"),
-    **dict.fromkeys(("buffer of ids", "sum of ones"), "table"),
-    **dict.fromkeys(("positions ignored", "slice of a table", "scale by length"), "layers.0.core"),
-    **dict.fromkeys(("core: slice", "core: arange", "core: cache", "core: narrow", "core: complex"), "layers.0.core"),
-    "keys shifted": "layers.0.core",
+    "embedded arange": "layers.0.norm",
+    "buffer of ids": "table",
+    **dict.fromkeys(("positions ignored", "scale by length", "core: slice"), "layers.0.core"),
     "expert choice": "layers.0.experts",
-    **{kind: "layers.1.mixer" for kind in MIXERS if kind not in ("random", "GRU")},
+    **dict.fromkeys(("mean", "shift"), "layers.1.mixer"),
     "GRU": "layers.1.mixer.gru",
     "convolution": "layers.1.mixer.conv",
 }
-"""The first module that differs, by mistake."""
+"""The first module that differs, by mistake; the catalogue has more of them."""
 
 
-def wrong(rank: int, kinds: tuple[str, ...], dtype: torch.dtype, layout: cp_mesh.Layout) -> dict[str, str]:
-    sequence = ShardedSequence(mesh((dist.get_world_size(),), ("cp",)), layout)
-    return {kind: told(spread(Net(kind, dtype), sequence), {"tokens": tokens_of()}) for kind in kinds}
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_mistakes_are_found(pool, dtype, full):
-    few = ("core: slice", "expert choice", "shift", "GRU")
-    kinds = few if dtype == torch.bfloat16 and not full else (*FROM,)
-    for found in pool(2).run(wrong, kinds, dtype, ZigZag(), timeout=300.0):
-        for kind, said in found.items():
-            if kind == "GRU" and dtype == torch.bfloat16:
-                assert "with all rows of the piece on one rank the model raised" in said, said
-            else:
-                assert "of their size apart, at positions" in said and f"from {FROM[kind]} on (" in said, (kind, said)
-                assert " agrees); usually positions" in said and len(said) < 330, (kind, said)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", (Contiguous(), Striped()), ids=str)
-def test_mistakes_are_found_in_other_layouts(pool, layout):
-    for found in pool(3).run(wrong, (*FROM,), torch.float32, layout, timeout=200.0):
-        assert all("of their size apart" in said for said in found.values()), found
-
-
-def others_wrong(rank: int) -> list[str]:
-    axis = mesh((2,), ("cp",))
-    sequence = ShardedSequence(axis)
-    crossing, registers = Crossing(), Net("registers")
-    return [
-        told(spread(crossing, sequence), {"tokens": tokens_of(), "context": torch.randn(2, S // 2, C)}),
-        told(spread(registers, sequence), {"tokens": tokens_of()}),
-        *(told(spread(Only(rows), sequence), {"tokens": tokens_of()}) for rows in (16, 8, 0)),
-    ]
+@pytest.mark.parametrize(
+    ("size", "dtype", "layout"),
+    [
+        (2, torch.bfloat16, ZigZag()),
+        (2, torch.float32, ZigZag()),
+        *(pytest.param(3, torch.float32, x, marks=pytest.mark.full) for x in (Contiguous(), Striped())),
+    ],
+)
+@on_ranks("size", timeout=200.0)
+def test_mistakes_are_found(rank: int, size: int, dtype: torch.dtype, layout: cp_mesh.Layout) -> None:
+    sequence = ShardedSequence(mesh((size,), ("cp",)), layout)
+    for kind, first in FROM.items():
+        said = told(spread(Net(kind, dtype), sequence), {"tokens": tokens_of()})
+        if kind == "GRU" and dtype == torch.bfloat16:
+            assert "with all rows of the piece on one rank the model raised" in said, said
+        else:
+            assert "of their size apart, at positions" in said and (f"from {first} on (" in said or size == 3), said
+            assert size == 3 or (" agrees); usually positions" in said and len(said) < 330), (kind, said)
 
 
 class Crossing(Net):
@@ -318,15 +247,20 @@ class Only(Net):
         return super().forward(tokens, positions)
 
 
-def test_what_is_no_difference_of_rows(pool):
-    for cross, registers, alone, sharded, neither in pool(2).run(others_wrong):
-        assert "whose keys are not rows of the sequence" in cross and "leave cross-attention out" in cross
-        assert "outputs of shapes (2, 9, 40), sharded, and (2, 17, 40), whole" in registers
-        assert "the sharded run alone raised ValueError: other rows" in alone
-        assert (
-            "with all rows of the piece on one rank the model raised ValueError: other rows; sharded it did" in sharded
-        )
-        assert neither == "with all rows of the piece on one rank the model raised ValueError: other rows"
+@on_ranks(2)
+def test_what_is_no_difference_of_rows(rank: int, axis: DeviceMesh) -> None:
+    sequence = ShardedSequence(axis)
+    cross = told(spread(Crossing(), sequence), {"tokens": tokens_of(), "context": torch.randn(2, S // 2, C)})
+    assert "whose keys are not rows of the sequence" in cross and "leave cross-attention out" in cross
+    whole = "with all rows of the piece on one rank the model raised ValueError: other rows"
+    for net, says in (
+        (Net("registers"), "outputs of shapes (2, 9, 40), sharded, and (2, 17, 40), whole"),
+        (Only(16), "the sharded run alone raised ValueError: other rows"),
+        (Only(8), f"{whole}; sharded it did"),
+        (Only(0), whole),
+    ):
+        said = told(spread(net, sequence), {"tokens": tokens_of()})
+        assert says in said and (says != whole or said == whole), said
 
 
 # What is right.
@@ -424,43 +358,35 @@ RIGHT: dict[str, Callable[..., str]] = {
 }
 
 
-def right(rank: int, kinds: tuple[str, ...], dtype: torch.dtype) -> dict[str, str]:
-    sequence = ShardedSequence(mesh((dist.get_world_size(),), ("cp",)))
-    return {kind: RIGHT[kind](Net(kind, dtype), sequence, dtype) for kind in kinds}
-
-
 @pytest.mark.parametrize(
     "dtype", (torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.full)), ids=str
 )
-def test_what_is_right_is_silent(pool, dtype):
-    for found in pool(2).run(right, (*RIGHT,), dtype, timeout=200.0):
-        assert not any(found.values()), {kind: said for kind, said in found.items() if said}
-
-
-def over_tp(rank: int, plan: str, dtype: torch.dtype) -> str:
-    grid = mesh((2, 2), ("cp", "tp"))
-    net, sequence = decoder.Model(dtype=dtype), ShardedSequence(grid["cp"])
-    if plan in ("reduce_scatter", "all_reduce"):
-        parallelize(net, grid["tp"], decoder.overlapped_plan(plan))
-    else:
-        parallelize_module(net, grid["tp"], decoder.tensor_parallel_plan(plan == "rows"))
-    spread(net, sequence)
-    said = told(net, {"tokens": torch.randint(decoder.V, (2, 32), generator=torch.Generator().manual_seed(0))})
-    return said
+@on_ranks(2, timeout=200.0)
+def test_what_is_right_is_silent(rank: int, axis: DeviceMesh, dtype: torch.dtype) -> None:
+    for kind, look in RIGHT.items():
+        said = look(Net(kind, dtype), ShardedSequence(axis), dtype)
+        assert not said, (kind, said)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("plan", ("reduce_scatter", "all_reduce", "heads", "rows"))
-def test_tensor_parallel_is_silent(pool, plan, dtype):
-    assert pool(4).run(over_tp, plan, dtype) == [""] * 4
+@on_ranks(4)
+def test_tensor_parallel_is_silent(rank: int, plan: str, dtype: torch.dtype) -> None:
+    grid = mesh((2, 2), ("cp", "tp"))
+    net = decoder.Model(dtype=dtype)
+    if plan in ("reduce_scatter", "all_reduce"):
+        parallelize(net, grid["tp"], decoder.overlapped_plan(plan))
+    else:
+        parallelize_module(net, grid["tp"], decoder.tensor_parallel_plan(plan == "rows"))
+    spread(net, ShardedSequence(grid["cp"]))
+    tokens = torch.randint(decoder.V, (2, 32), generator=torch.Generator().manual_seed(0))
+    assert told(net, {"tokens": tokens}) == ""
 
 
 def test_half_precision_is_computed_in_float32():
     """Each number as of a model whose weights are wide, and nothing of the model is."""
     net = Net("convolution", torch.bfloat16)
     wide = copy.deepcopy(net).float()
-    for half, each in zip(net.layers, wide.layers, strict=True):  # which hold turns, that are complex, as they are
-        each.core = half.core
     knobs = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
     with torch.no_grad():
         with widened(net):
@@ -528,128 +454,84 @@ def test_training_goes_on_as_without(pool, by):
 FORWARDS = ContextVar("forwards", default=0)
 
 
-def looked_at(rank: int) -> list[str]:
-    """What the guard refuses after a probe as it does without one; and context variables of the model are as before."""
-    sequence, said = ShardedSequence(mesh((2,), ("cp",))), []
+@on_ranks(2)
+def test_the_guard_looks_as_without(rank: int, axis: DeviceMesh) -> None:
+    """And context variables of the model are as before."""
+    sequence = ShardedSequence(axis)
     net = spread(Net(), sequence)
     net.register_forward_pre_hook(lambda *_: FORWARDS.set(FORWARDS.get() + 1) and None)
     logits = net(tokens_of())
-    own = state_of(sequence.mesh.get_group(), Cuts)
+    own = state_of(axis.get_group(), Cuts)
     before = dict(vars(own))
-    said.append(told(net, {"tokens": tokens_of()}))
+    assert told(net, {"tokens": tokens_of()}) == ""
     assert vars(own) == before and own.last and FORWARDS.get() == 1
-    labels = tokens_of().roll(-1, 1).chunk(2, 1)[rank]
-    with pytest.raises(cp_mesh.ArgumentError) as found:
-        cross_entropy(logits, labels, sequence.mesh)
+    with pytest.raises(cp_mesh.ArgumentError, match="the labels of contiguous rows"):
+        cross_entropy(logits, tokens_of().roll(-1, 1).chunk(2, 1)[rank], axis)
     windowed = Net()
     for layer in windowed.layers:
         layer.core.sliding_window = 20
     spread(windowed, sequence)
-    said += [told(windowed, {"tokens": tokens_of()}), str(found.value)]
-    with pytest.raises(cp_mesh.ArgumentError) as found:
+    assert told(windowed, {"tokens": tokens_of()}) == ""
+    with pytest.raises(cp_mesh.ArgumentError, match="the module's window of 20 keys"):
         windowed(tokens_of())
-    return [*said, str(found.value)]
 
 
-def test_the_guard_looks_as_without(pool):
-    for silent, again, labels, window in pool(2).run(looked_at):
-        assert not silent and not again
-        assert "the labels of contiguous rows" in labels and "the module's window of 20 keys" in window
-
-
-def counted(rank: int) -> list[Any]:
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    net = spread(Net("counter"), sequence)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        cp_mesh.probe(net, {"tokens": tokens_of()})
-    return [str(x.message) for x in caught]
-
-
-def test_what_python_counts_is_named(pool):
-    for (said,) in pool(2).run(counted):
-        assert "the probe ran the model 2 times" in said and "count, kept" in said
+@on_ranks(2)
+def test_what_python_counts_is_named(rank: int, axis: DeviceMesh) -> None:
+    with pytest.warns(UserWarning, match="the probe ran the model 2 times.*count, kept"):
+        cp_mesh.probe(spread(Net("counter"), ShardedSequence(axis)), {"tokens": tokens_of()})
 
 
 # What is skipped, and by whom.
 
 
-def alone(rank: int) -> list[str]:
+@on_ranks(4)
+def test_a_replica_does_not_skip_alone(rank: int) -> None:
     """One replica's batch has what cannot be cut: under FSDP2 the other one must not wait for its rows."""
     grid = mesh((2, 2), ("dp", "cp"))
     data, replica = grid._get_root_mesh()["dp", "cp"]._flatten("probed"), grid.get_local_rank("dp")
-    said = []
     for in_first in (False, True):
-        net, sequence = Net(), ShardedSequence(grid["cp"])
-        spread(net, sequence, {"probe": in_first})
+        net = spread(Net(), ShardedSequence(grid["cp"]), {"probe": in_first})
         shard_fully(net, data, False)
         batch = {"tokens": tokens_of(replica), "cu_seqlens": object() if replica else None}
         if in_first:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with pytest.warns(UserWarning, match="the probe did not compare anything: no piece can be cut of cu_seql"):
                 net(**batch)
-            said += [str(x.message) for x in caught if "probe" in str(x.message)]
         else:
-            said.append(told(net, batch))
-    return said
+            assert told(net, batch) == "no piece can be cut of cu_seqlens, of type object"
 
 
-def test_a_replica_does_not_skip_alone(pool):
-    for first, second in pool(4).run(alone):
-        assert first == "no piece can be cut of cu_seqlens, of type object"
-        assert "the probe did not compare anything: no piece can be cut of cu_seqlens" in second
-
-
-def skipped(rank: int) -> list[str]:
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    later = Net()
+@on_ranks(2)
+def test_what_is_skipped(rank: int, axis: DeviceMesh) -> None:
+    sequence, fixed, later, pooled = ShardedSequence(axis), ShardedSequence(axis, length=8), Net(), Net()
     later.embedding = nn.Identity()  # type: ignore[assignment]
-    fixed = ShardedSequence(sequence.mesh, length=8)
-    stage = parallelize(later, fixed.mesh, {"": ShardedModel(fixed, inputs=())})
-    rootless = parallelize(Net(), sequence.mesh, {"layers.*.core": ContextParallel(sequence)}, watch=False)
-    pooled = spread(Net(), sequence)
     pooled.head.register_forward_hook(lambda part, given, output: output.flatten(0, 1))
-    return [
-        told(spread(Net("random"), sequence), {"tokens": tokens_of()}),
-        told(stage, {"tokens": torch.randn(1, 4, C)}),
-        told(rootless, {"tokens": tokens_of()}),
-        told(spread(Net(), sequence), {"tokens": tokens_of(length=4)}),
-        told(pooled, {"tokens": tokens_of()}),
-        told(spread(Net(), ShardedSequence(mesh((2, 1), ("dp", "cp"))["cp"])), {"tokens": tokens_of()}),
-    ]
+    rootless = parallelize(Net(), axis, {"layers.*.core": ContextParallel(sequence)}, watch=False)
+    one = ShardedSequence(mesh((2, 1), ("dp", "cp"))["cp"])
+    for net, given, says in (
+        (spread(Net("random"), sequence), tokens_of(), "random in eval mode"),
+        (parallelize(later, axis, {"": ShardedModel(fixed, inputs=())}), torch.randn(1, 4, C), "a later stage of a pi"),
+        (rootless, tokens_of(), "no ShardedModel"),
+        (spread(Net(), sequence), tokens_of(length=4), "at least 8 tokens, the batch has 4"),
+        (spread(pooled, sequence), tokens_of(), "has no rows along dim 1"),
+        (spread(Net(), one), tokens_of(), ""),
+    ):
+        said = told(net, {"tokens": given})
+        assert says in said and bool(says) == bool(said), said
 
 
-def test_what_is_skipped(pool):
-    for random, stage, rootless, short, flat, one in pool(2).run(skipped):
-        assert "random in eval mode" in random
-        assert "a later stage of a pipeline" in stage
-        assert "no ShardedModel" in rootless
-        assert "at least 8 tokens, the batch has 4" in short
-        assert "has no rows along dim 1" in flat
-        assert one == ""
+@on_ranks(2)
+def test_the_first_forward_probes(rank: int, axis: DeviceMesh) -> None:
+    with pytest.raises(cp_mesh.ArgumentError, match=r"from layers\.1\.mixer on"):
+        spread(Net("mean"), ShardedSequence(axis), {"probe": True})(tokens_of())
+    net = spread(Net(), ShardedSequence(axis), {"probe": True})
+    with pytest.raises(Exception, match="expected a root in eager mode"):
+        torch.compile(net, backend="eager", fullgraph=True)(tokens_of())
 
 
-def in_forward(rank: int, kind: str, whole: bool) -> None:
-    net = spread(Net(kind), ShardedSequence(mesh((2,), ("cp",))), {"probe": True})
-    (torch.compile(net, backend="eager", fullgraph=True) if whole else net)(tokens_of())
-
-
-def test_the_first_forward_raises(pool):
-    for raised in pool(2).run_expecting_error(in_forward, "mean", False):
-        assert raised.type == "ArgumentError" and "from layers.1.mixer on" in raised.message
-
-
-def test_a_compiled_root_is_refused(pool):
-    for raised in pool(2).run_expecting_error(in_forward, "", True):
-        assert "expected a root in eager mode" in raised.message
-
-
-def with_checks_off(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_agree_with_checks_off(rank: int, axis: DeviceMesh) -> None:
     with cp_mesh.check_mode(False):
-        net = Net()
-        spread(net, ShardedSequence(mesh((2,), ("cp",))))
-        return told(net, {"tokens": tokens_of(), "cu_seqlens": object() if rank else None})
-
-
-def test_ranks_agree_with_checks_off(pool):
-    assert pool(2).run(with_checks_off) == ["no piece can be cut of cu_seqlens, of type object"] * 2
+        net = spread(Net(), ShardedSequence(axis))
+        said = told(net, {"tokens": tokens_of(), "cu_seqlens": object() if rank else None})
+    assert said == "no piece can be cut of cu_seqlens, of type object"
