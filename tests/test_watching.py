@@ -15,15 +15,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from faults import remover
 from inside import room
-from ranks import mesh, num_collectives
+from ranks import mesh, num_collectives, on_ranks
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence
+from cp_mesh import ArgumentError, ContextParallel, Mask, RankMismatchError, ShardedModel, ShardedSequence
 
 words = room("store_messages")
 
@@ -102,6 +103,8 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 RIGHT = ("SDPA", "SDPA of torch._C")  # in a core
 COMPILED = ("not", "blocks in place", "blocks", "model in place", "model")
 MODES = ("train", "no_grad", "eval and no_grad")
+OUTSIDE = "every self-attention in a ContextParallel module"
+NIGHTLY = pytest.mark.nightly("compiled")
 
 
 class Block(nn.Module):
@@ -126,8 +129,8 @@ class Model(nn.Module):
         return x
 
 
-def parallel(*cores: nn.Module, planned: str, sequence: ShardedSequence, watch: bool = True) -> Model:
-    model = Model(*cores).double()
+def parallel(*cores: nn.Module, planned: str, watch: bool = True) -> Model:
+    model, sequence = Model(*cores).double(), ShardedSequence(mesh((2,), ("cp",)))
     plan = {"": ShardedModel(sequence, positions=None, watch=watch), planned: ContextParallel(sequence)}
     return cp_mesh.parallelize(model, sequence.mesh, plan)
 
@@ -150,21 +153,19 @@ def tokens_of(length: int = S) -> Tensor:
     return torch.arange(2 * length).view(2, length) % 7
 
 
-def found(
-    rank: int, compiled: str, fullgraph: bool, ways: tuple[str, ...] = tuple(WAYS), modes: tuple[str, ...] = MODES
-) -> list[str]:
+def wrong_ways(compiled: str, fullgraph: bool, ways: tuple[str, ...], modes: tuple[str, ...]) -> list[str]:
     """What was wrong with any way of calling attention, compiled in one way."""
-    sequence, wrong = ShardedSequence(mesh((2,), ("cp",))), []
+    wrong = []
     warnings.simplefilter("ignore")
     for way, planned, mode in product(ways, (True, False), modes):
         if planned and way in RIGHT:
             continue
         torch._dynamo.reset()
         cores = (WAYS[way](), Core()) if planned else (Core(), WAYS[way]())
-        model = parallel(*cores, planned="layers.0.core", sequence=sequence, watch=not planned)
+        model = parallel(*cores, planned="layers.0.core", watch=not planned)
         model.train(mode != "eval and no_grad")
         run = compile_parts(model, compiled, backend="eager", fullgraph=fullgraph)
-        says = "ContextParallel" if planned else "every self-attention in a ContextParallel module"
+        says = "ContextParallel" if planned else OUTSIDE
         before, outcome = num_collectives(), "no error"
         try:
             with contextlib.nullcontext() if mode == "train" else torch.no_grad():
@@ -182,24 +183,22 @@ def found(
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "compiled",
+    ("compiled", "fullgraph"),
     [
-        pytest.param("not", marks=pytest.mark.full),
-        *(pytest.param(how, marks=pytest.mark.nightly("compiled")) for how in ("blocks in place", "model in place")),
+        ("not", True),
+        *(pytest.param(how, True, marks=NIGHTLY) for how in ("blocks in place", "model in place")),
+        ("blocks", False),
+        pytest.param("model", False, marks=NIGHTLY),
     ],
 )
-def test_no_way_to_call_attention_is_silent(pool: Any, compiled: str) -> None:
-    for wrong in pool(2).run(found, compiled, True, timeout=300.0):
-        assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("compiled", ["blocks", pytest.param("model", marks=pytest.mark.nightly("compiled"))])
-def test_graph_breaks_hide_no_attention(pool: Any, compiled: str) -> None:
-    """Dynamo takes minutes to fail, so a few of the ways, wrapped by torch.compile and with breaks allowed."""
-    for wrong in pool(2).run(found, compiled, False, ("SDPA", "MHA", "encoder layer"), MODES[2:], timeout=300.0):
-        assert not wrong, "\n".join(wrong)
+@on_ranks(2, timeout=300.0)
+def test_no_way_to_call_attention_is_silent(compiled: str, fullgraph: bool) -> None:
+    """Where graphs may break, Dynamo takes minutes to fail: a few of the ways."""
+    few = ("SDPA", "MHA", "encoder layer"), MODES[2:]
+    wrong = wrong_ways(compiled, fullgraph, *((tuple(WAYS), MODES) if fullgraph else few))
+    assert not wrong, "\n".join(wrong)
 
 
 class Asking(Core):
@@ -212,21 +211,19 @@ class Asking(Core):
         return super().forward(q, k, v)
 
 
-def asking(rank: int) -> tuple[Tensor, Tensor]:
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    model = parallel(Asking(), planned="layers.*.core", sequence=sequence)
-    eager = model(tokens_of())
-    return eager, compile_parts(model, "blocks", backend="eager")(tokens_of())
-
-
 @pytest.mark.full
-def test_what_a_core_asks_that_is_not_traced(pool: Any) -> None:
-    for eager, compiled in pool(2).run(asking, timeout=240.0):
-        torch.testing.assert_close(compiled, eager)
+@on_ranks(2, timeout=240.0)
+def test_what_a_core_asks_that_is_not_traced() -> None:
+    model = parallel(Asking(), planned="layers.*.core")
+    eager = model(tokens_of())
+    torch.testing.assert_close(compile_parts(model, "blocks", backend="eager")(tokens_of()), eager)
 
 
-def across(rank: int, compiled: str) -> None:
-    """Attention to keys of another length is nobody's shard, and passes."""
+@pytest.mark.parametrize("compiled", ["not", "blocks in place", pytest.param("model", marks=pytest.mark.full)])
+@pytest.mark.quick("not")
+@on_ranks(2)
+def test_attention_to_another_length_passes(compiled: str) -> None:
+    """Attention to keys of another length is nobody's shard."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (torch.ones(2, H, 5, D, dtype=q.dtype) for _ in range(2))
@@ -238,35 +235,11 @@ def across(rank: int, compiled: str) -> None:
 
     multihead = nn.MultiheadAttention(C, H, batch_first=True).double()
     cores = Core(), ByHeads(attend), ByHeads(lambda q, k, v: attend_by_module(multihead, q))
-    model = parallel(*cores, planned="layers.0.core", sequence=ShardedSequence(mesh((2,), ("cp",))))
+    model = parallel(*cores, planned="layers.0.core")
     compile_parts(model, compiled, backend="eager", fullgraph=True)(tokens_of())
 
 
-@pytest.mark.parametrize("compiled", ["not", "blocks in place", pytest.param("model", marks=pytest.mark.full)])
-@pytest.mark.quick("not")
-def test_attention_to_another_length_passes(pool: Any, compiled: str) -> None:
-    pool(2).run(across, compiled)
-
-
 # What the watch costs.
-
-
-def compilations(rank: int, compiled: str, watch: bool, recompute: bool) -> tuple[int, int]:
-    """Graphs of three steps, of two lengths, and modes that were left behind."""
-    sequence, counter = ShardedSequence(mesh((2,), ("cp",))), CompileCounter()
-    model = parallel(Core(), Core(), planned="layers.*.core", sequence=sequence, watch=watch)
-    run = compile_parts(model, compiled, backend=counter, fullgraph=True)
-    if recompute:
-        for i, layer in enumerate(model.layers):
-            model.layers[i] = Recomputed(layer)
-    plain = parallel(Core(), Core(), planned="layers.*.core", sequence=sequence)
-    plain.load_state_dict({name.replace("_orig_mod.", "").replace("layer.", "") if recompute else
-                           name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()})  # fmt: skip
-    for length in (S, S, 2 * S):
-        out = run(tokens_of(length))
-        torch.testing.assert_close(out, plain(tokens_of(length)), rtol=1e-11, atol=1e-11)
-        out.sum().backward()
-    return counter.frame_count, torch._C._len_torch_function_stack()
 
 
 class Recomputed(nn.Module):
@@ -283,14 +256,28 @@ class Recomputed(nn.Module):
     [
         ("blocks in place", False),
         ("blocks in place", True),
-        *(pytest.param(how, False, marks=pytest.mark.nightly("compiled")) for how in COMPILED[2:]),
-        pytest.param("blocks", True, marks=pytest.mark.nightly("compiled")),
+        *(pytest.param(how, False, marks=NIGHTLY) for how in COMPILED[2:]),
+        pytest.param("blocks", True, marks=NIGHTLY),
     ],
 )
 @pytest.mark.full
-def test_a_watch_compiles_nothing_twice(pool: Any, compiled: str, recompute: bool) -> None:
-    with_watch, without = (pool(2).run(compilations, compiled, watch, recompute) for watch in (True, False))
-    assert with_watch == without == [(2, 0)] * 2
+@on_ranks(2)
+def test_a_watch_compiles_nothing_twice(compiled: str, recompute: bool) -> None:
+    """Two graphs of three steps, of two lengths, and no mode is left behind."""
+    for watch in (True, False):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        model, plain = (parallel(Core(), Core(), planned="layers.*.core", watch=x) for x in (watch, True))
+        plain.load_state_dict(model.state_dict())
+        run = compile_parts(model, compiled, backend=counter, fullgraph=True)
+        if recompute:
+            for i, layer in enumerate(model.layers):
+                model.layers[i] = Recomputed(layer)
+        for length in (S, S, 2 * S):
+            out = run(tokens_of(length))
+            torch.testing.assert_close(out, plain(tokens_of(length)), rtol=1e-11, atol=1e-11)
+            out.sum().backward()
+        assert (counter.frame_count, torch._C._len_torch_function_stack()) == (2, 0)
 
 
 class Odd(nn.Module):
@@ -301,19 +288,16 @@ class Odd(nn.Module):
         return heads.flatten(-2) + rows.split(D, -1)[0].norm(dim=-1, keepdim=True) + (2.0**x).unique().sum()
 
 
-def traced_twice(rank: int) -> None:
+@pytest.mark.full
+@on_ranks(2)
+def test_what_compiles_without_a_watch_compiles_with_it() -> None:
     for watch in (True, False):
         torch._dynamo.reset()
-        model = parallel(Core(), planned="layers.0.core", sequence=ShardedSequence(mesh((2,), ("cp",))), watch=watch)
+        model = parallel(Core(), planned="layers.0.core", watch=watch)
         model.layers[0].out = Odd()
         want = model(tokens_of())
         torch._dynamo.config.capture_dynamic_output_shape_ops = True
         torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(tokens_of()), want)
-
-
-@pytest.mark.full
-def test_what_compiles_without_a_watch_compiles_with_it(pool: Any) -> None:
-    pool(2).run(traced_twice)
 
 
 class Cuts(nn.Module):
@@ -321,16 +305,13 @@ class Cuts(nn.Module):
         return x * x[..., :1] * torch.arange(1, 1 + x.shape[1])[:, None]
 
 
-def cut_in_a_graph(rank: int) -> None:
-    model = parallel(Core(), planned="layers.0.core", sequence=ShardedSequence(mesh((2,), ("cp",))))
+@on_ranks(2)
+def test_compiled_forwards_of_a_watched_root_are_one_graph() -> None:
+    """Else a checkpoint around one would save other tensors than its recomputation, which nothing watches."""
+    model = parallel(Core(), planned="layers.0.core")
     model.layers[0].out = Cuts()
     model.layers[0].forward = torch.compile(model.layers[0].forward, backend="eager", fullgraph=True)
     model(tokens_of())
-
-
-def test_compiled_forwards_of_a_watched_root_are_one_graph(pool: Any) -> None:
-    """Else a checkpoint around one would save other tensors than its recomputation, which nothing watches."""
-    pool(2).run(cut_in_a_graph)
 
 
 # Cores whose rows are not those of the root.
@@ -342,51 +323,37 @@ def part_of_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([out, q[:, :, n:]], 2)
 
 
-def two_lengths(rank: int) -> None:
+@on_ranks(2)
+def test_a_core_of_another_sequence_says_its_length(axis: DeviceMesh) -> None:
     """A core of a sequence with a length of its own, in a plan of its own, is not the root's."""
-    axis = mesh((2,), ("cp",))
-    model = Model(Core(), ByHeads(part_of_rows)).double()
-    sequence, half = ShardedSequence(axis), ShardedSequence(axis, length=S // 2)
-    plan = {"": ShardedModel(sequence, positions=None), "layers.0.core": ContextParallel(sequence)}
-    cp_mesh.parallelize(cp_mesh.parallelize(model, axis, plan), axis, {"layers.1.core": ContextParallel(half)})
-    model(tokens_of())
-
-
-def test_a_core_of_another_sequence_says_its_length(pool: Any) -> None:
-    pool(2).run(two_lengths)
+    model = parallel(Core(), ByHeads(part_of_rows), planned="layers.0.core")
+    half = ShardedSequence(axis, length=S // 2)
+    cp_mesh.parallelize(model, axis, {"layers.1.core": ContextParallel(half)})(tokens_of())
 
 
 # Checkpoints inside of compiled cores; compiled cores of one class.
 
 
-def checkpointed_inside(rank: int, use_reentrant: bool, fullgraph: bool) -> str:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.full), True])
+@on_ranks(2)
+def test_a_checkpoint_inside_a_compiled_core_is_right_or_refused(use_reentrant: bool, fullgraph: bool) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return checkpoint(Core(), q, k, v, use_reentrant=use_reentrant)
 
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    cores = ByHeads(attend), Core()
     grads = []
-    for core in cores:
+    for core in (ByHeads(attend), Core()):
         torch.manual_seed(0)
-        model = parallel(core, planned="layers.0.core", sequence=sequence)
-        if core is cores[0]:
+        model = parallel(core, planned="layers.0.core")
+        if not grads:
             model.layers[0].compile(backend="aot_eager", fullgraph=fullgraph)
         try:
             model(tokens_of()).sum().backward()
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            assert "checkpoint the module that holds the core" in str(error), error
+            return
         grads.append(model.layers[0].qkv.weight.grad)
     torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
-    return "right"
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.full), True])
-def test_a_checkpoint_inside_a_compiled_core_is_right_or_refused(
-    pool: Any, use_reentrant: bool, fullgraph: bool
-) -> None:
-    for outcome in pool(2).run(checkpointed_inside, use_reentrant, fullgraph):
-        assert outcome == "right" or "checkpoint the module that holds the core" in outcome, outcome
 
 
 class CheckpointedBlock(Block):
@@ -394,49 +361,38 @@ class CheckpointedBlock(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpointed_blocks(rank: int, compiled: str, planned: str, skips: bool) -> None:
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    model = Model(Core(), Core()).double()
-    for layer in model.layers:
-        layer.__class__ = CheckpointedBlock
-    plan = {"": ShardedModel(sequence, positions=None), planned: ContextParallel(sequence)}
-    cp_mesh.parallelize(model, sequence.mesh, plan)
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=skips):
-        compile_parts(model, compiled, backend="aot_eager", fullgraph=True)(tokens_of()).sum().backward()
-
-
 @pytest.mark.parametrize("skips", [False, pytest.param(True, marks=pytest.mark.full)], ids="skips={}".format)
 @pytest.mark.parametrize("compiled", ["not", "blocks in place", pytest.param("model", marks=pytest.mark.full)])
 @pytest.mark.quick(without="blocks")
-def test_a_watch_sees_into_checkpoints(pool: Any, compiled: str, skips: bool) -> None:
+@on_ranks(2)
+def test_a_watch_sees_into_checkpoints(compiled: str, skips: bool) -> None:
     """Whatever Dynamo's setting, whose default is False."""
-    pool(2).run(checkpointed_blocks, compiled, "layers.*.core", skips)
-    for error in pool(2).run_expecting_error(checkpointed_blocks, compiled, "layers.0.core", skips):
-        assert error is not None and "every self-attention in a ContextParallel module" in error.message
-
-
-def announced(rank: int, how: str) -> None:
-    """In check mode: rank 1 alone is refused by the watch, or by a core without attention."""
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    idle = ByHeads(lambda q, k, v: q)
-    model = Model(idle if (rank == 1) == (how == "no attention") else Core(), Core()).double()
-    planned = "layers.1.core" if how == "outside" else "layers.*.core"
-    plan = {"": ShardedModel(sequence, positions=None), planned: ContextParallel(sequence)}
-    cp_mesh.parallelize(model, sequence.mesh, plan)
-    with cp_mesh.check_mode():
-        model(tokens_of())
+    for planned in ("layers.*.core", "layers.0.core"):
+        torch._dynamo.reset()
+        model = parallel(Core(), Core(), planned=planned)
+        for layer in model.layers:
+            layer.__class__ = CheckpointedBlock
+        run = compile_parts(model, compiled, backend="aot_eager", fullgraph=True)
+        refused = contextlib.nullcontext() if "*" in planned else pytest.raises(Exception, match=OUTSIDE)
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=skips), refused:
+            run(tokens_of()).sum().backward()
 
 
 @pytest.mark.parametrize("how", ["outside", "no attention"])
-def test_in_check_mode_the_others_hear_of_it(pool: Any, how: str) -> None:
-    for rank, error in enumerate(pool(2).run_expecting_error(announced, how, timeout=10.0)):
-        assert error is not None and error.type == ("ArgumentError" if rank else "RankMismatchError"), error
+@on_ranks(2, timeout=10.0)
+def test_in_check_mode_the_others_hear_of_it(rank: int, how: str) -> None:
+    """Rank 1 alone is refused by the watch, or by a core without attention."""
+    idle = ByHeads(lambda q, k, v: q)
+    core = idle if (rank == 1) == (how == "no attention") else Core()
+    model = parallel(core, Core(), planned="layers.1.core" if how == "outside" else "layers.*.core")
+    with cp_mesh.check_mode(), pytest.raises(ArgumentError if rank else RankMismatchError):
+        model(tokens_of())
 
 
-def skipped(rank: int) -> None:
+@on_ranks(2, timeout=20.0)
+def test_an_error_of_the_user_that_all_ranks_skip(rank: int) -> None:
     """All ranks leave out a batch in which one of them raises in code of its own; then all go on as before."""
-    sequence = ShardedSequence(mesh((2,), ("cp",)))
-    model = parallel(Core(), planned="layers.*.core", sequence=sequence)
+    model = parallel(Core(), planned="layers.*.core")
     raising = mock.Mock(side_effect=RuntimeError("of the user") if rank == 0 else None, return_value=None)
     with remover(model.layers[0].out.register_forward_hook(raising)):
         with pytest.raises(RuntimeError, match="of the user") if rank == 0 else contextlib.nullcontext():
@@ -446,22 +402,13 @@ def skipped(rank: int) -> None:
     model(tokens_of(2 * S))
 
 
-def test_an_error_of_the_user_that_all_ranks_skip(pool: Any) -> None:
-    pool(2).run(skipped, timeout=20.0)
-
-
-def tripled(core: nn.Module) -> nn.Module:
-    forward = core.forward
-    core.forward = lambda *qkv: 3 * forward(*qkv)
-    return core
-
-
-def cores_of_one_class(rank: int) -> None:
+@on_ranks(2)
+def test_compiled_cores_of_one_class_are_told_apart(axis: DeviceMesh) -> None:
     """Of unlike masks, and with forwards of instances: none may run code that was compiled for another."""
-    axis = mesh((2,), ("cp",))
-    sequence, qkv = ShardedSequence(axis), torch.randn(3, 1, H, S, D)
+    sequence, qkv, want = ShardedSequence(axis), torch.randn(3, 1, H, S, D), None
     for compiled in (False, True):
-        cores = [Core(), Core(), tripled(Core())]
+        cores = [Core(), Core(), Core()]
+        cores[2].forward = lambda *qkv, forward=cores[2].forward: 3 * forward(*qkv)
         for core, mask in zip(cores, (Mask(), Mask(window=(2, 0)), Mask()), strict=True):
             cp_mesh.parallelize(core, axis, {"": ContextParallel(sequence, mask=mask)})
             if compiled:
@@ -469,9 +416,5 @@ def cores_of_one_class(rank: int) -> None:
         outs = [core(*qkv) for core in cores]
         torch.testing.assert_close(outs[2], 3 * outs[0])
         assert not torch.allclose(outs[0], outs[1])
-        want = outs if not compiled else want  # noqa: F821
-        torch.testing.assert_close(outs, want)
-
-
-def test_compiled_cores_of_one_class_are_told_apart(pool: Any) -> None:
-    pool(2).run(cores_of_one_class)
+        torch.testing.assert_close(outs, want or outs)
+        want = outs
