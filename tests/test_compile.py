@@ -124,6 +124,15 @@ def test_dtensors(backend: str, tp: int) -> None:
 # Styled models over cp and tp.
 
 
+MODEL_CALL = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
+
+
+def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for name, x in want.items():
+        torch.testing.assert_close(found[name], x, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def make_model(axes: DeviceMesh, **options: Any) -> nn.Module:
     model, sequence = Model(), ShardedSequence(axes["cp"], ZigZag())
     if axes.size(1) > 1:
@@ -146,23 +155,26 @@ def gradients(model: nn.Module, arguments: dict[str, Tensor]) -> dict[str, Tenso
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("size", "cp", "backend"),
-    [(4, 2, "aot_eager"), pytest.param(2, 1, "inductor", marks=pytest.mark.nightly("compiled"))],
+    ("size", "cp", "part", "backend"),
+    [
+        (4, 2, "blocks", "aot_eager"),
+        (2, 2, "model", "aot_eager"),
+        pytest.param(2, 1, "blocks", "inductor", marks=pytest.mark.nightly("compiled")),
+    ],
 )
 @on_ranks("size", timeout=180.0)
-def test_compiled_blocks(cp: int, backend: str) -> None:
-    axes = mesh((cp, 2), ("cp", "tp"))
+def test_compiled_models(size: int, cp: int, part: str, backend: str) -> None:
+    """Blocks over cp and tp, or a model that gathers its output."""
+    axes, options = mesh((cp, size // cp), ("cp", "tp")), {"gather_output": part == "model"}
     arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}
-    eager = gradients(make_model(axes), arguments)
-    model = make_model(axes)
+    model = make_model(axes, **options)
     # PyTorch's own trap: a collective in flight at a compiled block's door takes the embedding's gradient with it.
     model.embedding.register_forward_hook(lambda module, inputs, output: output.clone())
-    for layer in model.layers:
-        layer.compile(backend=backend, fullgraph=True)
+    for each in model.layers if part == "blocks" else [model]:
+        each.compile(backend=backend, fullgraph=True)
     compiled = gradients(model, arguments)
     assert compiled["embedding.weight"].abs().max() > 0
-    for name, want in eager.items():
-        torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+    assert_same(compiled, gradients(make_model(axes, **options), arguments))
 
 
 @pytest.mark.full
@@ -222,19 +234,6 @@ def test_documents_of_compiled_code_are_digested_once(axis: DeviceMesh, backend:
     assert counts == [1, 1, 1]
 
 
-@pytest.mark.full
-@on_ranks(2)
-def test_whole_model() -> None:
-    axes = mesh((2, 1), ("cp", "tp"))
-    arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}
-    model = make_model(axes, gather_output=True)
-    eager = gradients(model, arguments)
-    model.compile(backend="aot_eager", fullgraph=True)
-    compiled = gradients(model, arguments)
-    for name, want in eager.items():
-        torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
-
-
 # What was compiled before the plan.
 
 
@@ -247,7 +246,6 @@ def test_what_was_compiled_before_the_plan(what: str) -> None:
     axes = mesh((2 // tp, tp), ("cp", "tp"))
     sequence = ShardedSequence(axes["cp"])
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
-    arguments = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
     plan: dict[str, Any] = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence)}
     if what == "ends":
         plan[""] = cp_mesh.training.ShardInput(sequence, ("tokens", "positions"))
@@ -278,70 +276,32 @@ def test_what_was_compiled_before_the_plan(what: str) -> None:
             cp_mesh.parallelize(model, axes["tp"], over_tp)
         made = cp_mesh.parallelize(model, axes["cp"], plan)
         assert made is model
-        grads = gradients(model, arguments)
-        found.append({name.replace("_orig_mod.", ""): x for name, x in grads.items()})
-    assert found[0].keys() == found[1].keys()
-    for name, want in found[0].items():
-        torch.testing.assert_close(found[1][name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+        found.append({name.replace("_orig_mod.", ""): x for name, x in gradients(model, MODEL_CALL).items()})
+    assert_same(found[1], found[0])
 
 
 # Lengths that change.
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["local", "DTensors", "style", "documents"])
-@on_ranks(2)
-def test_five_lengths_compile_twice(kind: str) -> None:
-    """How often five lengths were compiled."""
-    axes = mesh((2, 1), ("cp", "tp"))
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, mesh=axes["cp"])
-
-    def placed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (DTensor.from_local(x, axes, [Shard(2), Replicate()], run_check=False) for x in (q, k, v))
-        return attention(q, k, v).to_local()
-
-    def with_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return attention(q, k, v, mesh=axes["cp"], mask=Mask(documents=documents, blocks=documents))
-
-    core = Core()
-    cp_mesh.parallelize(core, axes["cp"], {"": ContextParallel(ShardedSequence(axes["cp"]))})
-    fn = {"local": plain, "DTensors": placed, "style": core, "documents": with_documents}[kind]
-    compiled = torch.compile(fn, backend=counter, fullgraph=True)
-    for S in (16, 24, 40, 8, 64):
-        sequence = ShardedSequence(axes["cp"])
-        whole = make_qkv(B, H, K, S, D)
-        q, k, v, dout = (sequence.shard(x, dim=2).requires_grad_() for x in whole)
-        documents = torch.arange(S).expand(B, S) // 5
-        out = compiled(q, k, v, *[documents] * (kind == "documents"))
-        out.backward(dout.detach())
-        q, k, v, dout = (x.requires_grad_() for x in whole)
-        masked = {"documents": documents, "blocks": documents} if kind == "documents" else {}
-        want, _ = dense_attention(q, k, v, dense_mask(S, **masked))
-        torch.testing.assert_close(sequence.unshard(out, dim=2), want, rtol=1e-10, atol=1e-10)
-    assert counter.frame_count <= 2
 
 
 UNLESS_2_11 = pytest.mark.skipif(
     torch.__version__.startswith("2.11."),
     reason="AOTAutograd of PyTorch 2.11 gives the op whole lengths of DTensors, which it refuses",
 )
+LENGTHS, SYMBOLS = [(S, 8) for S in (16, 24, 40, 8, 64)], [(24, 8), (40, 8), (64, 16)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"),
-    [(kind, "aot_eager") for kind in ("formats", "options", "block")]
-    + [("formats", "eager"), pytest.param("DTensors", "aot_eager", marks=UNLESS_2_11)]
-    + [pytest.param(kind, "eager", marks=pytest.mark.nightly("compiled")) for kind in ("options", "DTensors", "block")]
-    + [pytest.param(kind, "inductor", marks=pytest.mark.nightly("compiled")) for kind in ("formats", "block")],
+    ("dynamic", "kind", "backend"),
+    [(None, kind, "aot_eager") for kind in ("formats", "DTensors", "block", "documents")]
+    + [(True, kind, "aot_eager") for kind in ("formats", "options", "block")]
+    + [(True, "formats", "eager"), pytest.param(True, "DTensors", "aot_eager", marks=UNLESS_2_11)]
+    + [pytest.param(True, x, "eager", marks=pytest.mark.nightly("compiled")) for x in ("options", "DTensors", "block")]
+    + [pytest.param(True, kind, "inductor", marks=pytest.mark.nightly("compiled")) for kind in ("formats", "block")],
 )
 @pytest.mark.quick("formats-eager")
 @on_ranks(2, timeout=180.0)
-def test_sizes_that_are_symbols(kind: str, backend: str) -> None:
-    """How often other sizes were compiled where all are symbols from the first call on, the head dim too."""
-    again = 1 if kind == "options" else 0  # for each number that a scale was computed to
+def test_sizes_that_change(kind: str, dynamic: bool | None, backend: str) -> None:
+    """Lengths compile twice; none again where all sizes are symbols from the first call on, the head dim too."""
     axes = mesh((2, 1), ("cp", "tp"))
     sequence, counter = ShardedSequence(axes["cp"]), CompileCounterWithBackend(backend)
     core = cp_mesh.parallelize(Core(), axes["cp"], {"": ContextParallel(sequence)})
@@ -358,19 +318,27 @@ def test_sizes_that_are_symbols(kind: str, backend: str) -> None:
 
     def placed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (DTensor.from_local(x, axes, [Shard(2), Shard(1)], run_check=False) for x in (q, k, v))
-        return attention(q, k, v, dropout_p=0.2, dropout_seed=3)  # of heads that count from a symbol
+        dropout = {"dropout_p": 0.2, "dropout_seed": 3} if dynamic else {}  # of heads that count from a symbol
+        return attention(q, k, v, **dropout)
+
+    def with_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        return attention(q, k, v, mesh=cp, mask=Mask(documents=documents, blocks=documents))
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return core(2 * q, k, v) / 2
 
-    fn = {"formats": formats, "options": options, "DTensors": placed, "block": block}[kind]
-    compiled, counts = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True), []
-    for S, D in ((24, 8), (40, 8), (64, 16)):
+    fn: Any = {"formats": formats, "options": options, "DTensors": placed, "block": block}.get(kind, with_documents)
+    compiled, counts = torch.compile(fn, backend=counter, fullgraph=True, dynamic=dynamic), []
+    for S, D in SYMBOLS if dynamic else LENGTHS:
         q, k, v, _ = (sequence.shard(x, dim=2) for x in make_qkv(1, H, K, S, D))
-        for found, expected in zip(step(compiled, q, k, v), step(fn, q, k, v), strict=True):
-            torch.testing.assert_close(found, expected, **TOLERANCE)
+        own = {"documents": torch.arange(S)[None] // 5} if kind == "documents" else {}
+        for found, want in zip(*(step(partial(each, **own), q, k, v) for each in (compiled, fn)), strict=True):
+            torch.testing.assert_close(found, want, **TOLERANCE)
         counts.append(counter.frame_count)  # of the first call Dynamo may run the backend twice
-    assert counts[-1] - counts[0] == again
+    if dynamic:
+        assert counts[-1] - counts[0] == (kind == "options")  # for each number that a scale was computed to
+    else:
+        assert counts[-1] <= 2
 
 
 # Autocast.
@@ -429,8 +397,7 @@ def test_checkpointing(how: str, backend: str | None) -> None:
     ring = 2 * 2  # steps, layers
     replayed = ring * (how == "full")
     axes = mesh((3, 1), ("cp", "tp"))
-    arguments = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
-    want = gradients(make_model(axes), arguments)
+    want = gradients(make_model(axes), MODEL_CALL)
     model = make_model(axes)
     options = {"context_fn": cp_mesh.training.checkpoint_context_fn} if how == "selective" else {}
 
@@ -445,12 +412,11 @@ def test_checkpointing(how: str, backend: str | None) -> None:
     # Entering and leaving the style's function mode is a side effect to Dynamo; recomputation need not repeat it.
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         before = num_collectives()
-        logits = model(**arguments)
+        logits = model(**MODEL_CALL)
         between = num_collectives()
         (logits * torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)).sum().backward()
         after = num_collectives()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, want[name], **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+    assert_same({name: x.grad for name, x in model.named_parameters()} | {"logits": logits}, want)
     assert (between - before, after - between) == (ring, 2 * ring + replayed)
 
 

@@ -235,34 +235,34 @@ def test_on_an_axis_of_a_mesh(pool, shape, names):
     report(pool(4).run(parity_on_ranks, shape, names, cases, timeout=300))
 
 
-def banded(memories: Sequence[str]) -> list[Case]:
-    """What a kernel of full and causal tiles can serve: runs, and masks that are bands."""
+def banded(method: str, cp_size: int) -> list[Case]:
+    """What a kernel of full and causal tiles can serve, runs and masks that are bands, with all that it is given."""
     layouts = [name for name in LAYOUTS if name not in ("shuffled", "reversed")]
-    return [
-        Case(layout, mask, S, HEADS[i % 3], SEQ_DIMS[(i // 3) % 3], "cpu_flash", memories[i % len(memories)])
+    cases = [
+        Case(
+            layout, mask, S, HEADS[i % 3], SEQ_DIMS[(i // 3) % 3], "cpu_flash",
+            ("contiguous", "strided", "transposed", "sliced")[i % 4], (None, 0.7)[i // 2 % 2],
+            scores=("plain", "sinks")[i // 4 % 2], head_chunks=(None, 1, 3)[i % 5 % 3], method=method,
+        )
         for i, (S, layout, mask) in enumerate(product((1, 3, 7, 31, 97), layouts, BANDS))
-    ]
+    ]  # fmt: skip
+    return [case for case in cases if serves(method, cp_size, case.heads, case.head_chunks)]
 
 
-@pytest.mark.nightly("parity")
 @pytest.mark.parametrize(
-    ("method", "cp_size"), [(x, n) for x, n in OTHERS_ON_RANKS if (n == 4 and x in OF_GROUPS) or n in (2, 3)]
+    ("method", "cp_size"),
+    [
+        *(("auto", size) for size in (1, 2, 3, 4)),
+        *(
+            pytest.param(x, n, marks=pytest.mark.nightly("parity"))
+            for x, n in OTHERS_ON_RANKS
+            if (n == 4 and x in OF_GROUPS) or n in (2, 3)
+        ),
+    ],
 )
-def test_cpu_flash_of_other_methods(pool, method, cp_size):
-    cases = [replace(case, method=method) for case in banded(("contiguous", "strided"))]
-    cases = [case for case in cases if serves(method, cp_size, case.heads, None)]
-    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases, timeout=300))
-
-
-@pytest.mark.parametrize("cp_size", (*(pytest.param(size, marks=pytest.mark.full) for size in (1, 2)), 3, 4))
-@pytest.mark.quick("4")
-def test_cpu_flash(pool, cp_size):
-    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), banded(("contiguous", "strided"))))
-
-
-@pytest.mark.full
-def test_cpu_flash_of_inputs_in_any_memory(pool):
-    report(pool(2).run(parity_on_ranks, (2,), ("cp",), banded(("transposed", "sliced"))))
+@pytest.mark.quick("auto-4")
+def test_cpu_flash(pool, method, cp_size):
+    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), banded(method, cp_size), timeout=300))
 
 
 def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, full):
@@ -281,20 +281,6 @@ def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, f
     options = {"ulysses_degree": 2}
     cases = [replace(case, options=options) for case in cases if case.method == "hybrid" and not case.heads[0] % 2]
     report(pool(4).run(parity_on_ranks, (4,), ("cp",), cases, True, timeout=300))
-
-
-def test_scale_is_used(pool):
-    cases = [
-        Case("zigzag", mask, 13, scale=0.7, kernel=kernel) for mask in BANDS for kernel in ("reference", "cpu_flash")
-    ]
-    report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
-
-
-def test_scores_of_a_kernel_that_knows_nothing_of_them(pool):
-    cases = [
-        Case("zigzag", mask, 13, kernel="cpu_flash", scores="sinks", head_chunks=n) for mask in BANDS for n in (1, 3)
-    ]
-    report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag", "striped", "shuffled"))
@@ -529,24 +515,17 @@ def test_dtensors_of_other_methods(pool, full, shape, names, placed):
 
 
 def test_dtensors_of_unequal_shards(pool, full):
-    """DTensor cuts 97 in 25, 25, 25 and 22, and 5 in 2, 2, 1 and 0; contiguous and permuted layouts do as well.
-
-    In the quick form the formats take turns.
+    """DTensor cuts 97 in 25, 25, 25 and 22, 5 in 2, 2, 1 and 0, and 1 and 3 leave ranks without rows; contiguous and
+    permuted layouts do as well. In the quick form the formats take turns.
     """
-    masks = ("causal", "full", "documents")
+    sequences = [*product((97, 5), ("contiguous", "shuffled"), ("causal", "full", "documents"))]
+    sequences += product((1, 3), ("contiguous", "shuffled"), MASKS) if full else ()
     cases = [
         Case(layout, mask, S, (4, 2), seq_dim)
-        for i, (S, layout, mask) in enumerate(product((97, 5), ("contiguous", "shuffled"), masks))
-        for seq_dim in (SEQ_DIMS if full else SEQ_DIMS[i % 3 :][:1])
+        for i, (S, layout, mask) in enumerate(sequences)
+        for seq_dim in (SEQ_DIMS if full and S > 3 else SEQ_DIMS[i % 3 :][:1])
     ]
     report(pool(4).run(dtensors, (4,), ("cp",), {}, cases, timeout=300))
-
-
-@pytest.mark.full
-def test_dtensors_shorter_than_the_axis(pool):
-    """Some ranks hold no row at all, which DTensor by itself does not shard."""
-    cases = [Case(layout, mask, S, (4, 2)) for layout in ("contiguous", "shuffled") for mask in MASKS for S in (1, 3)]
-    report(pool(4).run(dtensors, (4,), ("cp",), {}, cases))
 
 
 NAMES = ("out", "dq", "dk", "dv")
