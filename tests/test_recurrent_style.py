@@ -50,19 +50,10 @@ INT = ClassVar  # among the names of this file, of which Dynamo asks each for an
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Of one document; as in fla.ops.gated_delta_rule, with the decays of fla.ops.kda too."""
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -85,15 +76,9 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, activation: str | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Of one document; as in fla.modules.causal_conv1d."""
     rows = F.pad(x, (0, 0, W - 1, 0))
     out = sum(weight[:, j] * rows[:, j : j + x.shape[1]] for j in range(W))
