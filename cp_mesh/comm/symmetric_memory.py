@@ -63,7 +63,11 @@ class Workspace:
         self.nbytes, self.captured = nbytes, False
         with lasting():
             self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        # PyTorch clears the signal pads and copies their addresses without waiting for either. A barrier on a side
+        # stream read addresses that had not arrived: an illegal memory access (2.11, H200).
+        torch.cuda.synchronize(device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
+        torch.cuda.synchronize(device)
         timeout_ms = int(timeout_of(group, device).total_seconds() * 1000)
         self.barrier: Callable[..., None] = partial(self._handle.barrier, timeout_ms=timeout_ms)
         """(channel=): wait on the current stream until every rank's stream has reached the barrier."""
@@ -187,13 +191,11 @@ class GroupMemory:
                     f"transport='symmetric_memory': the group's memory must grow to {nbytes} bytes, which a CUDA graph "
                     "capture cannot do; run one forward and backward with these shapes before the capture"
                 )
-            # Peers may still read the memory that is freed here.
-            torch.cuda.synchronize(self._device)
             if workspace is not None:
                 nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
                 if workspace.captured:
                     self._kept.append(workspace)
-            workspace = Workspace(group, aligned(nbytes), self._device)
+            workspace = Workspace(group, aligned(nbytes), self._device)  # waits: no peer reads what is freed here
             self._workspaces[purpose] = workspace
         workspace.captured |= self._capturing
         return workspace
