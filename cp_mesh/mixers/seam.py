@@ -139,7 +139,7 @@ def _scanned(call: Call, **rows: Any) -> Tensor | None:
     """The states before this rank's pieces, of a rule that is no delta rule."""
     between, g, bounds, known = call.between, rows.get("g"), rows["cu_seqlens"], rows["initial_state"]
     if known is None:
-        known = torch.zeros(len(between.lens), *call.shape, device=between.device)
+        known = torch.zeros(len(between.lens), *call.shape, dtype=torch.float32, device=between.device)
     with torch.no_grad():
         a, sent, ends = between.decays_of(None if g is None else g[0], known), between.ways[0].sent, known
         if len(between.ways[0].senders):
