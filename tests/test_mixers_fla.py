@@ -6,7 +6,8 @@ import builtins
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -101,9 +102,18 @@ def test_strong_decays(kernels: None, rule: str, strong: float) -> None:
     assert max(errors("fla", halves(70, rule, strong), [70])) < 1.5e-3
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def of_rank(
     rank: int, rule: str, layout: Layout, lens: list[int], with_states: bool, kernel: str, dtype: torch.dtype,
-    size: int = 2, of_states_alone: bool = False,
+    size: int = 2, of_states_alone: bool = False, default: torch.dtype = torch.float32,
 ) -> list[Tensor]:  # fmt: skip
     """Outputs, states, and gradients of a rank, as float64."""
     if kernel == "fla":
@@ -122,12 +132,13 @@ def of_rank(
     if with_states:
         initial = initial.to(torch.promote_types(dtype, torch.float32))
         options["initial_state"] = initial.requires_grad_(not of_states_alone)
-    outs = [x for x in getattr(mixers, name)(*rows, **options) if x is not None]
-    wanted = [*inputs, options["initial_state"]] if with_states else inputs
-    grads = [y.to(x.dtype) for x, y in zip(outs, (grad, of_states / size), strict=False)]
-    if of_states_alone:
-        wanted, outs, grads = inputs[1:], outs[1:], grads[1:]
-    return [x.detach().double() for x in (*outs, *torch.autograd.grad(outs, wanted, grads))]
+    with default_dtype(default):
+        outs = [x for x in getattr(mixers, name)(*rows, **options) if x is not None]
+        wanted = [*inputs, options["initial_state"]] if with_states else inputs
+        grads = [y.to(x.dtype) for x, y in zip(outs, (grad, of_states / size), strict=False)]
+        if of_states_alone:
+            wanted, outs, grads = inputs[1:], outs[1:], grads[1:]
+        return [x.detach().double() for x in (*outs, *torch.autograd.grad(outs, wanted, grads))]
 
 
 @needs_interpreter
@@ -146,6 +157,16 @@ def test_states_of_other_ranks(pool: Pools, rule: str, layout: Layout, lens: lis
     )
     for own, want in zip(found, exact, strict=True):
         assert max(float((x - y).norm() / y.norm()) for x, y in zip(own, want, strict=True)) < 1.5e-3
+
+
+@needs_interpreter
+def test_default_dtypes_change_nothing(pool: Pools) -> None:
+    given = "simple_gla", ZigZag(), [70], False, "fla", torch.float16, 2, False
+    want, *others = (
+        pool(2).run(of_rank, *given, x, timeout=300) for x in (torch.float32, torch.float64, torch.bfloat16)
+    )
+    for found in (x for ranks in others for x in zip(ranks, want, strict=True)):
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 @needs_interpreter
