@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cp_mesh.errors import UnsupportedError
 from cp_mesh.mixers.fla import convolve
 from cp_mesh.mixers.moving import Group, gather_rows, scatter_sum
 from cp_mesh.mixers.pieces import Index, Pieces, index_on
@@ -105,8 +105,15 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x), states
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_states: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = _Beside._gradients(ctx, grad, of_states)
+        if torch.is_grad_enabled():  # create_graph
+            found = tuple(x if x is None else _Gradient.apply(x, grad, of_states) for x in found)
+        return *found, None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor, of_states: Tensor | None) -> tuple[Tensor | None, ...]:
         initial, (most, sent, places, index), group = ctx.given
         _ = ctx.saved_tensors
         num, of_initial = group[0] * most, None
@@ -117,7 +124,19 @@ class _Beside(torch.autograd.Function):
             _add(grad[0], sent, scatter_sum(found[:num], group) if group[0] > 1 else found[:num])
         if initial is not None:
             of_initial = found[num:].to(initial.dtype)
-        return grad, of_initial, None, None, None
+        return grad, of_initial
+
+
+class _Gradient(torch.autograd.Function):
+    """A gradient as it is, whose own gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *of: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> NoReturn:
+        raise UnsupportedError("causal_conv1d of documents that are cut has no second derivative: use whole documents")
 
 
 def _add(x: Tensor, index: Index, rows: Tensor) -> None:
