@@ -455,6 +455,16 @@ def test_gradients_of_the_rows_before_documents_alone(axis: Any) -> None:
     assert off(own, torch.autograd.grad(want.square().sum(), initial)[0]) < 1e-12
 
 
+@on_ranks(2)
+def test_second_derivatives_of_convolutions_are_refused(axis: Any) -> None:
+    sequence, taps = ShardedSequence(axis, length=8), torch.ones(C, W, dtype=torch.float64)
+    x = sequence.shard(torch.randn(1, 8, C, dtype=torch.float64)).requires_grad_()
+    out = mixers.causal_conv1d(x, taps, sequence=sequence, activation="silu")
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="causal_conv1d of documents that are cut has no second derivative"):
+        grad.square().sum().backward()
+
+
 PACKINGS: dict[str, Any] = {
     "one": lambda S: None,
     "packed": lambda S: torch.arange(S).mul(7).div(S // 9, rounding_mode="floor"),
