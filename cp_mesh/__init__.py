@@ -16,9 +16,8 @@ _OPS = (
     "call.op",
     "tensor_parallel.colwise",
     "tensor_parallel.rowwise",
-    "tensor_parallel.vocab_parallel",
+    "tensor_parallel.losses_in_chunks",
     "training.compare_inputs",
-    "training.token_losses",
 )
 """Modules that register ops."""
 

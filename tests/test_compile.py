@@ -30,7 +30,7 @@ from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Stripe
 from cp_mesh.geometry import Permuted
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding
 
-token_losses = room("token_losses")
+token_losses = room("losses_in_chunks")
 
 B, H, K, S, D = 2, 4, 2, 24, 8
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}

@@ -43,7 +43,7 @@ import parallel_llama  # noqa: E402, F401 - before sys.modules is patched
 import train_llama  # noqa: E402
 
 ModelSizes, PRESETS, FAMILIES, MOST = inner("explain.step", "ModelSizes", "PRESETS", "FAMILIES", "MOST")
-token_losses, host_copies, checkpointed = room("token_losses"), room("host_copies"), room("checkpointed")
+token_losses, host_copies, checkpointed = room("losses_in_chunks"), room("host_copies"), room("checkpointed")
 GIB = 1 << 30
 WITHIN = {1: 0.02, 2: 0.05}
 """Of the measured peak, by ranks: what gloo's threads free late is not seen."""

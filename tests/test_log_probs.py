@@ -32,7 +32,7 @@ from cp_mesh import (
 from cp_mesh.tensor_parallel import VocabParallelHead
 from cp_mesh.training import document_sums
 
-ops = room("token_losses")
+ops = room("losses_in_chunks")
 Cuts, state_of = inner("cuts", "Cuts"), inner("group_state", "state_of")
 V, C, B, S = 19, 6, 2, 23
 
@@ -202,14 +202,14 @@ def test_sums_of_documents(axis: Any, layout: str, documents: str, size: int) ->
 
 @on_ranks(2)
 def test_a_vocabulary_over_tp() -> None:
-    (hidden, labels), linear = rows(), head(bias=False)
-    want = step(direct(hidden.requires_grad_(), labels, linear), hidden, linear.weight)
-    axis, model = mesh((2,), ("tp",)), nn.Sequential(head(bias=False))
+    (hidden, labels), linear = rows(), head()
+    want = step(direct(hidden.requires_grad_(), labels, linear, 1.3), hidden, *linear.parameters())
+    axis, model = mesh((2,), ("tp",)), nn.Sequential(head())
     parallelize(model, axis, {"0": VocabParallelHead(mode="all_reduce")})
-    found = step(token_log_probs(model(hidden), labels), hidden, model[0].weight)
+    found = step(token_log_probs(model(hidden), labels, temperature=1.3), hidden, *model.parameters())
     assert_same([x.full_tensor() if isinstance(x, DTensor) else x for x in found], want)
     with pytest.raises(ArgumentError, match="neither temperature nor bias"):
-        token_log_probs(model(hidden), labels, temperature=0.5)
+        token_log_probs(model(hidden), labels, bias=linear.bias)
     with pytest.raises(ArgumentError, match="VocabParallelHead, without weight="):
         token_log_probs(hidden, labels, weight=model[0].weight)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from inside import room
+from inside import inner, room
 from ranks import REFUSALS, on_ranks
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from cp_mesh import UnsupportedError, cross_entropy
 
-ops = room("token_losses")
+ops, prepare_losses = room("losses_in_chunks"), inner("token_losses", "prepare_losses")
 
 N, V = 50, 33
 IGNORED = -7
@@ -34,7 +34,7 @@ def labelled(dtype: torch.dtype, num_tokens: int = N, vocab: int = V, device: st
 
 
 def ours(logits: Tensor, labels: Tensor) -> Tensor:
-    return ops.prepare_losses("cross_entropy", logits, labels, IGNORED)().sum()
+    return prepare_losses("cross_entropy", logits, labels, IGNORED)().sum()
 
 
 def torchs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_chunks_change_nothing(dtype: torch.dtype) -> None:
     whole = step(ours, logits, labels)
     for rows in (0, 1, 7, 25, N - 1, N):  # a row that is larger than a chunk is one
         with in_chunks_of(rows, logits):
-            assert len(list(ops._chunks(logits))) == -(-N // max(1, rows))
+            assert len(list(ops._chunks(logits, None))) == -(-N // max(1, rows))
             chunked = step(ours, logits, labels)
         for x, y in zip(chunked, whole, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-15, atol=1e-15)
@@ -202,9 +202,9 @@ def test_memory(dtype: torch.dtype) -> None:
 @pytest.mark.unpoisoned
 def test_a_chunk_is_bounded() -> None:
     """256 MiB of float32, or one row."""
-    chunks = list(ops._chunks(torch.empty(65536, 32768, device="meta")))
+    chunks = list(ops._chunks(torch.empty(65536, 32768, device="meta"), None))
     assert [(rows.stop - rows.start, len(x)) for rows, x in chunks] == [(2048, 2048)] * 32
-    chunks = list(ops._chunks(torch.empty(2, 1 << 27, device="meta")))
+    chunks = list(ops._chunks(torch.empty(2, 1 << 27, device="meta"), None))
     assert [rows for rows, _ in chunks] == [slice(0, 1), slice(1, 2)]
 
 

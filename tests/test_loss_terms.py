@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from inside import room
+from inside import inner, room
 from ranks import REFUSALS, mesh, on_ranks
 from test_log_probs import LAYOUTS, B, C, S, V, head, rows
 from test_loss import peak_of
@@ -29,7 +29,7 @@ from cp_mesh import (
 )
 from cp_mesh.tensor_parallel import VocabParallelHead
 
-ops, vocabulary = room("token_losses"), room("vocab_parallel")
+ops, prepare_losses = room("losses_in_chunks"), inner("token_losses", "prepare_losses")
 TERMS: dict[str, tuple[float, float, bool]] = {
     "label smoothing": (0.2, 0.0, False),
     "z-loss": (0.0, 3e-2, False),
@@ -72,7 +72,7 @@ def step(total: Tensor, *leaves: Tensor) -> list[Tensor]:
 
 def losses(x: Tensor, labels: Tensor, **given: Any) -> Tensor:
     """The sum of the losses, as `cross_entropy` takes it."""
-    return ops.prepare_losses("cross_entropy", x, labels, -100, **given)().sum()
+    return prepare_losses("cross_entropy", x, labels, -100, **given)().sum()
 
 
 @pytest.mark.parametrize(("terms", "num_rows"), [*((terms, 7) for terms in TERMS), ("all", 46)])
@@ -194,33 +194,51 @@ def test_shards(axis: Any, terms: str, layout: str, fsdp: bool) -> None:
     assert_same([total, sequence.unshard(local["hidden"].grad), grad], want)
 
 
-@pytest.mark.parametrize("terms", ["label smoothing", "z-loss"])
+OVER_TP = [*((terms, "all_reduce", V) for terms in TERMS), ("all", "reduce_scatter", V)]
+
+
+@pytest.mark.parametrize(
+    ("terms", "mode", "num_tokens"), [*OVER_TP, ("z-loss", "all_reduce", 10), ("teacher", "reduce_scatter", 10)]
+)
 @on_ranks(2)
-def test_a_vocabulary_over_tp(terms: str) -> None:
-    """19 tokens over two ranks, of which one has fewer."""
-    (hidden, labels), linear = rows(), head(bias=False)
-    logits = F.linear(hidden.requires_grad_(), linear.weight)
-    want = step(whole(logits, labels, terms, logits) / (labels != -100).sum(), hidden, linear.weight)
-    axes, model = mesh((1, 2), ("cp", "tp")), nn.Sequential(head(bias=False))
-    parallelize(model, axes["tp"], {"0": VocabParallelHead(mode="all_reduce")})
-    with mock.patch.object(vocabulary, "CHUNK_BYTES", 7 * 10 * 8):
-        share = cross_entropy(model(hidden), labels, axes["cp"], **arguments(terms, None))
-        found = step(share, hidden, model[0].weight)
-    assert_same([x.full_tensor() if isinstance(x, DTensor) else x for x in found], want)
+def test_a_vocabulary_over_tp(rank: int, terms: str, mode: Any, num_tokens: int) -> None:
+    """19 tokens, 10 on rank 0; those of rank 1 may all be padding, whose biases are -inf in both models."""
+    (hidden, labels), linear, (soft, *last) = rows(), head(), teacher_of()
+    hidden, labels = hidden[:, :22].requires_grad_(), labels[:, :22].clamp(max=num_tokens - 1)
+    logits, taught = (x[..., :num_tokens] / 1.7 for x in (linear(hidden), F.linear(soft[:, :22], *last)))
+    want = step(whole(logits, labels, terms, taught) / (labels != -100).sum(), hidden, *linear.parameters())
+    axes, (model, teacher) = mesh((1, 2), ("cp", "tp")), [nn.Sequential(x) for x in (linear, nn.Linear(4, V).double())]
+    teacher[0].load_state_dict(dict(zip(("weight", "bias"), last, strict=True)))
+    for x in (model, teacher):
+        x[0].bias.data[num_tokens:] = -torch.inf
+        parallelize(x, axes["tp"], {"0": VocabParallelHead(mode=mode)})
+    given, soft = (x[:, :22] if mode == "all_reduce" else x[:, :22].chunk(2, 1)[rank] for x in (hidden, soft))
+    with torch.no_grad():
+        options = {"temperature": 1.7, **arguments(terms, teacher(soft))}
+    with mock.patch.object(ops, "CHUNK_BYTES", 7 * 10 * 8):
+        found = step(cross_entropy(model(given), labels, axes["cp"], **options), hidden, *model.parameters())
+    found = [x.full_tensor() if isinstance(x, DTensor) else x for x in found]
+    if mode == "reduce_scatter":  # rows of this rank
+        dist.all_reduce(found[1], group=axes["tp"].get_group())
+    assert_same(found, want)
 
 
 @on_ranks(2)
 def test_refused_over_tp() -> None:
     axes, (hidden, labels), model = mesh((1, 2), ("cp", "tp")), rows(), nn.Sequential(head(bias=False))
     parallelize(model, axes["tp"], {"0": VocabParallelHead(mode="all_reduce")})
+    with torch.no_grad():
+        soft = model(hidden)
     for given in (
         {"logits": model(hidden), "teacher": torch.zeros(B, S, V, dtype=torch.float64)},
-        {"logits": hidden @ head().weight.detach().mT, "teacher": model(hidden)},
+        {"logits": hidden @ head().weight.detach().mT, "teacher": soft},
+        {"logits": model(hidden), "teacher": (soft,)},
+        {"logits": model(hidden), "teacher": soft._replace(sharded=True)},
     ):
-        with pytest.raises(UnsupportedError, match="teacher: expected no logits of VocabParallelHead"):
+        with pytest.raises(ArgumentError, match="teacher: expected logits of VocabParallelHead in both models or in"):
             cross_entropy(labels=labels, mesh=axes["cp"], **given)
     smoothing = 0.1 * (1 + axes["tp"].get_local_rank())  # other losses on the ranks of one vocabulary
-    with pytest.raises(RankMismatchError, match="label_smoothing and z_loss"):
+    with pytest.raises(RankMismatchError, match="label_smoothing, z_loss and temperature"):
         cross_entropy(model(hidden), labels, axes["cp"], label_smoothing=smoothing)
 
 

@@ -26,9 +26,9 @@ def arguments(name: str) -> list[Any]:
     options = AttentionSpec(layout="zigzag", mask="1,,,0,", scale=1 / math.sqrt(D), differentiable_lse=True)
     q, k, v, dout = (torch.randn(B, heads, S, D) for heads in (H, 2, 2, H))
     x, weight, labels = torch.randn(B, S, D), torch.randn(V, D), torch.arange(B * S) % V
-    logits, row, dlosses = torch.randn(B * S, V), torch.ones(B * S, 1), torch.randn(B * S)
+    dlosses, of_rows = torch.randn(B * S), torch.ones(4, B * S, 1)
     of_call = [*Tensors(), [], S, 2, group, options.text()]
-    head = [0, V, S, group, True, -100]
+    of_head = [-100, 1.0, 0.0, 0.0, 0, V, S, group, True]
     return {
         "attention": [q, k, v, *of_call],
         "attention_backward": [dout, q, k, v, dout, torch.ones(B, H, S), None, None, *of_call, ""],
@@ -36,15 +36,13 @@ def arguments(name: str) -> list[Any]:
         "column_linears_backward": [[x @ weight.mT], x, [weight], [True, True, False], S, group, True, V, "auto", True],
         "compare_inputs": [[labels], "tokens", group, "zigzag"],
         "gather_rows": [x, S, group],
-        "head_losses": [x, weight, labels, *head, "none"],
-        "head_losses_backward": [dlosses, x, weight, labels, row, row, [True, True], *head],
         "own": [labels, torch.int32],
         "row_linear": [x, weight, torch.randn(V), group, D, "auto", "none"],
         "row_linear_awaited": [x, V, group],
         "row_linear_backward": [x @ weight.mT, x, weight, True, S, group, D, "auto"],
         "sum_rows": [x, None, group, True, "row linear", "none", None],
-        "token_losses": [logits, labels, -100],
-        "token_losses_backward": [dlosses, logits, labels, row, row, -100],
+        "token_losses": [x, weight, None, labels, [], *of_head, "none"],
+        "token_losses_backward": [dlosses, x, weight, None, labels, of_rows, [], [True, True, False], *of_head],
     }[name]
 
 

@@ -52,7 +52,7 @@ from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabP
 agreement = room("agreement")
 cuts = room("cuts")
 overlap = room("overlap")
-vocabulary = room("vocab_parallel")
+vocabulary, in_chunks = room("vocab_parallel"), room("losses_in_chunks")
 Shards = inner("shards", "Shards")
 
 V, C, OUT, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few
@@ -259,10 +259,10 @@ PARTS = [
     # an input that needs no gradient: none is computed, and none travels
     Part("mixer", [GATHER, SCATTER], [GATHER], (4, 5), input_frozen=True),
     Part("mixer", [REDUCE], [], (4, 5), mode="all_reduce", input_frozen=True),
-    # the numbers of each row that the loss needs: three, of all rows
-    Part("head", [GATHER, ("all-gather", 3 * B * S)], [GATHER, SCATTER], (1, 3)),
-    Part("head", [("all-gather", 3 * B * S)], [REDUCE], (1, 3), mode="all_reduce"),
-    Part("head", [GATHER, ("all-gather", 3 * B * S)], [GATHER, SCATTER], (1, 2), frozen=("weight",)),
+    # the numbers of each row that the loss needs: six, of all rows
+    Part("head", [GATHER, ("all-gather", 6 * B * S)], [GATHER, SCATTER], (1, 3)),
+    Part("head", [("all-gather", 6 * B * S)], [REDUCE], (1, 3), mode="all_reduce"),
+    Part("head", [GATHER, ("all-gather", 6 * B * S)], [GATHER, SCATTER], (1, 2), frozen=("weight",)),
     Part("embedding", [SCATTER], [GATHER]),
     Part("embedding", [REDUCE], [], mode="all_reduce"),
 ]  # fmt: skip
@@ -717,10 +717,10 @@ def test_chunks_of_logits() -> None:
     at_once.backward()
     grads = gradients(model)
     model.zero_grad()
-    with mock.patch.object(vocabulary, "CHUNK_BYTES", 3 * 6 * 8):  # three rows
+    with mock.patch.object(in_chunks, "CHUNK_BYTES", 3 * 6 * 8):  # three rows
         chunked = cross_entropy(model(tokens), labels, alone)
         chunked.backward()
-        assert len(list(vocabulary._chunks(torch.ones(14, C, dtype=torch.float64), logits.head.weight))) == 5
+        assert len(list(in_chunks._chunks(torch.ones(14, C, dtype=torch.float64), logits.head.weight))) == 5
     torch.testing.assert_close(chunked, at_once, rtol=1e-14, atol=0.0)
     torch.testing.assert_close(gradients(model), grads, rtol=1e-12, atol=1e-15)
 
@@ -734,7 +734,7 @@ def test_logits_of_all_rows_are_never_held() -> None:
     x = torch.randn(1, 256, 16, dtype=torch.float64, requires_grad=True)
     labels, losses = torch.arange(512)[None], list[Tensor]()
     cross_entropy(head(x), labels, alone).backward()  # a first call is compared, and profilers begin
-    with mock.patch.object(vocabulary, "CHUNK_BYTES", 16 * 1024 * 8):
+    with mock.patch.object(in_chunks, "CHUNK_BYTES", 16 * 1024 * 8):
         assert peak_of(lambda: losses.append(cross_entropy(head(x), labels, alone))) < 2**20
         assert peak_of(lambda: losses[0].backward()) < 2**20
     whole = torch.randn(512, 1024, dtype=torch.float64)

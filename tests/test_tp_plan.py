@@ -213,7 +213,6 @@ REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
     "no norm": (put("layers.1.attention_norm", nn.Identity), "layers.1.attention: expected a norm attention_norm"),
     "dropout": (put("layers.0.dropout", partial(nn.Dropout, 0.1)), "layers.0.dropout: expected dropout=0"),
     "functional dropout": (put("layers.1.resid_dropout", lambda: 0.1), "layers.1: expected resid_dropout=0"),
-    "a head with a bias": (put("output", partial(nn.Linear, 32, V)), "output: expected a linear without a bias"),
     "no head": (put("output", nn.Identity), "one module output or lm_head"),
     "two embeddings": (put("embed_tokens", partial(nn.Embedding, V, 32)), "one module tok_embeddings or embed_tokens"),
     "unequal features": (put("layers.0.feed_forward.w3", linear), "as many output features of w1, w3 as w2 has inputs"),

@@ -76,8 +76,8 @@ def tensor_parallel_plan(
     Raises:
         ArgumentError: if tp does not divide the heads, or options disagree.
         UnsupportedError: for a module that it does not support, by name: other modules with parameters, such as fused
-            projections, experts and other norms; linears with a forward of their own (LoRA); a head with a bias;
-            dropout, whose random numbers would differ between tp ranks.
+            projections, experts and other norms; linears with a forward of their own (LoRA); dropout,
+            whose random numbers would differ between tp ranks.
 
     Example:
         >>> parallelize(model, mesh["tp"], tensor_parallel_plan(model, mesh["tp"]))  # doctest: +SKIP
@@ -181,9 +181,7 @@ class _Found:
         style: ParallelStyle | None = None
         if name in _EMBEDDINGS and self._plain(path, nn.Embedding):
             style = VocabParallelEmbedding(**self.rows)
-        elif name in _HEADS:
-            if self._plain(path, nn.Linear).bias is not None:
-                _refuse(path, "a linear without a bias", "one with a bias")
+        elif name in _HEADS and self._plain(path, nn.Linear):
             style = VocabParallelHead(mode=self.rows["mode"])
         elif name in _OF_HEADS and shapes == {(self.head_dims.get(parent),)}:
             style = _Norm(use_local_output=True)  # it shards dim 1, which is rows or heads

@@ -309,7 +309,7 @@ class VocabParallelHead(_OverTP):
 
     Raises:
         ArgumentError: if a tp rank would hold no token of the vocabulary.
-        UnsupportedError: for a linear with a bias, or with a forward of its own.
+        UnsupportedError: for a linear with a forward of its own.
     """
 
     def __init__(self, *, mode: Mode = "reduce_scatter") -> None:
@@ -319,11 +319,9 @@ class VocabParallelHead(_OverTP):
         where = self.of_mesh(device_mesh)
         self.check(module, nn.Linear)
         assert isinstance(module, nn.Linear)
-        if module.bias is not None:
-            hint = "OverlappedColwise() takes a bias"
-            refuse("VocabParallelHead", "a linear without a bias", "one with a bias", hint, UnsupportedError)
         own = where.vocabulary("VocabParallelHead", module.out_features)
-        _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
+        for name in ("weight", "bias")[: 1 + (module.bias is not None)]:
+            _shard(module, name, device_mesh, Shard(0), self.src_data_rank)
         return self.replace(module, self._run, where, own)
 
     @_announced
@@ -332,30 +330,32 @@ class VocabParallelHead(_OverTP):
     ) -> DeferredLogits:
         sharded = self.sharded
         num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
-        weight = where.local(module.weight)
-        assert isinstance(module, nn.Linear) and weight is not None
+        assert isinstance(module, nn.Linear)
+        weight, bias = where.local(module.weight), where.local(module.bias)
+        assert weight is not None
         of_other = not torch.compiler.is_compiling() and is_view(x)  # FSDP2 warns if a model returns a view
-        x = _hidden(x, weight) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
-        return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
+        x = _hidden(x, weight, bias) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
+        head = Head(weight, bias, own[0], module.out_features, where.group_name)
+        return DeferredLogits(x, head, num_rows, sharded)
 
 
-def _hidden(x: Tensor, weight: Tensor) -> Tensor:
-    """A copy that requires a gradient if the weight does: FSDP2 skips reduction if no output requires one.
+def _hidden(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A copy that requires a gradient if a parameter does: FSDP2 skips reduction if no output requires one.
 
     Without the copy FSDP2 would warn of a view that the model returns.
     """
-    found: Tensor = _Hidden.apply(x, weight)
+    found: Tensor = _Hidden.apply(x, weight, bias)
     return found
 
 
 class _Hidden(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx, None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx, None, None
 
 
 @dataclass(frozen=True)

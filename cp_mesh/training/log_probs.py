@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, and their sums over documents, for DPO, GRPO and other losses beside the mean.
 
-`token_losses` has the computation in chunks; `mixers/pieces` has the documents of all ranks.
+`losses_in_chunks` has the computation; `mixers/pieces` has the documents of all ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.rules import agreed_pieces
 from cp_mesh.sequence.cuts import check_loss
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
 from cp_mesh.training.checks.labels import check_log_probs
-from cp_mesh.training.token_losses import LazyLogits, prepare_losses
+from cp_mesh.training.token_losses import prepare_losses
 
 
 @typed
 def token_log_probs(
-    x: Tensor | LazyLogits,
+    x: Tensor | DeferredLogits,
     labels: Tensor,
     *,
     weight: Tensor | None = None,
@@ -40,7 +41,7 @@ def token_log_probs(
         labels: int64 [...], shifted before sharding, as in `cross_entropy`.
         weight: [V, C] of the last linear. Under FSDP2, call this within the forward of the module that holds it.
         bias: [V] of the last linear.
-        temperature: divides the logits; only with ``weight``.
+        temperature: divides the logits; only with ``weight`` or `VocabParallelHead`.
         ignore_index: the label of tokens that get 0.
 
     Returns:

@@ -25,8 +25,9 @@ from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, typed
 from cp_mesh.sequence.cuts import apart, check_loss, is_whole, waits_for_labels
 from cp_mesh.sequence.losses import note_loss
+from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
 from cp_mesh.training.checks.labels import check_labels
-from cp_mesh.training.token_losses import LazyLogits, check_ids, prepare_losses
+from cp_mesh.training.token_losses import Teacher, check_ids, prepare_losses
 
 
 @dataclass
@@ -48,7 +49,7 @@ class _Said:
 
 @typed
 def cross_entropy(
-    logits: Tensor | LazyLogits,
+    logits: Tensor | DeferredLogits,
     labels: Tensor,
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
@@ -59,7 +60,7 @@ def cross_entropy(
     temperature: float = 1,  # integers: Dynamo would make symbols of floats here, and trace twice
     label_smoothing: float = 0,
     z_loss: float = 0,
-    teacher: Tensor | tuple[Tensor, ...] | None = None,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """Return this rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
 
@@ -77,15 +78,17 @@ def cross_entropy(
         ignore_index: the label of tokens without a loss.
         count: the divisor of the sum, equal on all ranks, such as the valid tokens of several micro-batches; 0, if no
             token is valid, divides by 1. None: the valid tokens of this call over ``mesh``.
-        weight, bias, temperature: of the last linear, as in `token_log_probs`.
+        weight, bias, temperature: of the last linear, as in `token_log_probs`. `VocabParallelHead` has its own weight
+            and bias.
         label_smoothing: the share of the target that is 1 / V for each token, from 0 to 1, as in `F.cross_entropy`.
             This and the next are equal on all ranks.
         z_loss: each valid token adds ``z_loss * logsumexp(logits / temperature)**2``, 1e-4 in PaLM (arXiv:2204.02311,
             section 5).
         teacher: a model whose probabilities are the targets (arXiv:1503.02531). Pass its logits [..., V], without a
-            gradient; with ``weight`` a tuple of its hidden states [..., C'], weight [V, C'] and perhaps bias [V]. They
-            are divided by ``temperature``, too. Of labels only which are valid is read then, but pass the usual ones,
-            which a first call checks. The gradient is that of KL(teacher || student), without temperature**2.
+            gradient, which are those of `VocabParallelHead` if the student's are; with ``weight`` a tuple of its hidden
+            states [..., C'], weight [V, C'] and perhaps bias [V]. They are divided by ``temperature``, too. Of labels
+            only which are valid is read then, but pass the usual ones, which a first call checks. The gradient is that
+            of KL(teacher || student), without temperature**2.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
@@ -97,20 +100,19 @@ def cross_entropy(
             labels belong to other rows than this rank's: sharded in another layout than attention, or shifted after
             sharding.
         IndexError: in later calls on the CPU, for a label outside of the vocabulary; on CUDA a device assertion.
-        UnsupportedError: in a second derivative, under transforms of torch.func, and for a teacher with
-            `VocabParallelHead`.
+        UnsupportedError: in a second derivative, and under transforms of torch.func.
 
     Example:
         >>> share = cross_entropy(hidden, labels, data, weight=head.weight, z_loss=1e-4)  # doctest: +SKIP
     """
-    over_tp = logits.head.group_name if hasattr(logits, "head") else None  # its ranks are in other groups of the mesh
+    over_tp = logits.head.group_name if isinstance(logits, DeferredLogits) else None  # no group of the mesh
     with refusing(over_tp, (ArgumentError, UnsupportedError)):
         terms = temperature, label_smoothing, z_loss, teacher
         return _cross_entropy(logits, labels, mesh, ignore_index, count, weight, bias, *terms)
 
 
 def _cross_entropy(
-    logits: Tensor | LazyLogits,
+    logits: Tensor | DeferredLogits,
     labels: Tensor,
     mesh: DeviceMesh | dist.ProcessGroup,
     ignore_index: int,

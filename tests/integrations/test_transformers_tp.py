@@ -23,7 +23,7 @@ import cp_mesh
 from cp_mesh import ArgumentError, UnsupportedError, attention
 from cp_mesh.integrations.transformers import parallelize, sequence_of
 
-vocabulary = room("vocab_parallel")
+in_chunks = room("losses_in_chunks")
 LINEAR = inner("wrap", "LINEAR")
 masks = room("masks")
 DeferredLogits = inner("vocab_parallel", "DeferredLogits")
@@ -61,14 +61,14 @@ def test_options_arrive_and_logits_are_computed_in_chunks() -> None:
         style = replaced(model.model.layers[1].self_attn, LINEAR).run.func.__self__
         wanted = {"mode": "reduce_scatter", "recompute_all_gather": False, "transport": "auto"} | given
         assert {name: getattr(style, name) for name in wanted} == wanted
-    rows, chunks = [], vocabulary._chunks
+    rows, chunks = [], in_chunks._chunks
 
     def recorded(*args: Any) -> Any:
         for of_chunk, logits in chunks(*args):
             rows.append(tuple(logits.shape))
             yield of_chunk, logits
 
-    with mock.patch.object(vocabulary, "CHUNK_BYTES", 4 * 48 * 8), mock.patch.object(vocabulary, "_chunks", recorded):
+    with mock.patch.object(in_chunks, "CHUNK_BYTES", 4 * 48 * 8), mock.patch.object(in_chunks, "_chunks", recorded):
         output = model(**batch("plain"))
         output.loss.backward()
     assert isinstance(output.logits, DeferredLogits)

@@ -104,7 +104,6 @@ CASES: Cases = {
     "one of sharded rows": (ARGUMENT, "inputs and weights of one dtype", odd_bias),
     "an embedding": (UNSUPPORTED, "max_norm=1.0", lambda: embedded(torch.zeros(1, 4), max_norm=1.0)),
     "a small vocabulary": (ARGUMENT, "a vocabulary of 1", lambda: embedded(torch.zeros(1, 4), num_embeddings=1)),
-    "a head with a bias": (UNSUPPORTED, "a linear without a bias", lambda: call(HEAD())),
     "another placement": (ARGUMENT, "a DTensor (Shard(1),) over tp", sharded_elsewhere),
     "linears in vmap": (UNSUPPORTED, "expected no transform of torch.func, got vmap",
         lambda: torch.func.vmap(over_tp(linear(), COL()))(torch.ones(2, 3, C))),

@@ -18,10 +18,10 @@ import torch
 
 from cp_mesh.call.spec import check_choice, check_sizes, shown
 from cp_mesh.errors import refuse, typed
+from cp_mesh.tensor_parallel import losses_in_chunks
 from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.text import aligned, as_bytes
-from cp_mesh.training import token_losses
 
 PRESETS: dict[str, dict[str, Any]] = {
     name: {"model_type": "llama", "hidden_size": C, "num_hidden_layers": L, "intermediate_size": F}
@@ -151,7 +151,7 @@ def memory_of(
         return {"checkpoints": row * C * here, "attention's results": results * (here if keeps_results else recomputed)}
 
     # Logits, of which the loss computes a chunk at a time in 4 bytes; tiled: and the gradient of the head's weight.
-    chunk = V * min(rows, max(1, token_losses.CHUNK_BYTES // (4 * V)))
+    chunk = V * min(rows, max(1, losses_in_chunks.CHUNK_BYTES // (4 * V)))
     loss = row * 2 * C + max(row * 2 * V + 4 * chunk, row * (V + C) + V * C * e)
     if tiled_loss:
         loss = row * 3 * C + V * C * (4 + e) + chunk * (16 + e if chunk < rows * V else 12)
