@@ -57,15 +57,11 @@ class _OverTP(ParallelStyle):
         self.mode = self.mode_over_tp = mode
         self.sharded = mode == "reduce_scatter"
 
-    def of_mesh(self, mesh: DeviceMesh) -> _Where:
-        if mesh.ndim != 1:
-            refuse(f"{type(self).__name__}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["tp"]')
-        group = mesh.get_group()
-        return _Where(mesh, group.group_name, group.size(), group.rank())
-
-    def check(self, module: nn.Module, kind: type[nn.Module]) -> None:
+    def check(self, mesh: DeviceMesh, module: nn.Module, kind: type[nn.Module]) -> _Where:
         """Refuse a module that is no ``kind``, has a style already, or has a forward of its own."""
         style = type(self).__name__
+        if mesh.ndim != 1:
+            refuse(f"{style}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["tp"]')
         if (other := replaced(module, LINEAR)) is not None:
             refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
         check_plain(style, module)
@@ -75,6 +71,8 @@ class _OverTP(ParallelStyle):
             got = f"{type(module).__name__}, which has a forward of its own"
             hint = "PyTorch's styles pass DTensors to such a forward"
             refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
+        group = mesh.get_group()
+        return _Where(mesh, group.group_name, group.size(), group.rank())
 
     def replace(self, module: nn.Module, run: Callable[..., Any], *first: Any) -> nn.Module:
         replace_forward(module, LINEAR, type(self).__name__, functools.partial(run, *first))
@@ -127,10 +125,9 @@ class OverlappedColwise(_OverTP):
         self.names, self.recompute_all_gather = names, recompute_all_gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = self.of_mesh(device_mesh)
         linears = [_submodule(module, name) for name in self.names] or [module]
         for linear in linears:
-            self.check(linear, nn.Linear)
+            where = self.check(device_mesh, linear, nn.Linear)
         if len(kinds := {(linear.in_features, linear.weight.dtype) for linear in linears}) > 1:
             refuse(f"OverlappedColwise{self.names}", "one in_features and dtype", kinds, "give each a style of its own")
         together = _Together()
@@ -230,8 +227,7 @@ class OverlappedRowwise(_OverTP):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = self.of_mesh(device_mesh)
-        self.check(module, nn.Linear)
+        where = self.check(device_mesh, module, nn.Linear)
         _shard(module, "weight", device_mesh, Shard(1), self.src_data_rank)
         _shard(module, "bias", device_mesh, Replicate(), self.src_data_rank)
         return self.replace(module, self._run, where)
@@ -273,8 +269,7 @@ class VocabParallelEmbedding(_OverTP):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = self.of_mesh(device_mesh)
-        self.check(module, nn.Embedding)
+        where = self.check(device_mesh, module, nn.Embedding)
         assert isinstance(module, nn.Embedding)
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             got = f"max_norm={module.max_norm}, scale_grad_by_freq={module.scale_grad_by_freq}, sparse={module.sparse}"
@@ -316,8 +311,7 @@ class VocabParallelHead(_OverTP):
         super().__init__(mode)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = self.of_mesh(device_mesh)
-        self.check(module, nn.Linear)
+        where = self.check(device_mesh, module, nn.Linear)
         assert isinstance(module, nn.Linear)
         own = where.vocabulary("VocabParallelHead", module.out_features)
         for name in ("weight", "bias")[: 1 + (module.bias is not None)]:
