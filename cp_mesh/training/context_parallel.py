@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.call.dtensor import check_placements, check_score_placements, first_index, local_scores, wrap, wrap_results
 from cp_mesh.call.formats import FORMATS
@@ -45,18 +44,7 @@ from cp_mesh.training.checks.config import (
 )
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
-from cp_mesh.training.style_helpers import (
-    announced,
-    ask,
-    check_documents,
-    check_mask,
-    check_root,
-    check_sequence,
-    claim,
-    has_axis,
-    layout_of_call,
-    mask_of_call,
-)
+from cp_mesh.training.style_helpers import Core, announced, ask, claim, has_axis
 from cp_mesh.wrap import STYLE, replace_forward, replaced
 
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # dropout_p is an argument of the SDPA call
@@ -77,7 +65,7 @@ class _Call:
     stated: tuple[nn.Module, Reach] | None = None
 
 
-class ContextParallel(ParallelStyle):
+class ContextParallel(Core):
     """Makes an attention core attend over the whole sequence.
 
     The module's forward must call `F.scaled_dot_product_attention` at least once, on [B, H, S_local, D] tensors, with
@@ -131,9 +119,7 @@ class ContextParallel(ParallelStyle):
         head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
-        check_mask("ContextParallel", mask)
-        check_sequence("ContextParallel", sequence, layout)
-        self.sequence, self.mask, self.layout = sequence, mask, layout
+        super().__init__(sequence, mask, layout)
         self.scores = scores if callable(scores) else _check_scores(scores or {})
         self.options = {name: x for name, x in locals().items() if name in EXECUTION}
         if method == "hybrid" and ulysses_degree is None:
@@ -175,10 +161,7 @@ class ContextParallel(ParallelStyle):
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """Return the arguments of attention for one call of the wrapped module, whose call arguments these are."""
-        mask = mask_of_call(self, *args, **kwargs)
-        layout = layout_of_call(self, mask, *args, **kwargs)
-        check_root(self.sequence, layout)
-        check_documents(self, mask)
+        mask, layout = self.of_call(*args, **kwargs)
         if isinstance(self.scores, Mapping):  # Dynamo cannot evaluate callable() on a dict
             scores = self.scores
         else:

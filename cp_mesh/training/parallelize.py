@@ -33,13 +33,11 @@ from cp_mesh.training.checks.config import check_adapters
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
-from cp_mesh.training.recurrent_parallel import RecurrentParallel
 from cp_mesh.training.sharded_model import ShardedModel
-from cp_mesh.training.style_helpers import SUMS, groups_over_cp, groups_over_tp
+from cp_mesh.training.style_helpers import SUMS, Core, groups_over_cp, groups_over_tp
 from cp_mesh.wrap import CHECKPOINT, STYLE, TILES, check_plain, plain_name, replaced, undone_if_refused
 
-_CORES = ContextParallel | RecurrentParallel
-_OVER_CP = ShardedModel | _CORES | ShardInput | GatherOutput
+_OVER_CP = ShardedModel | Core | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
 """A parameter or buffer: its full name in the model, its module, and its name in the module."""
 
@@ -128,7 +126,7 @@ def parallelize(
         watch_first_step(root, cp=mesh.get_group())
     if modes := {mode for style in styles if (mode := _mode_over_tp(style))}:
         watch_first_step(root, tp=mesh.get_group(), rows="reduce_scatter" in modes)
-    if watch and any(isinstance(style, _CORES) for style in styles) and "" not in chosen:
+    if watch and any(isinstance(style, Core) for style in styles) and "" not in chosen:
         watch_rootless(root)
     return module
 
@@ -255,7 +253,7 @@ def _tie(places: list[_Place]) -> None:
 def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:
     """Refuse a plan whose root and cores differ in their sequence, or of which only some have ``layout=``."""
     roots = {key: x for key, x in plan.items() if isinstance(x, ShardedModel | ShardInput | GatherOutput)}
-    cores = {key: x for key, x in plan.items() if isinstance(x, _CORES | ShardInput | GatherOutput)}
+    cores = {key: x for key, x in plan.items() if isinstance(x, Core | ShardInput | GatherOutput)}
     for (root_key, root), (key, core) in product(roots.items(), cores.items()):
         if root.sequence != core.sequence:
             got = f"{_sequence_words(root.sequence)} at {root_key!r}, {_sequence_words(core.sequence)} in {key!r}"

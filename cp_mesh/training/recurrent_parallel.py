@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import untraced
 from cp_mesh.call.spec import check_choice
@@ -21,21 +20,11 @@ from cp_mesh.mixers.rules import METHODS
 from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.stand_ins import FUNCTIONS, StandIns, check_convolution
-from cp_mesh.training.style_helpers import (
-    announced,
-    check_documents,
-    check_mask,
-    check_root,
-    check_sequence,
-    claim,
-    layout_of_call,
-    mask_of_call,
-    style_of,
-)
+from cp_mesh.training.style_helpers import Core, announced, claim, style_of
 from cp_mesh.wrap import FILE, STYLE, replace_forward, replaced
 
 
-class RecurrentParallel(ParallelStyle):
+class RecurrentParallel(Core):
     """Makes a module mix the tokens of the whole sequence by recurrences and causal convolutions.
 
     The module's forward gets this rank's rows, [B, S_local, ...]. In it, and in modules below it, these calls are over
@@ -80,11 +69,10 @@ class RecurrentParallel(ParallelStyle):
         method: str = "auto",
         kernel: str = "auto",
     ) -> None:
-        check_mask("RecurrentParallel", mask)
-        check_sequence("RecurrentParallel", sequence, layout)
+        super().__init__(sequence, mask, layout)
         check_choice("method", method, METHODS, "auto")
         check_choice("kernel", kernel, (*KERNELS,), "auto")
-        self.sequence, self.mask, self.layout, self.method, self.kernel = sequence, mask, layout, method, kernel
+        self.method, self.kernel = method, kernel
         self.stand_ins = StandIns(self.functions, self.strict)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -96,11 +84,8 @@ class RecurrentParallel(ParallelStyle):
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Scope:
         """Return what calls in one forward of the module take, from the arguments of the forward."""
-        mask = mask_of_call(self, *args, **kwargs)
-        layout = layout_of_call(self, mask, *args, **kwargs)
-        check_root(self.sequence, layout)
+        mask, layout = self.of_call(*args, **kwargs)
         sequence = self.sequence if layout is self.sequence.layout else replace(self.sequence, layout=layout)
-        check_documents(self, mask)
         return Scope(sequence, mask, self.method, self.kernel)
 
     @untraced

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial, partialmethod, wraps
+from traceback import walk_stack
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -23,7 +24,6 @@ import cp_mesh.mixers as mixers
 from cp_mesh._torch import untraced
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.mixers.rules import causal_conv1d, delta_rule, gated_delta_rule, gla, kda, ssd
 from cp_mesh.training.style_helpers import style_of
 from cp_mesh.wrap import FILE, with_names
 
@@ -49,7 +49,7 @@ _HOLD = {
 
 
 def _delta(
-    rule: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
+    rule: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
     scale: float | None = None, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, lower_bound: float | None = None, *, mask: Mask | None = None,
@@ -65,21 +65,21 @@ def _delta(
             g = lower_bound * F.sigmoid(g if decay is None else decay * g)
         else:
             g = -decay * F.softplus(g)  # type: ignore[operator]
-    own = (q, k, v, beta) if rule is delta_rule else (q, k, v, g, beta)
-    return rule(*own, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, mask=mask)[0], None
+    own = (q, k, v, beta) if rule == "delta_rule" else (q, k, v, g, beta)
+    return getattr(mixers, rule)(*own, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, mask=mask)[0], None
 
 
 def _gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None, *, mask: Mask | None = None
 ) -> tuple[Tensor, None]:
-    return gla(q, k, v, g, scale=scale, mask=mask)[0], None
+    return mixers.gla(q, k, v, g, scale=scale, mask=mask)[0], None
 
 
 def _of_fla(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: Any = None, *,
     mask: Mask | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    out = causal_conv1d(x.to(weight.dtype), weight, bias, activation=activation, mask=mask).to(x.dtype)
+    out = mixers.causal_conv1d(x.to(weight.dtype), weight, bias, activation=activation, mask=mask).to(x.dtype)
     return out if residual is None else out + residual, None
 
 
@@ -95,7 +95,7 @@ def _scan(
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    return ssd(x.to(wide), dt.to(wide), A, B.to(wide), C.to(wide), D=D, mask=mask)[0]
+    return mixers.ssd(x.to(wide), dt.to(wide), A, B.to(wide), C.to(wide), D=D, mask=mask)[0]
 
 
 @wraps(_scan)
@@ -108,16 +108,16 @@ def _combined(**given: Any) -> Tensor:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d": _of_fla,
     "causal_conv1d_fn": of_channels_first,
-    "chunk_delta_rule": partial(_delta, delta_rule),
-    "chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
+    "chunk_delta_rule": partial(_delta, "delta_rule"),
+    "chunk_gated_delta_rule": partial(_delta, "gated_delta_rule"),
     "chunk_gla": _gla,
-    "chunk_kda": partial(_delta, kda),
-    "chunk_kimi_delta_attention": partial(_delta, kda),
+    "chunk_kda": partial(_delta, "kda"),
+    "chunk_kimi_delta_attention": partial(_delta, "kda"),
     "chunk_simple_gla": _gla,
-    "fused_recurrent_gated_delta_rule": partial(_delta, gated_delta_rule),
+    "fused_recurrent_gated_delta_rule": partial(_delta, "gated_delta_rule"),
     "mamba2_chunk_scan": _scan,
     "mamba_chunk_scan_combined": _combined,
-    "torch_chunk_gated_delta_rule": partial(_delta, gated_delta_rule),
+    "torch_chunk_gated_delta_rule": partial(_delta, "gated_delta_rule"),
 }
 """What stands for a function of another package, by its name there."""
 
@@ -157,13 +157,12 @@ def _is_other(where: str) -> bool:
     return where.startswith(_OTHERS) and not where.startswith(_HELPERS)
 
 
-def runs_alone(frame: FrameType | None) -> str | None:
+def runs_alone(frame: FrameType) -> str | None:
     """The file of a frame, if it is a function of another package that mixes tokens, and not called by our kernels."""
-    files: list[str] = []
-    while frame is not None and (not files or _is_other(files[0])):
-        files.append(frame.f_globals.get("__name__") or "")
-        frame = frame.f_back
-    return files[0] if _is_other(files[0]) and "cp_mesh.mixers.fla" not in files else None
+    file = frame.f_globals.get("__name__") or ""
+    if not _is_other(file) or any(x.f_globals.get("__name__") == "cp_mesh.mixers.fla" for x, _ in walk_stack(frame)):
+        return None
+    return file
 
 
 def check_convolution(module: nn.Conv1d) -> None:
@@ -201,9 +200,10 @@ def _function(x: Any) -> FunctionType | None:
 
 
 def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Any, FunctionType | None]]:
-    """What a class and its bases below `nn.Module` define, the class first: its name, itself, and its function."""
+    """What a class and its bases define, the class first: its name, itself, and its function. Not those of PyTorch."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        yield from ((name, x, _function(x)) for name, x in vars(base).items())
+        if base is nn.Conv1d or not base.__module__.startswith("torch.nn."):
+            yield from ((name, x, _function(x)) for name, x in vars(base).items())
 
 
 def _reads_ours(own: FunctionType) -> bool:

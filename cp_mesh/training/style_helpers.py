@@ -25,6 +25,28 @@ from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
 SUMS = "_cp_mesh_sums"  # attribute of FSDP2 modules that sum gradients
 
 
+class Core(ParallelStyle):
+    """A style of modules that mix tokens, which has a mask."""
+
+    def __init__(self, sequence: ShardedSequence, mask: Any, layout: Callable[..., Layout] | None) -> None:
+        name = type(self).__name__
+        if not isinstance(mask, Mask) and not callable(mask):
+            refuse(f"{name}.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
+        check_sequence(name, sequence, layout)
+        self.sequence, self.mask, self.layout = sequence, mask, layout
+
+    def of_call(self, /, *args: Any, **kwargs: Any) -> tuple[Mask, Layout]:
+        """Return the mask and the layout of a module's call, whose arguments these are."""
+        mask = self.mask if isinstance(self.mask, Mask) else ask(self, "mask", self.mask, *args, **kwargs)
+        if not isinstance(mask, Mask):
+            name, got = type(self).__name__, type(mask).__name__
+            refuse(f"{name}.mask", "a function that returns a Mask", got, "return one")
+        layout = layout_of_call(self, mask, *args, **kwargs)
+        check_root(self.sequence, layout)
+        check_documents(self, mask)
+        return mask, layout
+
+
 def layout_of_call(style: Any, mask: Mask | None, /, *args: Any, **kwargs: Any) -> Layout:
     """Return the layout that the style's function gives for these arguments, or that of the mask or of its sequence."""
     if style.layout is None:
@@ -48,20 +70,6 @@ def check_sequence(style: str, sequence: Any, layout: Any) -> None:
     if layout is not None and not callable(layout):
         hint = "a layout for all batches is the sequence's, ShardedSequence(..., layout=)"
         refuse(f"{style}.layout", "a function that returns a Layout", layout, hint)
-
-
-def check_mask(style: str, mask: Any) -> None:
-    if not isinstance(mask, Mask) and not callable(mask):
-        refuse(f"{style}.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
-
-
-def mask_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Mask:
-    """Return the style's mask, or the one that its function gives for the arguments of a module's call."""
-    name = type(style).__name__
-    mask = style.mask if isinstance(style.mask, Mask) else ask(style, "mask", style.mask, *args, **kwargs)
-    if not isinstance(mask, Mask):
-        refuse(f"{name}.mask", "a function that returns a Mask", type(mask).__name__, "return one")
-    return mask
 
 
 def ask(style: Any, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +128,7 @@ def styles_of(model: nn.Module) -> Iterator[Any]:
 
 
 def cores_of(model: nn.Module) -> list[Any]:
-    """Return the styles of modules that mix tokens, which have masks."""
-    return [style for style in styles_of(model) if hasattr(style, "mask")]
+    return [style for style in styles_of(model) if isinstance(style, Core)]
 
 
 def style_of(module: nn.Module, key: str = STYLE) -> Any:
