@@ -191,6 +191,8 @@ print(json.dumps({
     "packages": sorted({name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names),
     "heavy": [name for name in ("torch._dynamo", "torch._inductor", "cp_mesh.tools") if name in sys.modules],
     "files": [name for name in sys.modules if name.partition(".")[0] == "cp_mesh"],
+    "styles": [cp_mesh.parallelize, cp_mesh.ShardedModel, cp_mesh.ContextParallel].clear(),
+    "then": [name for name in sys.modules if name.partition(".")[0] == "cp_mesh"],
 }))
 """
 
@@ -204,12 +206,16 @@ def cold_import() -> dict[str, Any]:
 
 MOST_FILES = 41
 """That the import loads: it registers the ops, and no more. This number goes down only."""
+MOST_FILES_OF_A_PLAN = 110
+"""That `parallelize` loads with the styles of a model without recurrent layers. This number goes down only."""
 
 
 def test_cold_import() -> None:
     """Without the optional packages, and light: DTensor's own import is what it costs, and einops."""
     found = cold_import()
     assert len(found["files"]) <= MOST_FILES, found["files"]
+    assert len(found["then"]) <= MOST_FILES_OF_A_PLAN, found["then"]
+    assert not [name for name in found["then"] if name.endswith("mixers.rules")]
     assert not found["initialised"] and not found["heavy"]
     assert set(found["packages"]) <= {"cp_mesh", "torch", "numpy", "einops", "_remote_module_non_scriptable"}, found[
         "packages"
