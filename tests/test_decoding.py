@@ -552,7 +552,7 @@ def refused_calls(rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
         "lengths that are no ints": (call(q_lens=[1.0, 1]), "2 numbers of rows"),
         "a number of lengths": (call(q_lens=1), "2 numbers of rows"),
         "no query at all": (call(q[:, :, :0], q_positions=torch.arange(0), q_lens=[0, 0]), "not all 0"),
-        "other lengths": (call(q_lens=[2, 2]), "as in q_lens"),
+        "other lengths": (call(q_lens=[2, 2]), "2 rows, as in q_lens, got 1"),
         "number of keys": (call(num_keys=4), "int64 (1,)"),
         "dtype of the number of keys": (call(num_keys=torch.tensor([4.0])), "int64 (1,)"),
     }  # fmt: skip

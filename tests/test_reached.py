@@ -101,6 +101,15 @@ def of_imported_state() -> Change:
     return lambda: score_mod, lambda: torch.use_deterministic_algorithms(True)
 
 
+def of_import() -> Change:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        from test_reached import CAP
+
+        return s * CAP
+
+    return lambda: score_mod, lambda: globals().__setitem__("CAP", 30.0)
+
+
 def of_default() -> Change:
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *, by: Any = 1.0) -> Tensor:
         return s * by
@@ -127,6 +136,7 @@ CHANGES: dict[str, Callable[[], Change]] = {
     "an attribute of a tensor": of_attribute,
     "a state of torch": of_state,
     "a state that was imported": of_imported_state,
+    "an import": of_import,
     "a default": of_default,
     "a global": lambda: (lambda: capped, lambda: globals().__setitem__("CAP", 30.0)),
 }

@@ -305,6 +305,7 @@ def test_a_few_mistakes(rank: int, axis: DeviceMesh) -> None:
             MISTAKES[name](rank, SET_UPS["eager"]).verify()
         said = error.value.report.verdict
         assert said.startswith("WRONG: ") and words in said, said
+    MISTAKES["right"](rank, SET_UPS["flex"]).verify(make_reference=None)  # cores without a mesh on one rank
     passes(axis, "a plan")
 
 
