@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from cp_mesh._torch import local_tensor
 from cp_mesh.call.formats import FORMATS, Format
 from cp_mesh.call.spec import GRADED, check_dense, check_tensors
 from cp_mesh.comm.group_state import state_of
@@ -179,20 +180,48 @@ def place_beside(tensors: Mapping[str, Tensor | None], query: DTensor, form: For
 def local_scores(scores: Mapping[str, Any], query: DTensor, form: Format) -> dict[str, Any]:
     """The tensors by name, where DTensors become local tensors, whose gradients become DTensors again."""
     return {
-        name: x.to_local(grad_placements=_beside(name, x, query, form)[1]) if isinstance(x, DTensor) else x
+        name: local_part(x, _beside(name, x, query, form)[1]) if isinstance(x, DTensor) else x
         for name, x in scores.items()
     }
 
 
+def local_part(x: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
+    """``to_local``, with a gradient whose spec is equal on all ranks, and that can be differentiated again.
+
+    PyTorch computes the spec from each rank's shard, wrongly if shards are unequal. PyTorch 2.11 then gathers the
+    gradient of a leaf on those ranks alone whose spec differs from the leaf's, and cuts its graph under create_graph.
+    """
+    if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+        return x.to_local(grad_placements=grad_placements)
+    local: Tensor = _LocalPart.apply(x, grad_placements)
+    return local
+
+
+class _LocalPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
+        ctx.kind = x.device_mesh, grad_placements, x.shape, x.stride()
+        local = local_tensor(x)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return wrap(grad, *ctx.kind), None
+
+
 def wrap(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], like: DTensor | None = None
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    like: Sequence[int] | None = None,
 ) -> DTensor:
     """A DTensor with this global shape, which a rank cannot infer if shards are unequal.
 
-    It is contiguous, or has the memory order of ``like``'s spec. The spec is equal on all ranks; a shard may have
+    It is contiguous, or has the memory order of the strides ``like``. The spec is equal on all ranks; a shard may have
     another memory order, and one with few rows may not show any.
     """
-    stride = dense_strides(shape, (torch.empty(shape, device="meta") if like is None else like).stride())
+    stride = dense_strides(shape, torch.empty(shape, device="meta").stride() if like is None else like)
     order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
     local = local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -20,6 +20,7 @@ from cp_mesh.call.dtensor import (
     find_cp_axis,
     first_index,
     group_that_waits,
+    local_part,
     local_scores,
     wrap_results,
 )
@@ -188,7 +189,7 @@ def attend(
         # DTensor gathers a dim shorter than its mesh axis, and has no rule for lists of tensors. Other DTensors go
         # through its dispatch. `ContextParallel` unwraps those of a core over tp alone, which have no cp axis.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
-        q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
+        q, k, v = (local_part(x, query.placements) for x in (query, key, value))  # type: ignore[arg-type]
         out, lse, *_ = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
         out, lse = wrap_results(out, lse, query, call.format)
     elif known_by is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.call.dtensor import check_chunks, check_placements, cp_axes_of, num_shards, wrap
+from cp_mesh.call.dtensor import check_chunks, check_placements, cp_axes_of, local_part, num_shards, wrap
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.spec import check_dense
 from cp_mesh.errors import UnsupportedError, refuse, written
@@ -133,4 +133,4 @@ def _local(what: str, name: str, x: DTensor, lead: DTensor) -> Tensor:
     dim = dims["heads"]
     if dim < x.ndim and x.shape[dim] % (num := num_shards(mesh, wanted, dim)):
         refuse(f"{what}: {name}", f"a multiple of {num} in dim {dim}", x.shape[dim], "use fewer ranks of tp")
-    return x.to_local(grad_placements=grads)
+    return local_part(x, grads)

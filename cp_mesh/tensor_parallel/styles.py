@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import is_view, times_written
+from cp_mesh.call.dtensor import local_part
 from cp_mesh.call.spec import check_choice, is_autocast
 from cp_mesh.comm.agreement import announced_over, refusing
 from cp_mesh.comm.exchange import TRANSPORTS
@@ -372,13 +373,13 @@ class _Where:
                     got,
                     "redistribute it, or pass a plain one",
                 )
-            return x.shape[-2], x.to_local()
+            return x.shape[-2], local_part(x, x.placements)
         return x.shape[-2] * (self.size if isinstance(expected, Shard) else 1), x
 
     def local(self, parameter: Any) -> Tensor | None:
         """This rank's part of a weight or bias."""
         checked = self._checked(parameter)
-        return None if checked is None else checked.to_local()
+        return None if checked is None else local_part(checked, checked.placements)
 
     def given(self, parameter: Any) -> Tensor | None:
         """A weight or bias for autograd nodes that take its local part themselves, which costs less host time.
@@ -387,7 +388,7 @@ class _Where:
         """
         checked = self._checked(parameter)
         if checked is None or torch.compiler.is_compiling() or is_autocast(checked.device.type):
-            return None if checked is None else checked.to_local()
+            return None if checked is None else local_part(checked, checked.placements)
         return checked
 
     def _checked(self, parameter: Any) -> DTensor | None:

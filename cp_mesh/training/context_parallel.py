@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh.call.dtensor import check_placements, check_score_placements, first_index, local_scores, wrap, wrap_results
+from cp_mesh.call.dtensor import (
+    check_placements,
+    check_score_placements,
+    first_index,
+    local_part,
+    local_scores,
+    wrap,
+    wrap_results,
+)
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import attend, check_format
 from cp_mesh.call.plan import choose_method
@@ -229,9 +237,10 @@ class ContextParallel(Core):
         if over_tp is None:
             return cast(Tensor, attend(query, key, value, **given | dict(call.scores)))
         # DTensors over tp alone: this rank's rows, with heads sharded over tp. No collective runs over their mesh.
-        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
+        q, k, v = (local_part(x, x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         out = cast(Tensor, attend(q, k, v, **given | local_scores(call.scores, over_tp, form)))
-        return wrap(out, over_tp.device_mesh, over_tp.placements, (*query.shape[:-1], value.shape[-1]), over_tp)
+        shape = *query.shape[:-1], value.shape[-1]
+        return wrap(out, over_tp.device_mesh, over_tp.placements, shape, over_tp.stride())
 
     def flex(
         self,
@@ -269,7 +278,7 @@ class ContextParallel(Core):
         given = call.given | functions.keywords() | {"scale": scale, "return_lse": return_lse}
         if over_tp is None:
             return attend(query, key, value, **given)
-        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
+        q, k, v = (local_part(x, x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
         found = attend(q, k, v, **given, first_head=first_head, first_batch=first_batch)
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
