@@ -188,7 +188,9 @@ def options_of(script: Path) -> str:
     given = (
         f'"--{name.replace("_", "-")}"' for function in functions for name in inspect.signature(function).parameters
     )
-    return " ".join([script.read_text(), *given])
+    text = script.read_text()
+    shared = (script.parent / "report.py").read_text() if "options(__doc__" in text else ""
+    return " ".join([text, shared, *given])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +45,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 
 from contestants import DOCUMENTS, Case, Contestant, Inputs, Run, all_contestants, default_patterns  # noqa: E402
 from raw_kernels import RAW_KERNELS, present_kernels  # noqa: E402
-from report import PASSES, RESULTS, Entrant, Report, Times, machine  # noqa: E402
+from report import PASSES, RESULTS, Entrant, Report, Times, append, machine, options  # noqa: E402
 
 from cp_mesh import Contiguous, Mask  # noqa: E402
 from cp_mesh import attention as cp_attention  # noqa: E402
@@ -61,14 +62,14 @@ GRIDS = {"magi": {"heads": ["64/8"], "mask": ["full", "causal", "varlen_full", "
 OWN_FACTOR, OWN_ROUNDING = 1.5, 1e-6  # of the same kernel's error on one device; of the signal, for fp32 sums
 PLAIN_FACTOR = 2.0  # of the error of plain products of the dtype: what kernels may have on one device, and we sharded
 RIVALS_ERROR = 2e-2
+LEAST_REPEATS = 2
 LEAST_QUEUED = 4  # of a single call the time until its first kernel counts, which is hidden in training
 LONG_MS = 200.0  # from here on forward and backward are parts of one timed region: a barrier more would change nothing
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, time_limit=True)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--local-len", type=int, nargs="+", help="rows per rank, even")
     add("--heads", nargs="+", help="query heads/kv heads")
     add("--head-dim", type=int)
@@ -80,19 +81,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--head-chunks", type=int, nargs="+", default=[], help="also the ring in N chunks: .../head_chunks=N")
     add("--list", action="store_true", help="print all names (the chosen ones with a star) and exit")
     add("--repeats", type=int, default=7)
-    add("--min-repeats", type=int, default=2)
     add("--seconds-per-case", type=float, default=10.0, help="run fewer repeats if they take longer")
-    add("--time-limit", type=float, default=math.inf, help="start no case after this many seconds")
     add("--graph", action="store_true", help="also time replays of CUDA graphs")
-    add(
-        "--graph-all", action="store_true", help="also graphs of rivals over NCCL: a failed capture may end the process"
-    )
     add("--queued", action="store_true", help="also time eager calls in sequence")
     add("--graph-max-len", type=int, default=16384, help="local length up to which graphs are timed")
     add("--gate-len", type=int, help="rows per rank in the correctness gate")
     add("--quick", action="store_true", help="few short cases")
-    add("--csv", type=Path, help="append rows to this file")
-    add("--commit", help="recorded in the rows (default: ask git)")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     for name, values in GRIDS.get(args.grid, {}).items():
@@ -112,14 +106,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 class Ranks:
     """The group, and what its ranks have to do together."""
 
-    def __init__(self, device_type: str) -> None:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        self.device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    def __init__(self, device_type: str, one_gpu: bool = False) -> None:
+        """``one_gpu``: all ranks on the first GPU, where they take turns."""
+        place = 0 if one_gpu else int(os.environ["LOCAL_RANK"])
+        self.device = torch.device("cuda", place) if device_type == "cuda" else torch.device("cpu")
         options: dict[str, Any] = {"backend": "gloo"}
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
             options = {"backend": "nccl", "device_id": self.device}
-        dist.init_process_group(timeout=timedelta(minutes=3), **options)
+        if one_gpu:
+            sys.path.append(str(ROOT / "tests"))
+            import_module("ranks").join_on_gpus(one_gpu=True)
+        else:
+            dist.init_process_group(timeout=timedelta(minutes=3), **options)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh(device_type, (self.size,), mesh_dim_names=("cp",))
         self.alone = init_device_mesh(device_type, (self.size, 1), mesh_dim_names=("others", "alone"))["alone"]
@@ -174,6 +173,19 @@ class Ranks:
     def print(self, *words: object) -> None:
         if self.rank == 0:
             print(*words, flush=True)
+
+    def append(self, path: Path | None, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+        """To the CSV, if there is one."""
+        if path is not None and self.rank == 0:
+            append(path, columns, rows)
+
+    def release(self, *groups: dist.ProcessGroup) -> None:
+        """Give back what no contestant holds, also of the groups: the next is charged for its own needs only."""
+        gc.collect()
+        for group in groups:
+            release(group)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def end(self, failed: bool) -> None:
         dist.barrier()  # Python must not end while a thread of gloo still holds tensors of the last collective
@@ -240,15 +252,10 @@ class Gate:
     def __init__(self, ranks: Ranks, case: Case) -> None:
         """``case`` has the length of the gate's shards."""
         self._ranks, self._case = ranks, case
-        self._judged: slice | Tensor = slice(None)
-        self._set_up(random_inputs(case, case.seq_len, seed=0))
-
-    def _set_up(self, whole: Inputs) -> None:
-        """What results on these tensors are compared with; errors of one device are those of the rows judged."""
-        case, self._whole = self._case, whole
+        self._whole = whole = random_inputs(case, case.seq_len, seed=0)
         wide = Inputs(*(y.double() for y in (whole.q, whole.k, whole.v, whole.dout)))
         self._exact = dense_attention(wide, case.mask, case.scale)
-        plain = self._squares_of_one_device(dense_attention(whole, case.mask, case.scale))
+        plain = self._squares(dense_attention(whole, case.mask, case.scale), self._exact)
         self._plain = [PLAIN_FACTOR * math.sqrt(error / signal) + OWN_ROUNDING for error, signal in plain]
         self._one_device: dict[str, list[float]] = {}
 
@@ -265,7 +272,7 @@ class Gate:
                 options: dict[str, Any] = {"mask": case.mask, "kernel": kernel, "layout": Contiguous()}
                 out = cp_attention(*qkv, mesh=self._ranks.alone, seq_dim=1, **options)
                 gradients = torch.autograd.grad(out, qkv, x.dout)
-            squares = self._squares_of_one_device((out.detach(), *gradients))
+            squares = self._squares((out.detach(), *gradients), self._exact)
             self._one_device[kernel] = [math.sqrt(error / signal) for error, signal in squares]
         return self._one_device[kernel]
 
@@ -305,9 +312,6 @@ class Gate:
         named = zip(RESULTS, errors, allowed, strict=True)
         wrong = [f"{name} {error:.1e} > {most:.1e}" for name, error, most in named if not error <= most]
         return Verdict(errors, f"failed the gate: {', '.join(wrong)}" if wrong else None)
-
-    def _squares_of_one_device(self, results: Iterable[Tensor]) -> list[list[float]]:
-        return self._squares([x[:, self._judged] for x in results], [x[:, self._judged] for x in self._exact])
 
     def _squares(self, results: Iterable[Tensor], exact: Iterable[Tensor]) -> list[list[float]]:
         """Sums of squares of error and signal, of each result."""
@@ -487,8 +491,8 @@ def race(
     calls_ms: float = 0.0,
     measure: Callable[..., list[float]] = measure,
     least_calls: int = 1,
-) -> list[Times]:
-    """Everyone in turn, as often as the time allows; slowest rank.
+) -> dict[str, Times]:
+    """Everyone in turn, as often as the time allows; slowest rank; by name.
 
     ``calls_ms``: repeat calls to fill that time, ``least_calls`` at least if they are not long.
     """
@@ -506,7 +510,7 @@ def race(
         times.calls = max(least, min(20, int(calls_ms / max(sample[2], 1e-3)))) if calls_ms else 1
     seconds = float(ranks.largest(time.perf_counter() - begin))
     affordable = int(args.seconds_per_case / max(seconds, 1e-9))
-    repeats = max(args.min_repeats, min(args.repeats, affordable))
+    repeats = max(LEAST_REPEATS, min(args.repeats, affordable))
     # The first round still warms up; where rounds are dear it counts.
     rounds = [first] if repeats < args.repeats and not calls_ms else []
     while len(rounds) < repeats:
@@ -514,7 +518,7 @@ def race(
     for samples in rounds:
         for times, sample in zip(all_times, samples, strict=True):
             times.samples.append(sample)
-    return all_times
+    return {contestant.name: times for (contestant, _), times in zip(runs, all_times, strict=True)}
 
 
 def choose(args: argparse.Namespace, field: list[Contestant], defaults: list[str]) -> list[Contestant]:
@@ -523,13 +527,6 @@ def choose(args: argparse.Namespace, field: list[Contestant], defaults: list[str
     if strangers := [p for p in args.contestants if p != "default" and not fnmatch.filter(names, p)]:
         raise SystemExit(f"no contestant is named {', '.join(strangers)}; --list shows all")
     return [contestant for contestant in field if any(fnmatch.fnmatch(contestant.name, p) for p in patterns)]
-
-
-def run_gate(ranks: Ranks, case: Case, chosen: list[Contestant]) -> dict[str, Verdict]:
-    gate, verdicts = Gate(ranks, case), dict[str, Verdict]()
-    for contestant in chosen:
-        verdicts[contestant.name] = gate.try_out(contestant)
-    return verdicts
 
 
 def run_case(
@@ -545,23 +542,15 @@ def run_case(
         else:
             warm_up(ranks, case, inputs, entrant)
     running = [(entrant.contestant, entrant.run) for entrant in entrants if entrant.run is not None]
-    if running:
-        all_times = race(ranks, case, running, args)
-        report.add(case, "eager", entrants, dict(zip([c.name for c, _ in running], all_times, strict=True)), {})
-        if args.queued:
-            all_times = race(ranks, case, running, args, 30.0, measure_queued, LEAST_QUEUED)
-            able = [entrant for entrant in entrants if entrant.run is not None]
-            report.add(case, "queued", able, dict(zip([c.name for c, _ in running], all_times, strict=True)), {})
-    else:
-        report.add(case, "eager", entrants, {}, {})
-    if (args.graph or args.graph_all) and case.device.type == "cuda" and case.local_len <= args.graph_max_len:
-        able = [entrant for entrant in entrants if entrant.run is not None]
-        if not args.graph_all:
-            able = [entrant for entrant in able if entrant.contestant.capturable]
+    report.add(case, "eager", entrants, race(ranks, case, running, args) if running else {}, {})
+    if running and args.queued:
+        times = race(ranks, case, running, args, 30.0, measure_queued, LEAST_QUEUED)
+        report.add(case, "queued", [entrant for entrant in entrants if entrant.run is not None], times, {})
+    if args.graph and case.device.type == "cuda" and case.local_len <= args.graph_max_len:
+        able = [entrant for entrant in entrants if entrant.run is not None and entrant.contestant.capturable]
         problems = {entrant.contestant.name: capture(ranks, case, entrant) for entrant in able}
         graphs = [(entrant.contestant, entrant.graph) for entrant in able if entrant.graph is not None]
-        all_times = race(ranks, case, graphs, args, calls_ms=5.0) if graphs else []
-        times = dict(zip([c.name for c, _ in graphs], all_times, strict=True))
+        times = race(ranks, case, graphs, args, calls_ms=5.0) if graphs else {}
         report.add(case, "graph", able, times, {name: text for name, text in problems.items() if text})
     for entrant in entrants:
         entrant.run = entrant.graph = None
@@ -603,14 +592,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     ranks.rank, ranks.device, pattern,
                 )  # fmt: skip
                 if (heads, mask) not in verdicts:
-                    verdicts[heads, mask] = run_gate(ranks, replace(case, local_len=args.gate_len), chosen)
+                    gate = Gate(ranks, replace(case, local_len=args.gate_len))
+                    verdicts[heads, mask] = {contestant.name: gate.try_out(contestant) for contestant in chosen}
                 run_case(ranks, case, chosen, verdicts[heads, mask], args, report)
-                gc.collect()
                 whole = ranks.mesh.get_group()
-                for group in (whole, *chain(*known_parts(whole))):
-                    release(group)  # so that the next case is charged for its own needs only
-                if ranks.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                ranks.release(whole, *chain(*known_parts(whole)))
     ranks.print(f"{time.perf_counter() - begin:.0f} s")
     dist.destroy_process_group()
 

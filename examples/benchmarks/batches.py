@@ -47,7 +47,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 
 from attention import Gate, Ranks, no_garbage_collection, random_inputs  # noqa: E402
 from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths, pairs_of_window  # noqa: E402
-from report import FLOPS, append, machine, options  # noqa: E402
+from report import FLOPS, machine, options  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
 
@@ -208,8 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             row |= race.figures(times[contestant.name], ahead[contestant.name], blocks) if status == "ok" else {}
             row = {name: str(row.get(name, "")) for name in COLUMNS}
             ranks.print(", ".join(f"{name} {row[name]}" for name in COLUMNS[9:] if row[name]))
-            if args.csv and ranks.rank == 0:
-                append(args.csv, COLUMNS, [row])
+            ranks.append(args.csv, COLUMNS, [row])
     ranks.end(failed)
 
 

@@ -104,12 +104,14 @@ class Case:
 
 
 @lru_cache
-def document_lengths(seq_len: int, seed: int = 0, median: float = 512, longest: int | None = None) -> tuple[int, ...]:
-    """Lognormal lengths with sigma 1.5, at most ``longest`` or a quarter of the sequence, until it is full."""
+def document_lengths(
+    seq_len: int, seed: int = 0, median: float = 512, longest: int | None = None, sigma: float = 1.5
+) -> tuple[int, ...]:
+    """Lognormal lengths, at most ``longest`` or a quarter of the sequence, until it is full."""
     generator, longest = torch.Generator().manual_seed(seed), longest or seq_len // 4
     lengths: list[int] = []
     while (left := seq_len - sum(lengths)) > 0:
-        drawn = int(median * math.exp(1.5 * float(torch.randn((), generator=generator))))
+        drawn = int(median * math.exp(sigma * float(torch.randn((), generator=generator))))
         lengths.append(max(1, min(drawn, longest, left)))
     return tuple(lengths)
 

@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
 from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
-from report import append, machine, options, spread  # noqa: E402
+from report import machine, options, spread  # noqa: E402
 
 from cp_mesh import ShardedSequence  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
@@ -260,8 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(row)
             figures = "  ".join(f"{row.get(key, ''):>10}" for key in ("step_ms", "of_best", "gb_per_s", "error"))
             ranks.print(f"{cached:>9} tokens  {name:16} ms, of best, GB/s, error: {figures}  {status[:100]}")
-        if args.csv is not None and ranks.rank == 0:
-            append(args.csv, COLUMNS, rows)
+        ranks.append(args.csv, COLUMNS, rows)
     ranks.end(any(status.startswith("failed") for _, status in verdicts.values()))
 
 

@@ -44,7 +44,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from attention import Ranks, in_turns  # noqa: E402
 from contestants import document_lengths  # noqa: E402
 from decoding import bound_of, judge  # noqa: E402
-from report import append, machine, options, spread  # noqa: E402
+from report import machine, options, spread  # noqa: E402
 
 from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
 from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
@@ -357,8 +357,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 words = " ".join(f"{row.get(key, ''):>9}" for key in keys)
                 ranks.print(f"{score:18}{rows:>7} {name:15} fwd, both, of floor, GiB, error: {words}  {row['status']}")
             ranks.print(f"{time.monotonic() - began:.0f} s")
-            if args.csv is not None and ranks.rank == 0:
-                append(args.csv, COLUMNS, table)
+            ranks.append(args.csv, COLUMNS, table)
     ranks.end(failed)
 
 

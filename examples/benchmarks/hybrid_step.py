@@ -32,8 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 
 from attention import OWN_FACTOR, OWN_ROUNDING, Ranks, milliseconds  # noqa: E402
 from contestants import document_lengths  # noqa: E402
-from mixers import release  # noqa: E402
-from report import append, machine, options, spread  # noqa: E402
+from report import machine, options, spread  # noqa: E402
 
 import cp_mesh  # noqa: E402
 from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
@@ -113,7 +112,7 @@ def gate(documents: str, args: argparse.Namespace, ranks: Ranks, dtype: torch.dt
     """Of each contestant the error of its gradients, what it may be, and what became of it."""
     batch, exact, bound, found = make_batch(documents, args.gate_rows, args, ranks.device), None, torch.nan, {}
     for name, own_dtype in (("exact", torch.float32), ("one", dtype), ("cp", dtype)):
-        release(ranks)
+        ranks.release()
         of = name, args, ranks, own_dtype
         own, problem = ranks.attempt(lambda of=of: Trained(*of).gradients(batch))
         exact, error = own if name == "exact" else exact, torch.inf
@@ -163,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         verdicts = gate(documents, args, ranks, dtype)
         failed |= any(found["status"].startswith("failed") for found in verdicts.values())
         for name in ("one", "cp"):
-            release(ranks)
+            ranks.release()
             trained, problem = ranks.attempt(lambda name=name: Trained(name, args, ranks, dtype))
             status, of_row = problem or verdicts[name]["status"], 0.0
             for rows in args.rows:
@@ -171,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if status == "ok" and float(ranks.largest(time.monotonic() - began)) > args.time_limit:
                     status = "left out: the time limit"
                 if status == "ok" and of_row > 0:
-                    release(ranks)
+                    ranks.release()
                     free = -float(ranks.largest(-torch.cuda.mem_get_info()[0]))
                     if (needs := float(ranks.largest(of_row * rows))) > 0.97 * free:
                         status = f"out of memory: needs {needs / 2**30:.0f} GiB of {free / 2**30:.0f}"
@@ -187,8 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                             row["of_share"] = f"{ms * ranks.size / best:.4g}"
                 row["status"] = status
                 ranks.print(", ".join(f"{x} {row[x]}" for x in COLUMNS[COLUMNS.index("contestant") :] if x in row))
-                if args.csv is not None and ranks.rank == 0:
-                    append(args.csv, COLUMNS, [row])
+                ranks.append(args.csv, COLUMNS, [row])
             del trained
     ranks.end(failed)
 

@@ -17,9 +17,6 @@ passes of ways in which ranks do not wait for each other.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +32,9 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
-from report import append, machine  # noqa: E402
+from attention import Ranks, no_garbage_collection  # noqa: E402
+from contestants import document_lengths  # noqa: E402
+from report import machine, options  # noqa: E402
 
 from cp_mesh import Mask, attention  # noqa: E402
 from cp_mesh.geometry.balance import balance  # noqa: E402
@@ -44,20 +43,16 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 WARM = 4  # steps that are not counted
 
 
-def ends(seed: int, seq_len: int) -> list[int]:
+def ends(seed: int, seq_len: int) -> Tensor:
     """Where documents begin, and the end of the last."""
-    draw, found = random.Random(seed), [0]
-    while found[-1] < seq_len:
-        found.append(min(seq_len, found[-1] + max(1, int(draw.lognormvariate(6.0, 1.0)))))
-    return found
+    return torch.tensor((0, *document_lengths(seq_len, seed, 400, seq_len, 1.0))).cumsum(0, dtype=torch.int32)
 
 
-def step(make: Callable[[], Layer], inputs: Sequence[Sequence[Tensor]], dout: Tensor) -> tuple[float, float, float]:
+def step(
+    ranks: Ranks, make: Callable[[], Layer], inputs: Sequence[Sequence[Tensor]], dout: Tensor
+) -> tuple[float, float, float]:
     """Seconds of the host in the forward and in the backward, and until the device is done."""
-    wait = torch.cuda.synchronize if dout.is_cuda else lambda: None
-    wait()
-    dist.barrier()
-    wait()
+    ranks.line_up()
     begin = time.perf_counter()
     layer = make()
     outs = [layer(*x) for x in inputs]
@@ -65,13 +60,12 @@ def step(make: Callable[[], Layer], inputs: Sequence[Sequence[Tensor]], dout: Te
     for out, x in zip(reversed(outs), reversed(inputs), strict=True):
         torch.autograd.grad(out, x, dout)
     end = time.perf_counter()
-    wait()
+    ranks.synchronize()
     return between - begin, end - between, time.perf_counter() - begin
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = options(__doc__)
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--rows", type=int, nargs="+", default=[4096], help="rows per rank")
     parser.add_argument("--layers", type=int, default=16)
@@ -79,49 +73,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--kernel", default="fa4")
     parser.add_argument("--steps", type=int, default=11)
-    parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
-    parser.add_argument("--csv", type=Path, required=True)
-    options = parser.parse_args(argv)
-    if options.one_gpu:
-        sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-        from ranks import join_on_gpus
-
-        join_on_gpus(one_gpu=True)
-    else:
-        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device(options.device, 0 if options.one_gpu or options.device == "cpu" else rank)
-    if options.device == "cuda":
-        torch.cuda.set_device(device)
-    about = machine(device, size, options.commit)
-    for rows in options.rows:
-        shapes = [(1, rows, heads, options.head_dim) for heads in (options.heads[0], *[options.heads[1]] * 2)]
+    args = parser.parse_args(argv)
+    ranks = Ranks(args.device, args.one_gpu)
+    rank, size, device = ranks.rank, ranks.size, ranks.device
+    about = machine(device, size, args.commit)
+    for rows in args.rows:
+        shapes = [(1, rows, heads, args.head_dim) for heads in (args.heads[0], *[args.heads[1]] * 2)]
         make_tensor = partial(torch.randn, device=device, dtype=torch.bfloat16)
-        inputs = [
-            [make_tensor(shape).transpose(1, 2).requires_grad_() for shape in shapes] for _ in range(options.layers)
-        ]
+        inputs = [[make_tensor(shape).transpose(1, 2).requires_grad_() for shape in shapes] for _ in range(args.layers)]
         dout = make_tensor(shapes[0]).transpose(1, 2)
-        ways: dict[tuple[str, str], Callable[[int], Layer]] = {}
+        ways: dict[tuple[str, str], Callable[[Tensor, Tensor], Layer]] = {}
         for mask, way in (*product(("dense", "packed"), ("ring", "ulysses")), ("packed", "balanced")):
 
-            def make(i: int, mask: str = mask, way: str = way, rows: int = rows) -> Layer:
+            def make(all_ends: Tensor, own: Tensor, mask: str = mask, way: str = way, rows: int = rows) -> Layer:
                 of_step = Mask()
                 if mask == "packed":
-                    of_step = Mask.from_cu_seqlens(torch.tensor(ends(i, rows * size)))
+                    of_step = Mask.from_cu_seqlens(all_ends)
                 given = {"layout": balance(of_step, rows * size, size)} if way == "balanced" else {"method": way}
-                call = partial(attention, mesh=dist.group.WORLD, mask=of_step, kernel=options.kernel, **given)
+                call = partial(attention, mesh=dist.group.WORLD, mask=of_step, kernel=args.kernel, **given)
                 return lambda *qkv: call(*qkv)
 
             ways[mask, way] = make
-        if options.kernel == "fa4":
+        if args.kernel == "fa4":
             from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-            def alone(i: int) -> Layer:
+            def alone(all_ends: Tensor, own: Tensor) -> Layer:
                 return lambda *qkv: flash_attn_func(*(x.transpose(1, 2) for x in qkv), causal=True)[0].transpose(1, 2)
 
-            def whole(i: int, rows: int = rows) -> Layer:
-                found = torch.tensor(ends(size * i + rank, rows), dtype=torch.int32)
-                longest, at = int(found.diff().max()), found.to(device)
+            def whole(all_ends: Tensor, own: Tensor) -> Layer:
+                longest, at = int(own.diff().max()), own.to(device)
                 named = {"cu_seqlens_q": at, "cu_seqlens_k": at, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
                 def layer(*qkv: Tensor) -> Tensor:
@@ -132,27 +112,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             ways |= {("dense", "FlashAttention-4"): alone, ("packed", "FlashAttention-4"): whole}
         times: dict[tuple[str, str], list[tuple[float, float, float]]] = {way: [] for way in ways}
-        for i in range(WARM + options.steps):
+        for i in range(WARM + args.steps):
+            of_step = ends(i, rows * size), ends(size * i + rank, rows)
             for way, make in ways.items():
-                gc.collect()
-                gc.disable()
-                found = step(partial(make, i), inputs, dout)
-                gc.enable()
+                with no_garbage_collection():
+                    found = step(ranks, partial(make, *of_step), inputs, dout)
                 if i >= WARM:
                     times[way].append(found)
         of_ranks: list[Any] = [None] * size
         dist.all_gather_object(of_ranks, times)
-        if rank:
-            continue
         for mask, way in ways:
-            row = {"kernel": options.kernel, "rows": rows, "layers": options.layers, "mask": mask, "way": way}
+            row = {"kernel": args.kernel, "rows": rows, "layers": args.layers, "mask": mask, "way": way}
             for i, name in enumerate(("forward_us", "backward_us", "all_us")):
                 slowest = max(median(x[i] for x in each[mask, way]) for each in of_ranks)
-                row[name] = f"{slowest / options.layers * 1e6:.0f}"
-            append(options.csv, [*about, *row], [about | row])
-            print(*row.values(), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+                row[name] = f"{slowest / args.layers * 1e6:.0f}"
+            ranks.append(args.csv, [*about, *row], [about | row])
+            ranks.print(*row.values())
+    ranks.end(False)
 
 
 if __name__ == "__main__":

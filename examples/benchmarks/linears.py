@@ -45,7 +45,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 
 from attention import Ranks, in_turns  # noqa: E402
 from decoding import bound_of, judge  # noqa: E402
-from report import append, machine, options, spread  # noqa: E402
+from report import machine, options, spread  # noqa: E402
 
 from cp_mesh import parallelize  # noqa: E402
 from cp_mesh.tensor_parallel import (  # noqa: E402
@@ -268,8 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 keys = ("fwd_ms", "fwdbwd_ms", "of_floor", "kept_gib", "error")
                 figures = " ".join(f"{row.get(key, ''):>10}" for key in keys)
                 ranks.print(f"{part:16} {rows:>7} rows  {name:15} fwd, both, of floor, GiB, error: {figures}  {status}")
-            if args.csv is not None and ranks.rank == 0:
-                append(args.csv, COLUMNS, table)
+            ranks.append(args.csv, COLUMNS, table)
     ranks.end(failed)
 
 

@@ -20,7 +20,6 @@ fla-core tunes its kernels in their first calls, for minutes: keep TRITON_CACHE_
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import sys
@@ -41,7 +40,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from attention import OWN_FACTOR, OWN_ROUNDING, Ranks, in_turns  # noqa: E402
 from contestants import document_lengths  # noqa: E402
 from decoding import relative  # noqa: E402
-from report import append, machine, options, spread  # noqa: E402
+from report import machine, options, spread  # noqa: E402
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, mixers  # noqa: E402
 
@@ -267,7 +266,7 @@ def race(
 
     def first(rows: int) -> tuple[Run | None, float, float, str | None]:
         """A run after its first call; bytes of its inputs, and of all that any rank allocated at most; its problem."""
-        release(ranks)
+        ranks.release()
         before = torch.cuda.memory_allocated() if cuda else 0
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -282,7 +281,7 @@ def race(
 
     if cuda and rows >= SCALED * args.gate_rows:
         most, problem = first(rows // SCALED)[2:]
-        release(ranks)
+        ranks.release()
         free, needs = -float(ranks.largest(-torch.cuda.mem_get_info()[0])), SCALED * most
         if problem is None and needs > 0.97 * free:
             problem = f"out of memory: needs about {needs / 2**30:.0f} GiB of {free / 2**30:.0f}"
@@ -301,13 +300,6 @@ SCALED = 8
 """By how much fewer rows are run first, to know what memory all need."""
 
 
-def release(ranks: Ranks) -> None:
-    """Give back what no contestant holds."""
-    gc.collect()
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     args.contestants.sort(key=lambda name: not is_alone(name))  # the others are compared with those alone
@@ -321,8 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             figures = " ".join(f"{row.get(x, ''):>10}" for x in ("fwd_ms", "fwdbwd_ms", "of_share", "error"))
             what = f"{of[0]:8} {of[1]:6} {rows:>7} {name:32} fwd, both, of share, error:"
             ranks.print(f"{what} {figures}  {row['status']}")
-            if args.csv is not None and ranks.rank == 0:
-                append(args.csv, COLUMNS, [row])
+            ranks.append(args.csv, COLUMNS, [row])
 
         verdicts = gate(LAYERS[key], documents, args, ranks, report)
         failed |= not verdicts or any(found["status"].startswith("failed") for found in verdicts.values())

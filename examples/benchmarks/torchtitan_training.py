@@ -20,7 +20,6 @@ allocator does not count.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
@@ -42,9 +41,9 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "int
 import titan  # noqa: E402
 from attention import Ranks  # noqa: E402
 from contestants import document_lengths  # noqa: E402
-from report import append, machine, options, spread  # noqa: E402
+from report import machine, options, spread  # noqa: E402
 
-from cp_mesh.comm.exchange import release, symmetric_memory_bytes  # noqa: E402
+from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
 from cp_mesh.integrations.torchtitan import context_parallel  # noqa: E402
 
 VARIANTS = ("torchtitan", "cp_mesh")
@@ -158,10 +157,7 @@ def run(
     trainer.close()
     del trainer, data
     torch._dynamo.reset()
-    gc.collect()
-    release(group)
-    if cuda:
-        torch.cuda.empty_cache()
+    ranks.release(group)
     return times[args.warmup :], float(ranks.largest(peak / 2**30)), losses
 
 
@@ -198,8 +194,7 @@ def main() -> None:
         titan.on_cpus()
     ranks = Ranks(args.device)
     rows = [row for seq_len in args.seq_len for row in measure(ranks, args, seq_len)]
-    if args.csv and ranks.rank == 0:
-        append(args.csv, COLUMNS, rows)
+    ranks.append(args.csv, COLUMNS, rows)
     ranks.end(any(row["status"] != "ok" for row in rows))
 
 
