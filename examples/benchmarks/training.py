@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --compile       # blocks compiled
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --loss torch    # one loss function for all
     torchrun --nproc-per-node 8 examples/benchmarks/training.py --tp 2          # linears over tp, cp 4 x tp 2
+    torchrun --nproc-per-node 2 examples/benchmarks/training.py --packed        # what cp costs
 
 The layers are those of Llama-3-8B; the vocabulary is 32,768 of its 128,256 tokens, since with few layers and the whole
 vocabulary the output matrix would dominate. Weights, FSDP2, optimizer, recomputation and the head-tail placement of
@@ -15,6 +16,11 @@ status has the reason. Garbage is collected only between rounds.
 With `--tp` there are two variants of linears over tp, and both use cp_mesh's attention: "cp_mesh" has cp_mesh's
 linears, embedding and vocabulary-parallel loss; "torch_linears" has PyTorch's styles, which gather whole logits. Each
 has its own weights, equal at the start; the memory of each includes both.
+
+With `--packed` steps have packed documents, new in each step, of lognormal lengths (median 512). "cp_mesh" shards them
+over cp, layout "auto"; "dp" has the same code over one rank: each takes whole documents, as data parallelism does. Both
+have the same tokens and documents, and planning is in their times. A length gives one row, with columns of `COST`:
+`ratio` is `cp_ms` over `dp_ms`, medians of the slowest rank.
 
 By default each variant has the loss function of its users: `cp_mesh.cross_entropy`, which holds 4 bytes per bf16 logit,
 or `F.cross_entropy` of float32 logits, which holds 12. With few layers and long sequences the second
@@ -30,14 +36,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import date, timedelta
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,39 +57,43 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ROOT = Path(__file__).resolve().parents[2]
-# a checkout that is not installed, the trainer's files, and the other benchmarks
-sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
+# a checkout that is not installed, the other benchmarks, and the trainer's files
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "examples")]
 
-from contestants import Case, heads_to_sequence, sequence_to_heads  # noqa: E402
+from attention import Ranks, describe  # noqa: E402
+from contestants import Case, document_lengths, heads_to_sequence, sequence_to_heads  # noqa: E402
 from llama import CoreAttention, Llama, LlamaConfig  # noqa: E402
 from metrics import flops_per_token, peak_flops  # noqa: E402
 from parallel_llama import apply_fsdp, apply_overlapped, apply_tensor_parallel  # noqa: E402
 from raw_kernels import RAW_KERNELS, present_kernels, swap  # noqa: E402
-from report import append, git_commit, options  # noqa: E402
+from report import git_commit, options  # noqa: E402
 from tables import steps_table  # noqa: E402
 
 import cp_mesh  # noqa: E402
-from cp_mesh.comm.exchange import choose_transport, release, symmetric_memory_bytes  # noqa: E402
+from cp_mesh.comm.exchange import choose_transport, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world", "tp", "torch", "variant", "settings", "blocks", "layers", "seq_len", "vocab"),
     *("precision", "recompute", "loss_function", "steps", "step_ms_median", "step_ms_min", "step_ms_max"),
     *("tokens_per_s_per_gpu", "mfu", "mfu_trainer", "peak_gib", "loss", "grad_norm", "grad_difference", "status"),
 )
+SHAPE = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab")
+COST = (
+    *("date", "commit", "gpu", "world", "torch", "settings", "blocks", *SHAPE, "precision", "recompute", "steps"),
+    *("tokens_per_gpu", "cp_ms", "dp_ms", "ratio", "cp_peak_gib", "dp_peak_gib", "grad_difference", "status"),
+)
 VARIANTS = ("cp_mesh", "ulysses", "torch_allgather", "torch_alltoall")
 OF_TP = ("cp_mesh", "torch_linears")
-TORCH_KERNELS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-TIMEOUT = timedelta(minutes=3)
+OF_PACKED = ("cp_mesh", "dp")
+OURS = {*OF_TP, *OF_PACKED}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = options(__doc__)
     add = parser.add_argument
-    add("--seq-len", type=int, nargs="+", default=[131072], help="tokens of the sequence of a step")
+    add("--seq-len", type=int, nargs="+", default=[131072], help="tokens of a step; with --packed, of each GPU")
+    add("--packed", action="store_true", help="documents, new in each step: what cp costs over data parallelism")
+    add("--one-gpu", action="store_true", help="all ranks on the first GPU: times say nothing of speed")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile each block")
     add("--layers", type=int, default=4)
     add("--dim", type=int, default=4096)
@@ -99,18 +108,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tp", type=int, default=1, help="ranks of tp; the others are cp")
     add("--kernel", default="auto", help="kernel of cp_mesh")
     add("--transport", default="auto", help="transport of cp_mesh")
-    add("--ulysses-kernel", choices=tuple(RAW_KERNELS), help="default: the best available one")
-    add("--torch-kernel", choices=tuple(TORCH_KERNELS), default="cudnn", help="of PyTorch's context_parallel on CUDA")
     add("--warmup", type=int, default=2, help="rounds before the measured ones")
     add("--steps", type=int, default=5, help="measured rounds")
     add("--seconds", type=float, default=60.0, help="start no further measured round after this time; one always runs")
-    add("--lr", type=float, default=1e-5)
-    add("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    able = VARIANTS if args.tp == 1 else OF_TP
+    able = OF_PACKED if args.packed else VARIANTS if args.tp == 1 else OF_TP
     args.variants = args.variants or list(able[:3])
     if strangers := sorted({*args.variants} - {*able}):
         parser.error(f"--variants with --tp {args.tp}: expected {', '.join(able)}, got {', '.join(strangers)}")
+    if args.packed and (args.tp > 1 or len(args.variants) < 2):
+        parser.error("--packed compares cp_mesh and dp, without --tp")
     return args
 
 
@@ -131,14 +138,14 @@ def model_flops(config: LlamaConfig, seq_len: int) -> tuple[float, float]:
 
 def make_batch(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Random tokens and labels [1, S], equal on all ranks."""
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocab, (1, args.seq_len + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def loss_function(variant: str, args: argparse.Namespace) -> str:
     """What a variant computes its loss with."""
-    return "cp_mesh.cross_entropy" if variant in OF_TP and args.loss == "own" else "F.cross_entropy"
+    return "cp_mesh.cross_entropy" if variant in OURS and args.loss == "own" else "F.cross_entropy"
 
 
 ShareOfLoss = Callable[[Tensor, Tensor], Tensor]
@@ -236,7 +243,7 @@ class SwitchedCore(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cp_mesh, self.ulysses = CoreAttention(), UlyssesCore()
+        self.cp_mesh, self.dp, self.ulysses = CoreAttention(), CoreAttention(), UlyssesCore()
         self.torch_allgather, self.torch_alltoall = StockCore(), StockCore()
         self.chosen = "cp_mesh"
 
@@ -251,12 +258,13 @@ class WholeBatches(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        return self.model(tokens, positions)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: cp_mesh.Mask | None = None) -> Tensor:
+        return self.model(tokens, positions, documents)
 
 
 class Variant(Protocol):
-    name: str  # and that of its core in `SwitchedCore`
+    name: str
+    core: str  # in `SwitchedCore`
     settings: str
     refusal: str | None  # why it does not take part
 
@@ -269,55 +277,64 @@ class Variant(Protocol):
 
 
 class CPMeshVariant:
-    """cp_mesh as `examples/train_llama.py` uses it."""
+    """cp_mesh as `examples/train_llama.py` uses it. "dp": of a batch each rank of ``data`` has a part of its own."""
 
-    name, refusal = "cp_mesh", None  # the name of its linears, under tp
+    refusal = None
 
-    def __init__(self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> None:
-        self.root, self.mesh = root, mesh
-        self.sequence = cp_mesh.ShardedSequence(mesh, cp_mesh.ZigZag(), length=args.seq_len)
-        style = cp_mesh.ContextParallel(self.sequence, kernel=args.kernel, transport=args.transport)
+    def __init__(self, name: str, model: Llama, data: DeviceMesh, args: argparse.Namespace, ranks: Ranks) -> None:
+        self.name, self.root, self.data = name, WholeBatches(model), data
+        self.core, mesh, length = "cp_mesh", data, args.seq_len
+        if name == "dp":
+            self.core, mesh, length = "dp", ranks.alone, args.seq_len // data.size()
+        self.sequence = cp_mesh.ShardedSequence(mesh, "auto" if args.packed else cp_mesh.ZigZag(), length=length)
+        mask = {"mask": lambda q, k, v, documents: documents} if args.packed else {}
+        style = cp_mesh.ContextParallel(self.sequence, kernel=args.kernel, transport=args.transport, **mask)
         # not watched if compiled: the rivals' attention in the same blocks is not in the plan
         root_style = cp_mesh.ShardedModel(self.sequence, watch=not args.compile)
-        cp_mesh.parallelize(root, mesh, {"": root_style, "model.layers.*.attention.core.cp_mesh": style})
-        transport = choose_transport(args.transport, mesh.get_group(), device)
-        self.settings = f"kernel={self._kernel(args, device)} transport={transport}"
+        cp_mesh.parallelize(self.root, mesh, {"": root_style, f"model.layers.*.attention.core.{self.core}": style})
+        transport = choose_transport(args.transport, mesh.get_group(), ranks.device)
+        self.settings = f"kernel={self._kernel(args, ranks.device)} transport={transport}"
 
     def _kernel(self, args: argparse.Namespace, device: torch.device) -> str:
         """What "auto" stands for in this run."""
         call = cp_mesh.explain(
-            args.seq_len, self.mesh.size(), num_heads=args.heads // args.tp, num_kv_heads=args.kv_heads // args.tp,
+            args.seq_len, self.data.size(), num_heads=args.heads // args.tp, num_kv_heads=args.kv_heads // args.tp,
             head_dim=args.dim // args.heads, dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
             device=device.type, kernel=args.kernel,
         )  # fmt: skip
         return call.found.kernel.name
 
+    def _own(self, x: Tensor) -> Tensor:
+        return x.chunk(self.data.size(), 1)[self.data.get_local_rank()] if self.name == "dp" else x
+
     @staticmethod
     def context_fn() -> Any:
         return cp_mesh.training.checkpoint_context_fn()
 
-    def loss_and_backward(self, tokens: Tensor, labels: Tensor, share_of_loss: ShareOfLoss) -> Tensor:
-        labels = self.sequence.shard({"labels": labels})["labels"]
-        loss = share_of_loss(self.root(tokens), labels)  # a name would hold the logits in backward
+    def loss_and_backward(
+        self, tokens: Tensor, labels: Tensor, share_of_loss: ShareOfLoss, ids: Tensor | None = None
+    ) -> Tensor:
+        """``ids``: of packed documents, [1, S] on the CPU; the mask is made here, and with it the layout."""
+        sequence, given = self.sequence, {}
+        if ids is not None:
+            tokens, labels, ids = (self._own(x) for x in (tokens, labels, ids))
+            given = {"documents": cp_mesh.Mask(documents=ids)}
+            sequence = sequence.for_batch(ids.shape[1], given["documents"])
+        labels = sequence.shard({"labels": labels})["labels"]
+        loss = share_of_loss(self.root(tokens, **given), labels)  # a name would hold the logits in backward
         loss.backward()
         return loss.detach()
-
-
-def in_words(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 class TorchVariant:
     """PyTorch's `context_parallel` around forward and backward, with tokens, labels and positions as its buffers."""
 
-    def __init__(
-        self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device, rotation: str
-    ) -> None:
-        self.model, self.mesh, self.device, self.rotation = root.model, mesh, device, rotation
-        self.name = f"torch_{rotation}"
-        self.backend = TORCH_KERNELS[args.torch_kernel] if device.type == "cuda" else None
+    def __init__(self, model: Llama, mesh: DeviceMesh, args: argparse.Namespace, ranks: Ranks, rotation: str) -> None:
+        self.model, self.mesh, self.rotation = model, mesh, rotation
+        self.name = self.core = f"torch_{rotation}"
+        self.backend = SDPBackend.CUDNN_ATTENTION if ranks.device.type == "cuda" else None
         self.refusal: str | None = None  # one that raises is found by `compare`
-        self.settings = f"kernel={args.torch_kernel if self.backend else 'cpu'} rotate={rotation}"
+        self.settings = f"kernel={'cudnn' if self.backend else 'cpu'} rotate={rotation}"
 
     @contextmanager
     def _active(self, buffers: list[Tensor], dims: list[int]) -> Iterator[None]:
@@ -352,11 +369,11 @@ class TorchVariant:
 class UlyssesVariant:
     """Each rank holds a chunk of the tokens, and while it attends a part of the heads."""
 
-    name = "ulysses"
+    name = core = "ulysses"
 
-    def __init__(self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> None:
-        self.model, self.mesh = root.model, mesh
-        kernel = args.ulysses_kernel or present_kernels(device)[0]
+    def __init__(self, model: Llama, mesh: DeviceMesh, args: argparse.Namespace, ranks: Ranks) -> None:
+        self.model, self.mesh = model, mesh
+        kernel = present_kernels(ranks.device)[0]
         for block in self.model.layers:
             block.attention.core.ulysses.kernel = kernel
         self.settings, self.refusal = f"kernel={kernel}", None
@@ -392,19 +409,17 @@ class Figures:
 class Trainer:
     """One set of weights and one optimizer, stepped by any variant."""
 
-    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
-        """``mesh``: of cp, or of dp x cp x tp with one rank of dp."""
-        tp = mesh["tp"] if mesh.ndim > 1 else None
-        whole, mesh = mesh, mesh["cp"]
-        self.args, self.mesh, self.device, self.tp = args, mesh, device, tp
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, whole: DeviceMesh) -> None:
+        """``whole``: a mesh of cp, or of dp x cp x tp with one rank of dp."""
+        tp, device = whole["tp"] if whole.ndim > 1 else None, ranks.device
+        self.args, self.ranks, self.mesh, self.device, self.tp = args, ranks, whole["cp"], device, tp
         with device:
             self.model = Llama(llama_config(args), SwitchedCore)
-        self.model.init_weights(args.seed)
+        self.model.init_weights(0)
         if tp is not None:
             apply = apply_overlapped if args.variants == ["cp_mesh"] else apply_tensor_parallel
             apply(self.model, tp, sequence_parallel=True)
-        root = WholeBatches(self.model)
-        self.variants = [self._variant(name, root, args) for name in args.variants]
+        self.variants = [self._variant(name, args) for name in args.variants]
         self.checkpoints = {variant.name: self._checkpoint(variant) for variant in self.variants}
         if args.compile:
             # cp_mesh and context_parallel enter modes inside a block: no side effect that recomputation must repeat.
@@ -413,23 +428,21 @@ class Trainer:
                 block.compile(backend=args.compile, dynamic=False)
         # A group of its own, else FSDP's collectives would queue with those of PyTorch's context_parallel.
         if tp is None:
-            data = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), device.type, mesh_dim_names=("data",))
+            data = DeviceMesh.from_group(dist.new_group(), device.type, mesh_dim_names=("data",))
         else:
             data = whole["dp", "cp"]._flatten("dp_cp")
         apply_fsdp(self.model, data, args.precision)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+            self.model.parameters(), 1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
         )
         self.tokens, self.labels = (x.to(device) for x in make_batch(args))
 
-    def _variant(self, name: str, root: WholeBatches, args: argparse.Namespace) -> Variant:
-        given = root, self.mesh, args, self.device
+    def _variant(self, name: str, args: argparse.Namespace) -> Variant:
+        given = self.model, self.mesh, args, self.ranks
         if name == "ulysses":
             return UlyssesVariant(*given)
-        if name in OF_TP:
-            variant = CPMeshVariant(*given)
-            variant.name = name
-            return variant
+        if name in OURS:
+            return CPMeshVariant(name, *given)
         return TorchVariant(*given, rotation=name.removeprefix("torch_"))
 
     def _checkpoint(self, variant: Variant) -> Callable[..., Tensor] | None:
@@ -439,16 +452,25 @@ class Trainer:
         saves: dict[str, Any] = {"context_fn": variant.context_fn} if self.args.recompute == "selective" else {}
         return partial(checkpoint, use_reentrant=False, **saves)
 
-    def loss_and_backward(self, variant: Variant) -> Tensor:
+    def loss_and_backward(self, variant: Variant, ids: Tensor | None) -> Tensor:
         """This rank's share of the loss, with gradients in place of those before."""
         self.optimizer.zero_grad()
         for block in self.model.layers:
-            block.attention.core.chosen = "cp_mesh" if variant.name in OF_TP else variant.name
+            block.attention.core.chosen = variant.core
             block.checkpoint = self.checkpoints[variant.name]
         share = partial(share_by_torch, num_tokens=self.args.seq_len)
         if loss_function(variant.name, self.args) == "cp_mesh.cross_entropy":
             share = partial(cp_mesh.cross_entropy, mesh=self.mesh)
-        return variant.loss_and_backward(self.tokens, self.labels, share)
+        packed = {} if ids is None else {"ids": ids}
+        return variant.loss_and_backward(self.tokens, self.labels, share, **packed)
+
+    def ids(self, step: int) -> Tensor | None:
+        """Of a step's packed documents, [1, S], equal on all ranks; none crosses the bounds of data parallelism."""
+        if not self.args.packed:
+            return None
+        size, rows = self.mesh.size(), self.args.seq_len // self.mesh.size()
+        lengths = torch.tensor([n for i in range(size) for n in document_lengths(rows, step * size + i)])
+        return torch.arange(len(lengths)).repeat_interleave(lengths)[None]
 
     def clip(self) -> Tensor:
         """Scale gradients to a norm of at most 1; their norm before, of the whole model."""
@@ -457,33 +479,22 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def timed_step(self, variant: Variant) -> float:
+    def timed_step(self, variant: Variant, step: int) -> float:
         """One step; milliseconds on the slowest rank."""
-        self.synchronize()
+        ids = self.ids(step)
+        self.ranks.line_up()
         begin = time.perf_counter()
-        self.loss_and_backward(variant)
+        self.loss_and_backward(variant, ids)
         self.clip()
         self.optimizer.step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return 1e3 * self.largest(time.perf_counter() - begin)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.largest(0.0)
-
-    def largest(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        return self._reduced(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
-
-    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> Tensor:
-        dist.all_reduce(x, op, group=group)
-        return x
+        self.ranks.synchronize()
+        return 1e3 * float(self.ranks.largest(time.perf_counter() - begin))
 
     def check(self, variant: Variant) -> tuple[float, float, dict[str, Tensor]]:
         """(loss, gradient norm, this rank's gradients) on the batch; the weights stay as they are."""
-        loss = self._reduced(self.loss_and_backward(variant), dist.ReduceOp.SUM, self.mesh.get_group()).item()
+        loss = (
+            float(self.ranks.total(self.loss_and_backward(variant, self.ids(0)))) / self.args.tp
+        )  # of whose ranks each has it
         gradients = {}
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter.grad, DTensor)
@@ -499,7 +510,7 @@ class Trainer:
             torch.stack([(others[name] - g).double().square().sum(), g.double().square().sum()])
             for name, g in gradients.items()
         ]
-        difference, norm = self._reduced(torch.stack(squares), dist.ReduceOp.SUM).sqrt().unbind(1)
+        difference, norm = self.ranks.total(torch.stack(squares)).sqrt().unbind(1)
         worst = (difference / norm).nan_to_num(float("inf"))
         return worst.max().item(), list(gradients)[int(worst.argmax())]
 
@@ -523,15 +534,15 @@ def compare(trainers: Sequence[Trainer], figures: dict[str, Figures]) -> None:
         found = figures[variant.name]
         if variant.refusal:
             found.status = f"refused: {variant.refusal}"
-            say(f"{variant.name} [{variant.settings}] {found.status}")
+            trainer.ranks.print(f"{variant.name} [{variant.settings}] {found.status}")
             continue
         try:
             result = trainer.check(variant)
         except Exception as error:
-            if variant.name in OF_TP:
+            if variant.name in OURS:
                 raise
-            found.status = f"refused: {in_words(error)}"
-            say(f"{variant.name} [{variant.settings}] {found.status}")
+            found.status = f"refused: {describe(error)}"
+            trainer.ranks.print(f"{variant.name} [{variant.settings}] {found.status}")
             continue
         found.loss, found.grad_norm = result[:2]
         reference = reference or result
@@ -542,7 +553,7 @@ def compare(trainers: Sequence[Trainer], figures: dict[str, Figures]) -> None:
             found.grad_difference,
         )
         allowed = TOLERANCES[trainer.args.precision]
-        say(
+        trainer.ranks.print(
             f"{variant.name} [{variant.settings}]: loss {found.loss:.6f}, gradient norm {found.grad_norm:.6f}; "
             f"apart by {distances[0]:.1e}, {distances[1]:.1e}, gradients by {distances[2]:.1e} in {where}"
         )
@@ -553,26 +564,27 @@ def compare(trainers: Sequence[Trainer], figures: dict[str, Figures]) -> None:
 
 def measure(trainers: Sequence[Trainer], figures: dict[str, Figures]) -> None:
     """Rounds of one step of every variant each."""
-    args, cuda = trainers[0].args, trainers[0].device.type == "cuda"
+    args, ranks = trainers[0].args, trainers[0].ranks
+    cuda = ranks.device.type == "cuda"
     able = [(trainer, variant) for trainer, variant in entries(trainers) if figures[variant.name].status == "ok"]
     begin = time.perf_counter()
     for i in range(args.warmup + args.steps):
         # The ranks' clocks differ; they must agree on the end.
-        if i > args.warmup and trainers[0].largest(time.perf_counter() - begin) > args.seconds:
-            say(f"--seconds {args.seconds:g}: the end after {i - args.warmup} measured rounds")
+        if i > args.warmup and float(ranks.largest(time.perf_counter() - begin)) > args.seconds:
+            ranks.print(f"--seconds {args.seconds:g}: the end after {i - args.warmup} measured rounds")
             break
         gc.collect()
         for trainer, variant in able:
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            milliseconds = trainer.timed_step(variant)
+            milliseconds = trainer.timed_step(variant, i + 1)
             if i < args.warmup:
                 continue
             found = figures[variant.name]
             found.step_ms.append(milliseconds)
             if cuda:
                 own = symmetric_memory_bytes() if variant.name in OF_TP else 0
-                peak = trainer.largest(torch.cuda.max_memory_allocated() + own)
+                peak = float(ranks.largest(torch.cuda.max_memory_allocated() + own))
                 found.peak_bytes = max(found.peak_bytes, peak)
 
 
@@ -615,58 +627,56 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+def cost(args: argparse.Namespace, cp: dict[str, str], dp: dict[str, str]) -> dict[str, str]:
+    """The row of `COST`, of the rows of both ways."""
+    found = {name: cp[name] for name in COST if name in cp} | {name: str(getattr(args, name)) for name in SHAPE}
+    found |= {"tokens_per_gpu": str(args.seq_len // int(cp["world"])), "grad_difference": dp["grad_difference"]}
+    found |= {"status": dp["status"]}
+    for name, of_way in (("cp", cp), ("dp", dp)):
+        found |= {f"{name}_ms": of_way.get("step_ms_median", ""), f"{name}_peak_gib": of_way.get("peak_gib", "")}
+    if found["cp_ms"]:
+        found["ratio"] = f"{float(found['cp_ms']) / float(found['dp_ms']):.4f}"
+    return {name: found.get(name, "") for name in COST}
 
 
-def rows_of(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> tuple[list[dict[str, str]], bool]:
+def rows_of(args: argparse.Namespace, ranks: Ranks, mesh: DeviceMesh) -> tuple[list[dict[str, str]], bool]:
     """The rows of one length, and whether the variants agree."""
     together = [args.variants] if args.tp == 1 else [[name] for name in args.variants]
-    trainers = [Trainer(argparse.Namespace(**vars(args) | {"variants": x}), mesh, device) for x in together]
+    trainers = [Trainer(argparse.Namespace(**vars(args) | {"variants": x}), ranks, mesh) for x in together]
     figures = {name: Figures() for name in args.variants}
     compare(trainers, figures)
     agree = all(found.status == "ok" or found.status.startswith("refused: ") for found in figures.values())
     if agree:
         measure(trainers, figures)
     else:
-        say("the variants disagree: nothing was timed")
+        ranks.print("the variants disagree: nothing was timed")
     rows = [row(trainer, variant, figures[variant.name]) for trainer, variant in entries(trainers)]
+    rows = [cost(args, *rows)] if args.packed else rows
     for values in rows:
-        say(", ".join(f"{name} {values[name]}" for name in COLUMNS[6:] if values.get(name)))
+        ranks.print(", ".join(f"{name} {x}" for name, x in [*values.items()][5:] if x))
     return rows, agree
 
 
 def main() -> None:
     args = parse_arguments()
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=TIMEOUT)
-    cp, left = divmod(dist.get_world_size(), args.tp)
+    ranks = Ranks(args.device, args.one_gpu)
+    cp, left = divmod(ranks.size, args.tp)
     if left:
-        raise SystemExit(f"--tp {args.tp} does not divide {dist.get_world_size()} ranks")
+        raise SystemExit(f"--tp {args.tp} does not divide {ranks.size} ranks")
     sizes, names = ((cp,), ("cp",)) if args.tp == 1 else ((1, cp, args.tp), ("dp", "cp", "tp"))
     mesh = init_device_mesh(args.device, sizes, mesh_dim_names=names)
     gc.disable()
     rows, agree = [], True
     for seq_len in args.seq_len:
-        of_length = argparse.Namespace(**vars(args) | {"seq_len": seq_len})
-        found, agrees = rows_of(of_length, mesh, device)
+        of_length = {"seq_len": seq_len * (cp if args.packed else 1)}
+        found, agrees = rows_of(argparse.Namespace(**vars(args) | of_length), ranks, mesh)
         rows, agree = rows + found, agree and agrees
-        if args.csv and dist.get_rank() == 0:
-            append(args.csv, COLUMNS, found)
+        ranks.append(args.csv, COST if args.packed else COLUMNS, found)
         torch._dynamo.reset()
-        gc.collect()
-        for axis in names[-2:]:  # cp and tp, in one order on all ranks
-            release(mesh.get_group(axis))  # each length is charged for its own needs only
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-    say(steps_table(rows))
-    dist.barrier()  # Python must not end while a thread of gloo still lets go of the last collective's tensors
-    dist.destroy_process_group()
-    sys.exit(0 if agree else 1)
+        ranks.release(*(mesh.get_group(axis) for axis in names[-2:]))  # cp and tp, in one order on all ranks
+    if not args.packed:
+        ranks.print(steps_table(rows))
+    ranks.end(not agree)
 
 
 if __name__ == "__main__":
