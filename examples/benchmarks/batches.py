@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     blocks = [range(begin, begin + BLOCK) for begin in begins]
     races = [Race(ranks, args, heads, mask) for heads in args.heads for mask in args.mask]
     found = [[race.times(list(contestants.values()), of) for of in (steps, blocks)] for race in races]
-    about, failed = machine(ranks.device, ranks.size, args.commit) | vars(args), False
+    about, failed = vars(args) | machine(ranks.device, ranks.size, args.commit), False
     for race, (times, ahead) in zip(races, found, strict=True):
         for layout, contestant in contestants.items():
             status = race.gate(contestant)

@@ -167,7 +167,7 @@ def measure(ranks: Ranks, args: argparse.Namespace, seq_len: int) -> list[dict[s
         for variant in args.variants:
             found[variant].append(run(ranks, args, variant, seq_len))
     first, rows = found[args.variants[0]][0][2][0], []
-    about = machine(ranks.device, ranks.size, args.commit) | vars(args)
+    about = vars(args) | machine(ranks.device, ranks.size, args.commit)
     about |= {"torchtitan": version("torchtitan"), "seq_len": seq_len}
     for variant, rounds in found.items():
         losses, status = [losses for _, _, losses in rounds], "ok"
