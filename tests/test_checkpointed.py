@@ -687,12 +687,12 @@ def test_dtensors_and_collectives(rank: int, axis: Any) -> None:
     for style in ({}, {"": Checkpointed(offload=True)}):
         torch.manual_seed(0)
         first, second = (parallelize(nn.Linear(C, C).double(), axis, style) for _ in range(2))
-        leaf = distribute_tensor(rows(), axis, [Shard(1)]).requires_grad_()
+        leaf = distribute_tensor(rows(), axis, [Shard(0)]).requires_grad_()
         first.weight, first.bias = (
             nn.Parameter(distribute_tensor(x.detach(), axis)) for x in (first.weight, first.bias)
         )
         y = first(leaf * 2).sin()
-        assert isinstance(y, DTensor) and y.placements == (Shard(1),)
+        assert isinstance(y, DTensor) and y.placements == (Shard(0),)
         y.sum().backward()
         x = funcol.all_reduce(rows(rank), "sum", axis.get_group())
         assert type(x) is funcol.AsyncCollectiveTensor

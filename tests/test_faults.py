@@ -387,7 +387,8 @@ def cached() -> dict[str, Any]:
             for key, member in vars(owner).items():
                 value = getattr(member, "__func__", member)
                 own = getattr(value, "__module__", name) == name
-                if (hasattr(value, "cache_info") and own) or (owner is module and isinstance(value, MutableMapping)):
+                table = isinstance(value, MutableMapping) and not type(value).__module__.startswith("transformers")
+                if (hasattr(value, "cache_info") and own) or (owner is module and table):
                     of = "" if owner is module else f"{owner.__name__}."
                     found[f"{name.removeprefix('cp_mesh.')}.{of}{key}"] = value
     return {name: x for name, x in found.items() if not name.rpartition(".")[2].startswith("__")}

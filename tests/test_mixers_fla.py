@@ -249,6 +249,7 @@ def convolved_in_two_dtypes(rank: int) -> None:
         mixers.causal_conv1d(*given, sequence=sequence, kernel=("torch", "fla")[rank])
 
 
+@needs_package
 def test_convolutions_that_differ(pool: Pools) -> None:
     for raised in pool(2).run_expecting_error(convolved_in_two_dtypes):
         assert raised is not None and raised.type == "RankMismatchError"

@@ -56,9 +56,9 @@ def batch_of() -> dict[str, Tensor]:
     starts[:, 0] = True
     rows = torch.arange(S).expand(B, S)
     positions = rows - rows.where(starts, torch.zeros(())).cummax(1).values.long()
-    labels = text[:, 1:].clone()
+    tokens, labels = text[:, :-1].clone(), text[:, 1:].clone()
     labels[torch.rand(B, S, generator=numbers) < torch.linspace(0, 0.6, B)[:, None]] = -100
-    return {"tokens": text[:, :-1], "labels": labels, "positions": positions, "documents": starts.cumsum(1)}
+    return {"tokens": tokens, "labels": labels, "positions": positions, "documents": starts.cumsum(1)}
 
 
 @functools.cache

@@ -690,10 +690,10 @@ def test_an_input_under_way(rank: int) -> None:
     """An input that is still under way when the linears are called."""
     _, tp = alone_and_tp()
     linear = parallelize(nn.Linear(C, OUT), tp, {"": OverlappedColwise(recompute_all_gather=True)})
-    own, grads = torch.arange(3.0 * C).view(1, 3, C) + rank, []
+    own, grads = torch.arange(3.0 * C).view(3, C) + rank, []
     for under_way in (True, False):
-        x = torch.cat([own - rank, own - rank + 1], 1)
-        x = funcol.all_gather_tensor(own, 1, tp.get_group()) if under_way else x
+        x = torch.cat([own - rank, own - rank + 1])
+        x = funcol.all_gather_tensor(own, 0, tp.get_group()) if under_way else x
         assert isinstance(x, funcol.AsyncCollectiveTensor) == under_way
         out = linear(x)
         assert type(out) is Tensor
