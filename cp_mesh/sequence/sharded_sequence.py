@@ -50,9 +50,10 @@ class ShardedSequence:
     Args:
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup, from which a mesh is made; or a 2-D mesh of an outer and
             an inner axis whose names begin with "cp", which is flattened.
-        layout: which positions each rank holds. "auto": each batch has its own, that of `balanced` if its mask has
-            several documents in a row, else zigzag. `for_batch` returns the sequence of a batch, for its labels and
-            outputs, and a `ShardedModel` finds the mask itself; without a batch, nothing can be sharded.
+        layout: which positions each rank holds, `ZigZag()` by default. "auto": each batch has its own, that of
+            `balanced` if its mask has several documents in a row, else zigzag. `for_batch` returns the sequence of a
+            batch, for its labels and outputs, and a `ShardedModel` finds the mask itself; without a batch, nothing can
+            be sharded.
         length: tokens in the whole sequence. Needed if it is not a multiple of ``layout.multiple(cp_size)``: it is then
             padded, or with ``pad=False`` sharded unequally. None: any multiple, read from the tensors.
         pad: pad the sequence at its end to a multiple, so that shards are equal.
@@ -69,7 +70,7 @@ class ShardedSequence:
     """
 
     mesh: DeviceMesh
-    layout: Layout = ZigZag()  # noqa: RUF009 - frozen
+    layout: Layout = field(default_factory=ZigZag)  # Dynamo of PyTorch 2.11 traces no `replace` beside an object here
     length: int | None = None
     pad: bool = True
     ulysses_degree: int | None = None
