@@ -238,6 +238,7 @@ def test_flex_attention() -> None:
 
 OTHERS = {
     "integrations/diffusers.py": {"_attention_backend", "_constraints", "_cp_plan", "_parallel_config"},
+    "integrations/torchtitan.py": {"_owner"},
     "integrations/trainer.py": {"_shared_state", "_tp_size", "_track_num_input_tokens"},
     "kernels/flash_attn_4_package.py": {"_tile_size_bwd_sm90"},
 }
