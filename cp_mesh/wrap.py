@@ -89,17 +89,16 @@ def replaced(module: nn.Module, key: str) -> Replacement | None:
 
 @contextmanager
 def undone_if_refused(model: nn.Module) -> Iterator[None]:
-    """Inside, an error takes back what was done to modules: their classes, forwards, hooks, parameters and buffers."""
-    parts = [(part, type(part)) for part in model.modules()]
-    held = [(x, {**x}) for part, _ in parts for x in (vars(part), *vars(part).values()) if isinstance(x, dict)]
+    """Inside, an error takes back every replacement of a forward in the model, but no change of a parameter."""
+    before = [(part, type(part), {**vars(part)}) for part in model.modules()]
     try:
         yield
     except Exception:
-        for part, kind in parts:
-            part.__class__ = kind
-        for now, before in held:
-            now.clear()
-            now.update(before)
+        for part, kind, own in before:
+            if vars(part).get(_ALL) is not own.get(_ALL):
+                part.__class__ = kind
+                vars(part).clear()
+                vars(part).update(own)
         raise
 
 

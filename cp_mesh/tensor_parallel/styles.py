@@ -35,6 +35,7 @@ Mode = Literal["reduce_scatter", "all_reduce"]
 """How tp shards the rows between the linears: along the sequence, or not at all (all rows on every rank)."""
 Transport = Literal["auto", "functional", "symmetric_memory"]
 """The transport of communication beside matmuls."""
+_SHARD = "_cp_mesh_shard"  # attribute of a parameter: the DTensor that replaced it, for modules that share it
 _TOGETHER = "_cp_mesh_together"  # of a module and its linears, so that a deep copy has its own: a `_Together`
 
 
@@ -432,13 +433,15 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
 
 
 def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
-    """Replace a parameter by a DTensor; `parallelize` ties those of modules that shared the parameter."""
-    sharded: Any = getattr(module, name)
-    if sharded is None:
+    """Replace a parameter by a DTensor; modules that share the parameter share the DTensor."""
+    parameter: Any = getattr(module, name)
+    if parameter is None:
         return
-    if not isinstance(sharded, DTensor):
-        values = distribute_tensor(sharded.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        sharded = nn.Parameter(values, requires_grad=sharded.requires_grad)
+    sharded: Any = parameter if isinstance(parameter, DTensor) else getattr(parameter, _SHARD, None)
+    if sharded is None:
+        values = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        setattr(parameter, _SHARD, sharded)
     if sharded.device_mesh != mesh or sharded.placements != (placement,):
         got, expected = f"{written(sharded.placements)} on {written(sharded.device_mesh)}", written((placement,))
         hint = "apply the style to plain modules, before fully_shard"

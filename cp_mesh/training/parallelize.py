@@ -71,7 +71,7 @@ def parallelize(
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
             two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
             ``layout`` and the other none, or the styles shard a tied parameter in two ways. The model is then as
-            before.
+            before, but styles over tp may have sharded weights: build it again.
         UnsupportedError: if `ContextParallel` matches a cross-attention module (by its name), or a cp style a module of
             torch.jit.
 
@@ -242,7 +242,10 @@ def _tie(places: list[_Place]) -> None:
     kinds = {(x.shape, x.device_mesh, x.placements) if isinstance(x, DTensor) else id(x) for x in found.values()}
     if len(kinds) > 1:
         words = (f"{path} {written(x.placements) if isinstance(x, DTensor) else 'plain'}" for path, x in found.items())
-        hint = "give them in one plan styles that shard alike, as VocabParallelEmbedding, VocabParallelHead, or none"
+        hint = (
+            "give its modules, in one plan, styles with the same sharding, such as VocabParallelEmbedding() and "
+            "VocabParallelHead(), or leave them all out. The plan was applied: build the model again"
+        )
         refuse("parallelize: a tied tensor", "the same sharding in all its modules", ", ".join(words), hint)
     first = next(iter(found.values()))
     for path, part, name in places:
