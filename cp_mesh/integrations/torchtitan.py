@@ -30,6 +30,7 @@ from cp_mesh.sequence.sharded_sequence import ShardedSequence
 BALANCERS: dict[str | None, Layout] = {"headtail": ZigZag(), None: Contiguous()}
 """Layouts by torchtitan's context_parallel_load_balancer."""
 ATTENTION = "cp_mesh.integrations.torchtitan_attention"
+_HINT = "the dataloader must give positions, as torchtitan's own do"
 _SETTING = "parallelism.context_parallel_load_balancer"
 _SpecT = TypeVar("_SpecT")
 
@@ -93,12 +94,14 @@ def _ordering(config: Any) -> Any:
         def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> Any:
             if not self.parallel_dims.cp_enabled:
                 return super().post_dataloading_process(input_dict, labels)
+            if "positions" not in input_dict:
+                refuse("a batch", "the positions of its tokens", [*input_dict], _HINT)
             mask = Mask(documents=_documents(input_dict["positions"]))
             axis: Any = self.parallel_dims.get_mesh("cp")
             batch = ShardedSequence(axis, "auto").for_batch(labels.shape[1], mask)  # type: ignore[arg-type]
             rows = [batch.layout.positions(labels.shape[1], axis.size(), rank) for rank in range(axis.size())]
             order = torch.cat(rows).to(labels.device)
-            ordered = input_dict | {name: input_dict[name][:, order] for name in ("input", "positions")}
+            ordered = {name: x[:, order] if x.shape[:2] == labels.shape else x for name, x in input_dict.items()}
             tokens, labels, others = super().post_dataloading_process(ordered, labels[:, order])
             own = batch.positions(device=order.device)
             if not torch.equal(others["positions"], input_dict["positions"][:, own]):
@@ -178,8 +181,7 @@ def _with_positions(
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions = (dict(zip(names, args, strict=False)) | kwargs).get("positions")
         if positions is None:
-            hint = "the dataloader must give positions, as torchtitan's own do"
-            refuse(type(module).__name__, "the positions of this rank's rows", None, hint)
+            refuse(type(module).__name__, "the positions of this rank's rows", None, _HINT)
         mask = kwargs.get("attention_masks")
         if not isinstance(mask, Mask):
             with context():

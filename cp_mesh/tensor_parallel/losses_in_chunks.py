@@ -134,9 +134,10 @@ def _token_losses(
     sharded: bool = False,
     graded: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [N], and for each row [4, N, 1]: the largest logit and the sum of exp(logit - largest), and these.
+    """Return losses [N], and the largest logit and the sum of exp(logit - largest) of each row, also of the teacher.
 
-    of the teacher. One number, the log-sum-exp, would lose digits of the sum if logits are large.
+    These are [4, N, 1]. One number, the log-sum-exp, would lose digits of the sum if logits are large. Over tp the terms of the loss are
+    compared in a first call of a kind: later they must be equal on all tp ranks.
     """
     terms = label_smoothing, z_loss, scale
     if group_name:
@@ -149,6 +150,8 @@ def _token_losses(
     x, counts = _all_rows(x, num_rows, group_name, sharded), labels != ignore_index
     soft = [_all_rows(y, num_rows, group_name, sharded) for y in teacher[:1]] + [*teacher[1:]]
     index, own = own_index(labels.where(counts, begin), begin, size if weight is None else len(weight), size)
+    # of this rank's logits: the largest, the sum, the label's (or the teacher's mean) and its share; the teacher's
+    # largest logit; the sum of all logits
     found = x.new_zeros((6, len(x), 1), dtype=accumulation_dtype(x.dtype))
     for rows, out in _chunks(x, weight):
         largest, sums, target, share, heaviest, total = found[:, rows]
