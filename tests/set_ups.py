@@ -1,7 +1,7 @@
 """Set-ups of training that are right: a small decoder in fp32 under each way of running it, one way at a time.
 
-`mistaken` overrides one part of one for each mistake. Three things look for it: the guard in a first step, the probe
-with the guard off, and `verify_model` with the guard off. `mistakes.py` runs all of them and writes the table.
+Each class of `tests/mistaken` changes one part of a set-up. Three things look for it: the guard in a first step, the
+probe with the guard off, and `verify_model` with the guard off. `mistakes.py` runs all of them and writes the table.
 
 B batch, S sequence, T rows that a module is given, H query heads, K kv heads, D head dim, C model dim, V vocabulary.
 """

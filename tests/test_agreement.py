@@ -354,7 +354,8 @@ def test_other_words_are_refused_before_the_first_collective(rank: int) -> None:
 @on_ranks(3)
 def test_a_first_call_does_not_wait_for_ever(rank: int) -> None:
     """One rank stays away: the others wait in the store, as long as collectives of the group would."""
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    group = dist.new_group()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
     if rank != ODD:
         with refused(r"got none from ranks \[1\] in 0:00:00.5", RankMismatchError):
             attention(**tensors(), mesh=group)

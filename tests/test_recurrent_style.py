@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from inside import room
 from ranks import REFUSALS, on_ranks
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,7 +47,6 @@ C, H, D, W, VOCABULARY, S = 12, 2, 3, 4, 17, 24
 DOCUMENTS = [0] * 5 + [1] * 1 + [2] * 9 + [3] * 9
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
 PACKED = Mask(causal=True, documents=torch.tensor(DOCUMENTS))
-INT = ClassVar  # among the names of this file, of which Dynamo asks each for an attribute: in 2.14 an internal error
 
 
 def chunk_gated_delta_rule(
@@ -502,6 +502,7 @@ COMPILED = {Mixer: OURS, Calls: OUTSIDE, Recurrent: "which is recurrent", Convol
 def test_what_compiled_models_refuse(axis: Any, kind: Any, what: str) -> None:
     with pytest.raises((*REFUSALS, TorchDynamoException), match=COMPILED[kind]):
         run_one(axis, kind(), False, what)
+    assert not _debug_get_cache_entry_list(room("stand_ins").StandIns.of_class.__code__)  # Dynamo traced no search
 
 
 @on_ranks(2)

@@ -523,8 +523,8 @@ def save_linears(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 def test_checkpoints() -> None:
     """Collectives of a step without checkpoints, with them, and with a policy that keeps the linears' outputs.
 
-    Of gather, scatter, gather and scatter; a recomputation ends before the row linear, by an error that refuses
-    nothing: the first calls of three models are compared, and no more.
+    Of gather, scatter, gather and scatter; a recomputation ends before the row linear, by PyTorch's
+    StopRecomputation, which is no refusal: the first calls of three models are compared, and no more.
     """
     _, tp = alone_and_tp()
     results, grads, words = [], [], 0

@@ -275,6 +275,7 @@ def differences(case: Case, found: Step, wanted: Step, least: float) -> dict[str
     """
     real, (logits, loss, grads), (whole, whole_loss, whole_grads) = kept(case.given), found, wanted
     assert len(whole_grads) > 5 and whole_grads.keys() <= grads.keys()
+    assert not case.has_images or sum("vision" in name and bool(x.any()) for name, x in whole_grads.items()) > 5
     largest = max(x.abs().max().item() for x in whole_grads.values())
     worst = max(apart(grads[name], x, least * largest) for name, x in whole_grads.items())
     return {"logits": apart(logits[real], whole[real]), "loss": apart(loss, whole_loss), "gradient": worst}

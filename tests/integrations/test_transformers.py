@@ -261,7 +261,7 @@ def replicas(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple
     model(input_ids=batch("plain")["input_ids"])
     found = [replica_of(whole["cp"], x) for x in (data, flat, flat.get_group())]
     with pytest.raises(ArgumentError, match=r"data: expected ranks .* of cp among its own"):
-        replica_of(mesh((2, 2), ("dp", "cp"))["cp"], mesh((2, 2), ("dp", "cp"))["dp"])
+        parallelize(build("llama", "eager"), mesh((2, 2), ("dp", "cp"))["cp"], data=mesh((2, 2), ("dp", "cp"))["dp"])
     return [whole.get_local_rank(x) for x in ("dp", "cp")], found, seen[0]
 
 
