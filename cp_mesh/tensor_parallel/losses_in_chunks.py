@@ -136,8 +136,8 @@ def _token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [N], and the largest logit and the sum of exp(logit - largest) of each row, also of the teacher.
 
-    These are [4, N, 1]. One number, the log-sum-exp, would lose digits of the sum if logits are large. Over tp the terms of the loss are
-    compared in a first call of a kind: later they must be equal on all tp ranks.
+    These are [4, N, 1]. One number, the log-sum-exp, would lose digits of the sum if logits are large. Over tp the
+    terms of the loss are compared in a first call of a kind: later they must be equal on all tp ranks.
     """
     terms = label_smoothing, z_loss, scale
     if group_name:
