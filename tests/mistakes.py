@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from inside import inner
 from mistaken import GROUPS, MISTAKES, RIGHT, TRACED
 from poison import poisoning
 from ranks import Pool, join_anew
@@ -95,7 +96,8 @@ class Said(NamedTuple):
 def attempt(rank: int, mistake: str, set_up: str, look: str, check: bool) -> Said:
     """One cell on a rank, whose groups are new."""
     join_anew(rank)
-    gc.collect()  # models of earlier cells would wait for their first steps beside this one
+    gc.collect()  # models of earlier cells would wait for their first steps beside this one,
+    inner("sequence.losses", "WAITING").clear()  # also those that Dynamo keeps
     said, training, checking = io.StringIO(), None, cp_mesh.check_mode() if check else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(said), checking:
         warnings.simplefilter("always")
