@@ -168,7 +168,7 @@ def refused(rank: int, case: str) -> None:
         "stages": {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "GPipe"},
     }
     options = {"mask": {"mask": None}, "method": {"method": "rings"}, "kernel": {"kernel": "triton"}}
-    options |= {"layout": {"layout": "zigzag"}, "auto rows": AUTO, "auto headtail": AUTO}
+    options |= {"layout": {"layout": "zigzag"}, "auto rows": AUTO, "auto headtail": AUTO, "auto positions": AUTO}
     run = replace(CP2, settings=settings.get(case, {}), options=options.get(case, {}))
     if case == "nothing":
         context_parallel(3)
@@ -189,6 +189,9 @@ def refused(rank: int, case: str) -> None:
     trainer = titan.make(run)
     if case in ("rows", "auto rows"):
         titan.set_settings(trainer.config, {BALANCER: None if case == "rows" else "headtail"})
+    if case == "auto positions":
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        trainer.post_dataloading_process({"input": tokens}, tokens)
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
 
 
@@ -225,6 +228,7 @@ REFUSED = {
     "graphs": "training.disable_cuda_graphs: expected True, got False",
     "layout": """layout: expected "auto" or None, got zigzag; leave it out, and set parallelism.context_parallel""",
     "auto headtail": f"{BALANCER}: expected None under layout='auto', got 'headtail'; leave it out",
+    "auto positions": "a batch: expected the positions of its tokens, got ['input']",
     "auto rows": "positions of the whole sequence: expected 0, 1, 2, ... in every document, got [",
     "rows": "positions of the whole sequence: expected 0, 1, 2, ... in every document, got [0, 1, 2,",
     "full_dtensor": "spmd_backend: expected plain tensors, got 'full_dtensor'",
