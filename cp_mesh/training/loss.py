@@ -81,7 +81,7 @@ def cross_entropy(
         weight, bias, temperature: of the last linear, as in `token_log_probs`. `VocabParallelHead` has its own weight
             and bias.
         label_smoothing: the share of the target that is 1 / V for each token, from 0 to 1, as in `F.cross_entropy`.
-            This and the next are equal on all ranks.
+            ``temperature``, this and the next are equal on all ranks.
         z_loss: each valid token adds ``z_loss * logsumexp(logits / temperature)**2``, 1e-4 in PaLM (arXiv:2204.02311,
             section 5).
         teacher: a model whose probabilities are the targets (arXiv:1503.02531). Pass its logits [..., V], without a
