@@ -67,13 +67,17 @@ def model_of(core: type[nn.Module] = llama.CoreAttention, normed: bool = False, 
     if normed:
         for layer in model.layers:
             layer.attention = NormedHeads(model.config, core)
+        model.output.bias = nn.Parameter(torch.linspace(-1, 1, V))
     model.init_weights(0)
     return model.double()
 
 
 @dataclass(frozen=True)
 class Case:
-    """``recompute``, ``local``: options of the plan; ``normed``: heads; ``packed``: documents; ``length``: of a row."""
+    """``recompute``, ``local``: options of the plan; ``length``: of a row.
+
+    ``normed``: heads have norms, and the last linear a bias; ``packed``: documents.
+    """
 
     mode: str = "reduce_scatter"
     recompute: bool = False
