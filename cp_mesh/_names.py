@@ -1,8 +1,12 @@
-"""Public names of a package are said once: its stub `__init__.pyi` imports each from its home, which `lazy` loads."""
+"""Names whose modules are loaded at first use.
+
+Public names of a package are said once: its stub `__init__.pyi` imports each from its home, which `lazy` loads.
+"""
 
 import importlib
 import re
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,3 +37,13 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
         return vars(sys.modules[package]).setdefault(name, module if is_room else getattr(module, name))
 
     return get, lambda: sorted({*vars(sys.modules[package]), *public}), public
+
+
+class Loaded(UserDict[str, Any]):
+    """Objects by name. A value "module:name" is loaded when it is first read."""
+
+    def __getitem__(self, key: str) -> Any:
+        if isinstance(found := self.data[key], str):
+            module, _, name = found.partition(":")
+            self.data[key] = found = getattr(importlib.import_module(f"cp_mesh.{module}"), name)
+        return found

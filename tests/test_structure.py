@@ -116,8 +116,7 @@ def test_no_circles() -> None:
 
 def test_the_reference_stands_alone() -> None:
     """It is the specification: a kernel that imported it would share its errors."""
-    users = {module for module in FILES if "kernels.reference" in imported(FILES[module])}
-    assert users == {"kernels.table"}
+    assert not [module for module in FILES if "kernels.reference" in imported(FILES[module])]
 
 
 def inner_names(path: Path) -> set[str]:
@@ -204,9 +203,9 @@ def cold_import() -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-MOST_FILES = 41
+MOST_FILES = 39
 """That the import loads: it registers the ops, and no more. This number goes down only."""
-MOST_FILES_OF_A_PLAN = 110
+MOST_FILES_OF_A_PLAN = 72
 """That `parallelize` loads with the styles of a model without recurrent layers. This number goes down only."""
 
 

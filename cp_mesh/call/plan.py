@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_mesh._names import Loaded
 from cp_mesh.call.method import Method, Plan, covers_of, stream_of
-from cp_mesh.call.ring_loop import ALL_GATHER, RING
 from cp_mesh.call.spec import AttentionSpec, Call, Operand, check_choice, check_scores, check_tensors
-from cp_mesh.call.ulysses import HYBRID, ULYSSES
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse, warn
@@ -33,7 +32,12 @@ from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS, choose_kernel
 
-METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER, ULYSSES, HYBRID)}
+METHODS = Loaded(
+    ring="call.ring_loop:RING",
+    all_gather="call.ring_loop:ALL_GATHER",
+    ulysses="call.ulysses:ULYSSES",
+    hybrid="call.ulysses:HYBRID",
+)
 MOST = 16  # kept plans that hold device memory
 NUM_READ = len(TENSORS) + 1  # tensors whose content planning reads: the mask's and the layout's
 

@@ -1,8 +1,8 @@
 """Communication: transports that move rows between ranks, and comparisons of the ranks' arguments.
 
 `contract` defines transports, `functional` and `symmetric_memory` implement them, `exchange` chooses one. `heads` does
-the all-to-all of heads and rows; `shards` and `symmetric_shards` move rows for linears, `whole` moves small tensors.
-`packing` and `waiting` are shared helpers; `groups` makes groups within the cp group, `group_state` keeps state by
-group. `agreement` compares ranks before the first collective: `store_messages` writes messages to the store,
-`fingerprints` makes digests of tensors, `model_groups` lists the groups that are informed of a refusal.
+the all-to-all of heads and rows; `shards` and `symmetric_shards` move rows for linears and whole small tensors.
+`packing` and `waiting` are shared helpers; `groups` makes groups within the cp group, and links those of one model;
+`group_state` keeps state by group. `agreement` compares ranks before the first collective: `store_messages` writes
+messages to the store, `fingerprints` makes digests of tensors.
 """

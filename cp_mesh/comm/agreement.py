@@ -30,7 +30,7 @@ from torch import Tensor
 from cp_mesh._torch import StopRecomputation, backward_number, resolve_group, timeout_of, untraced
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.group_state import state_of, states_of_all
-from cp_mesh.comm.model_groups import beside
+from cp_mesh.comm.groups import linked_groups
 from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
 from cp_mesh.errors import REFUSALS, ArgumentError, RankMismatchError, describe, refuse
 
@@ -433,7 +433,7 @@ def _send(group: dist.ProcessGroup, error: Exception) -> None:
     if told is None or (isinstance(error, RankMismatchError) and not told):
         return  # all ranks raise their own RankMismatchError
     said, off = {"error": f"{type(error).__name__}: {error}"}, _asked() is False
-    for other in (*beside(group), group):
+    for other in (*linked_groups(group), group):
         if not (other.group_name in told or off or other.size() == 1 or store_of(other) is None):
             vars(error)[_TOLD] = told = told | {other.group_name}
             Words(other, state_of(other, Calls).next_topic(), said).wait(None)

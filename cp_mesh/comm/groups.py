@@ -6,7 +6,10 @@ group that they are part of.
 
 from __future__ import annotations
 
+import math
 import threading
+import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -146,3 +149,46 @@ def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGrou
     (own,) = ([ranks[i] for i in part] for part in parts if group.rank() in part)
     with uncounted():
         return dist.new_group(own, timeout_of(group), dist.get_backend(group), use_local_synchronization=True)
+
+
+def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """Return the process groups of a mesh's axes: a sum over one after the other is the sum over all ranks."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return [mesh]
+    if not isinstance(mesh, DeviceMesh):
+        refuse("mesh", "a DeviceMesh or a ProcessGroup", mesh, 'pass mesh["dp", "cp"]._flatten("dp_cp")')
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """Return all ranks of a mesh, sorted."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return sorted(dist.get_process_group_ranks(mesh))
+    return sorted(mesh.mesh.flatten().tolist())
+
+
+class _Linked(weakref.WeakKeyDictionary[dist.ProcessGroup, str]):
+    """For one group, the groups beside it and the axis of each, "cp" or "tp", for all models together."""
+
+
+def link_groups(groups: Mapping[dist.ProcessGroup, str]) -> None:
+    """Connect these groups, and those known beside them: ranks of all get an error that is raised over one of them.
+
+    Args:
+        groups: the groups of a model's styles, and the axis of each, "cp" or "tp".
+    """
+    together = dict(groups)
+    for group in groups:
+        together |= state_of(group, _Linked)
+    for group in together:
+        state_of(group, _Linked).update({other: axis for other, axis in together.items() if other is not group})
+
+
+def linked_groups(group: dist.ProcessGroup) -> dict[dist.ProcessGroup, str]:
+    """Return the other groups of models over this one."""
+    return dict(state_of(group, _Linked))
+
+
+def ranks_of_tp(group: dist.ProcessGroup) -> int:
+    """Return the number of ranks that share the heads, from the tp groups beside this one; 1 without styles over tp."""
+    return math.prod(other.size() for other, axis in linked_groups(group).items() if axis == "tp")

@@ -11,7 +11,7 @@ both. Shapes: B batch rows, n rows of a rank or a part of them, D features.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -199,3 +199,26 @@ def chunks_of(num_rows: int, num_chunks: int) -> list[slice]:
     """Return slices of rows, none of them empty."""
     bounds = (chunk_bounds(num_rows, num_chunks, chunk) for chunk in range(num_chunks))
     return [slice(begin, end) for begin, end in bounds if begin < end]
+
+
+def gather(x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, group_name: str, what: str) -> Tensor:
+    """Return the whole tensor, contiguous, from each rank's shard along a dim; ``what`` names the call in an error."""
+    rows = x.movedim(dim, 0)
+    whole = Shards(sum(lens), group_name, what, tuple(lens)).gather(_flat(rows))()
+    whole = whole if inverse is None else whole.index_select(0, inverse)
+    return whole.view(len(whole), *rows.shape[1:]).movedim(0, dim).contiguous()
+
+
+def scatter_sum(
+    x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, rank: int, group_name: str, what: str
+) -> Tensor:
+    """Return this rank's shard of the sum of whole tensors over ranks, contiguous, summed in their dtype."""
+    rows = x.movedim(dim, 0)
+    rows = rows if inverse is None else rows.new_zeros(sum(lens), *rows.shape[1:]).index_copy(0, inverse, rows)
+    own = Shards(sum(lens), group_name, what, tuple(lens), rank).scatter_sum(_flat(rows))()
+    return own.view(len(own), *rows.shape[1:]).movedim(0, dim).contiguous()
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """[rows, D]"""
+    return rows.reshape(len(rows), rows.shape[1:].numel())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from cp_mesh._names import Loaded
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, FA2
 from cp_mesh.kernels.contract import Request, shortfalls
-from cp_mesh.kernels.flash_attn_4 import FA4
-from cp_mesh.kernels.flex.kernel import FLEX
 from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.reference import REFERENCE
-from cp_mesh.kernels.triton_attention import TRITON
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FA4, CUDNN, FA2, TRITON, FLEX, CPU_FLASH, REFERENCE)}
+KERNELS = Loaded(
+    fa4="kernels.flash_attn_4:FA4",
+    cudnn="kernels.aten:CUDNN",
+    fa2="kernels.aten:FA2",
+    triton="kernels.triton_attention:TRITON",
+    flex="kernels.flex.kernel:FLEX",
+    cpu_flash="kernels.aten:CPU_FLASH",
+    reference="kernels.reference:REFERENCE",
+)
 """In order of preference. On Hopper, FA4 is fastest if installed, then cuDNN, both written for Hopper.
 FlashAttention-2 was written for the generation before. The library's Triton kernel supports what these lack: float32,
 masks read from tensors, score terms, determinism, gradients of lse. "flex" takes score_mod

@@ -19,10 +19,9 @@ from cp_mesh._torch import FakeTensor, MappingKey, funcol, tree_map_with_path
 from cp_mesh.comm.agreement import compare
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
+from cp_mesh.comm.shards import gather, scatter_sum
 from cp_mesh.comm.waiting import wait_for
-from cp_mesh.comm.whole import gather, scatter_sum
 from cp_mesh.errors import as_int, check_int, refuse, typed
-from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag, same
 from cp_mesh.geometry.mask import EXCLUDED, Mask
@@ -165,6 +164,8 @@ class ShardedSequence:
             >>> labels = packed.shard({"labels": labels})["labels"]  # doctest: +SKIP
             >>> logits = model(tokens, mask=Mask(documents=documents), layout=packed.layout)  # doctest: +SKIP
         """
+        from cp_mesh.geometry.balance import balance
+
         even = replace(self, layout=Contiguous())  # padded as the new layout will be
         mask, seq_len = even.mask(mask), even.seq_len
         if seq_len is None:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import devices_of_group, multiply_each, norm_of_each
+from cp_mesh.comm.groups import groups_of
 from cp_mesh.errors import refuse, typed
-from cp_mesh.training.loss import groups_of
 
 Groups = tuple[dist.ProcessGroup, ...]
 """Process groups over which a parameter is sharded."""

@@ -35,9 +35,8 @@ from cp_mesh.call.plan import choose_method
 from cp_mesh.call.spec import EXECUTION, SCORE_OPTIONS, check_choice, check_dense, make_spec
 from cp_mesh.comm.agreement import checked, checking
 from cp_mesh.comm.exchange import TRANSPORTS
-from cp_mesh.comm.model_groups import ranks_of_tp
+from cp_mesh.comm.groups import ranks_of_tp
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.flex.function import Functions, ScoreMod
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
@@ -248,7 +247,7 @@ class ContextParallel(Core):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        score_mod: ScoreMod | None,
+        score_mod: Callable[..., Tensor] | None,
         block_mask: Any,
         scale: float | None,
         enable_gqa: bool,
@@ -258,6 +257,8 @@ class ContextParallel(Core):
 
         score_mod and mask_mod get global indices. The block mask covers the whole sequence without padding.
         """
+        from cp_mesh.flex.function import Functions
+
         form, mask, over_tp = FORMATS[2], call.given["mask"], _over_others(query, self.sequence.mesh)
         check_format(query, key, value, form)
         if call.scores:

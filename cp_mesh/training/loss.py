@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from cp_mesh._torch import FakeTensor, funcol
 from cp_mesh.comm.agreement import capturing, is_first_here, refusing
 from cp_mesh.comm.group_state import state_of
+from cp_mesh.comm.groups import groups_of, ranks_of
 from cp_mesh.comm.store_messages import leave_word, read_word
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, typed
@@ -269,19 +270,3 @@ def _judge(said: _Said) -> None:
         what, got = "the same tokens and documents on all ranks of a cp group", "others on some since the last loss"
         hint = "seed data by dp rank, not by rank; check_mode() names the ranks that differ, in every call"
         refuse("batch", what, got, hint, RankMismatchError)
-
-
-def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """Return the process groups of a mesh's axes: a sum over one after the other is the sum over all ranks."""
-    if isinstance(mesh, dist.ProcessGroup):
-        return [mesh]
-    if not isinstance(mesh, DeviceMesh):
-        refuse("mesh", "a DeviceMesh or a ProcessGroup", mesh, 'pass mesh["dp", "cp"]._flatten("dp_cp")')
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
-
-
-def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
-    """Return all ranks of a mesh, sorted."""
-    if isinstance(mesh, dist.ProcessGroup):
-        return sorted(dist.get_process_group_ranks(mesh))
-    return sorted(mesh.mesh.flatten().tolist())

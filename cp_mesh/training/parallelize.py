@@ -24,8 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from cp_mesh._torch import COMPILED, apply_style
 from cp_mesh.comm.agreement import note_styles
-from cp_mesh.comm.groups import as_mesh
-from cp_mesh.comm.model_groups import stand_beside
+from cp_mesh.comm.groups import as_mesh, link_groups
 from cp_mesh.errors import UnsupportedError, refuse, typed, written
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
@@ -120,7 +119,7 @@ def parallelize(
         for places in tied:
             _tie(places)
     note_styles(mesh.get_group(), module, {f"style at {key!r}": _told(style) for key, style in plan.items()})
-    stand_beside(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
+    link_groups(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, _OVER_CP) for style in styles):
         watch_first_step(root, cp=mesh.get_group())

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.random import fork_rng
 
-from cp_mesh._torch import active_ddp, constant_in_traces, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
+from cp_mesh._torch import active_ddp, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
 from cp_mesh.comm.agreement import check_mode, exchange, refusing
 from cp_mesh.comm.group_state import states_of_all
-from cp_mesh.errors import UnsupportedError, refuse, typed, warn
+from cp_mesh.errors import refuse, typed, warn
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.auto import is_by_batch
@@ -98,13 +98,6 @@ def without_probe(model: nn.Module) -> None:
     for style in styles_of(model):
         if hasattr(style, "probe"):
             style.probe = False
-
-
-@constant_in_traces  # so that Dynamo raises the error, and does not fall back to eager code
-def refuse_compiled() -> None:
-    hint = "compile its blocks, or call cp_mesh.probe(model, batch) before the first step"
-    expected, got = "a root in eager mode", "one that is compiled as a whole"
-    refuse("ShardedModel(probe=True)", expected, got, hint, UnsupportedError)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import constant_in_traces
 from cp_mesh.comm.agreement import compare_batch
-from cp_mesh.errors import ArgumentError, describe, refuse, warn
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
@@ -26,7 +26,6 @@ from cp_mesh.sequence.losses import any_ran, note_callers
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
-from cp_mesh.training.probe import probe_once, refuse_compiled
 from cp_mesh.training.stand_ins import refuse_unplanned
 from cp_mesh.training.style_helpers import announced, check_sequence, claim, cores_of, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
@@ -149,13 +148,15 @@ class ShardedModel(ParallelStyle):
         root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
         if torch.compiler.is_compiling():
             if self.probe:
-                refuse_compiled()
+                _refuse_compiled()
             if self.watch and self.sequence.cp_size > 1:
                 check()
             output = self._run_traced(root, module, forward, arguments)
         else:
             self.compare(named, root.sequence.layout)
             if self.probe:
+                from cp_mesh.training.probe import probe_once
+
                 probe_once(self, module, named, functools.partial(self._run, names, check, module, forward))
             output = self.run_eagerly(root, module, forward, arguments)
             if is_by_batch(root.sequence.layout):
@@ -337,6 +338,13 @@ class ShardedModel(ParallelStyle):
                 given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
         assert length is not None
         return Root(sequence, length if sequence.seq_len is None else sequence.seq_len), given
+
+
+@constant_in_traces  # so that Dynamo raises the error, and does not fall back to eager code
+def _refuse_compiled() -> None:
+    hint = "compile its blocks, or call cp_mesh.probe(model, batch) before the first step"
+    expected, got = "a root in eager mode", "one that is compiled as a whole"
+    refuse("ShardedModel(probe=True)", expected, got, hint, UnsupportedError)
 
 
 def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh._torch import times_written
+from cp_mesh.comm.groups import ranks_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.masks import Batch
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.losses import note_loss
-from cp_mesh.training.loss import cross_entropy, ranks_of
+from cp_mesh.training.loss import cross_entropy
 
 _ROUTER = "model.config.output_router_logits"
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from cp_mesh._torch import COMPILED_CALL
 from cp_mesh.call.spec import make_spec
 from cp_mesh.comm.agreement import refusing
+from cp_mesh.comm.groups import ranks_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
@@ -28,7 +29,6 @@ from cp_mesh.integrations.transformers.mixers import masks_of_layers
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watch_encoders, watched
 from cp_mesh.training.checks.gradients import watch_first_step
-from cp_mesh.training.loss import ranks_of
 from cp_mesh.training.parallelize import parallelize as apply_plan
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import claim

@@ -25,11 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from cp_mesh._torch import backward_number, comm_hooks, ranks_of_fsdp
 from cp_mesh.comm.agreement import capturing, checking, exchange_in_time, look_again
 from cp_mesh.comm.group_state import state_of
+from cp_mesh.comm.groups import groups_of, ranks_of
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.losses import WAITING, Losses, Planned
-from cp_mesh.training.loss import groups_of, ranks_of
 from cp_mesh.training.style_helpers import SUMS, gathers
 
 _APART = 1e-3

@@ -19,7 +19,6 @@ from cp_mesh._torch import constant_in_traces
 from cp_mesh.comm.agreement import exchange, refusing
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import REFUSALS, refuse, warn
-from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
@@ -55,6 +54,8 @@ def _run(
             return forward(*args, **kwargs)
     if ROOT.get() is not None or (look := look_of(module)) in looked_at:
         return forward(*args, **kwargs)
+    from cp_mesh.mixers.scope import SCOPE, Scope  # recurrent layers, which a model with a root needs not
+
     is_first = all(known[0] != look[0] for known in looked_at)
     styles = cores_of(module)
     parameters = inspect.signature(forward).parameters
