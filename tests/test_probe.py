@@ -194,8 +194,7 @@ def told(net: nn.Module, batch: dict[str, Any]) -> str:
 # What is wrong.
 
 FROM = {
-    "embedded arange": "layers.0.norm",
-    "buffer of ids": "table",
+    **dict.fromkeys(("embedded arange", "buffer of ids"), "table"),
     **dict.fromkeys(("positions ignored", "scale by length", "core: slice"), "layers.0.core"),
     "expert choice": "layers.0.experts",
     **dict.fromkeys(("mean", "shift"), "layers.1.mixer"),

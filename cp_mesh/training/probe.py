@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.random import fork_rng
 
-from cp_mesh._torch import active_ddp, loaded_dynamo, meshes_of_fsdp, tree_leaves, unwrapped
+from cp_mesh._torch import active_ddp, loaded_dynamo, meshes_of_fsdp, unwrapped
 from cp_mesh.comm.agreement import check_mode, exchange, refusing
 from cp_mesh.comm.group_state import states_of_all
 from cp_mesh.errors import refuse, typed, warn
@@ -37,6 +35,7 @@ from cp_mesh.sequence.auto import is_by_batch
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.sharded_sequence import WHOLE, ShardedSequence
 from cp_mesh.training.style_helpers import groups_over_tp, style_of, styles_of
+from cp_mesh.training.traces import Place, Rows, Trace, gaps, output_of, pair
 from cp_mesh.training.widening import widened
 
 LIMIT, SHARE = 3e-4, 0.9
@@ -303,36 +302,22 @@ class _Probe:
         """Find the first module, in order of completion, whose output differs on this rank: its number, and words."""
         layout = ZigZag() if is_by_batch(self.sequence.layout) else self.sequence.layout
         own = layout.positions(self.length, self.sequence.cp_size, self.sequence.cp_rank)
-        whole, here, agreed = self._outputs(alone), self._outputs(None), ""
-        for number, (at, want) in enumerate(whole.items()):
-            x = here.get(at, want[:0])
-            for dim in range(1, want.ndim):
-                if want.ndim == x.ndim and (want.shape[dim], x.shape[dim]) == (self.length, len(own)):
-                    want = want.index_select(dim, own)
-            if want.shape != x.shape or len(own) not in x.shape[1:]:
-                continue
-            rows = x.shape.index(len(own), 1)
-            if _too_far(_apart(x.movedim(rows, 1), want.movedim(rows, 1))):
-                return f"{number:06d} , from {at[0] or 'the root'} on" + f" ({agreed} agrees)" * bool(agreed)
-            agreed = at[0]
+        whole, here = self._trace(alone, torch.arange(self.length, device=own.device)), self._trace(None, own)
+        agreed = ""
+        for number, (place, rows) in enumerate(whole.items()):
+            if place.what.startswith("output") and (found := pair(here.get(place), rows, self.length)) is not None:
+                if _too_far(gaps(found, self.length)[found.positions]):
+                    words = f", from {place.module or 'the root'} on" + f" ({agreed} agrees)" * bool(agreed)
+                    return f"{number:06d} {words}"
+                agreed = place.module
         return ""
 
-    def _outputs(self, mesh: DeviceMesh | None) -> dict[tuple[str, int], Tensor]:
-        """Return the first tensor of each module's output in a run, by module name and number of the call."""
-        found, calls = dict[tuple[str, int], Tensor](), Counter[str]()
-
-        def note(name: str, part: nn.Module, given: Any, output: Any) -> None:
-            calls[name] += 1
-            x = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
-            if x is not None and x.ndim > 1:
-                x = (x.to_local() if isinstance(x, DTensor) else x).cpu()
-                found[name, calls[name]] = x if x.dtype == torch.float64 else x.float()
-
-        with ExitStack() as stack:
-            for path, part in self.module.named_modules():
-                stack.callback(part.register_forward_hook(partial(note, unwrapped(path))).remove)
+    def _trace(self, mesh: DeviceMesh | None, positions: Tensor) -> Mapping[Place, Rows]:
+        """The rows of all modules in a run, which has those at ``positions``."""
+        trace = Trace(self.length, lambda: positions)
+        with trace.of(self.module, ((unwrapped(path), part) for path, part in self.module.named_modules())):
             self._attempt(mesh)
-        return found
+        return trace.forward
 
 
 def _words(what: str, error: Exception) -> str:
@@ -350,15 +335,9 @@ def _cut_mask(mask: Mask, length: int) -> Mask:
 
 def _rows_of(output: Any) -> Tensor:
     """Return the rows of an output: [B, rows, ...]."""
-    if isinstance(output, Mapping):
-        output = next((output[name] for name in ("logits", "last_hidden_state") if output.get(name) is not None), None)
-    if hasattr(type(output), "whole"):  # logits sharded over tp by vocabulary
-        output = output.whole()
-    if isinstance(output, list | tuple):
-        output = next((x for x in output if isinstance(x, Tensor) and x.ndim > 1), None)
-    if not isinstance(output, Tensor) or output.ndim < 2:
+    x = output_of(output, 2)
+    if x is None or x.ndim < 2:
         raise _Skip(f"no rows were found in what the model returned, of type {type(output).__name__}")
-    x: Tensor = output.full_tensor() if isinstance(output, DTensor) else output
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -18,10 +18,10 @@ from cp_mesh.errors import written
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.tools.verification.report import Finding
 from cp_mesh.tools.verification.step import Batch, Ranks, Step, inner, whole_gradient
-from cp_mesh.tools.verification.traces import Place, Rows, gaps, pair
 from cp_mesh.training.context_parallel import ContextParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import style_of
+from cp_mesh.training.traces import Place, Rows, gaps, pair
 
 FACTOR = 16.0  # allowed error, over the change of the reference when its weights are rounded differently
 EXACT = 1e-9  # allowed error in float64, relative to the signal

@@ -21,7 +21,7 @@ from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.tools.verification.compare import factor_finding, of_styles
 from cp_mesh.tools.verification.report import Finding
 from cp_mesh.tools.verification.step import Run, Step, inner, local
-from cp_mesh.tools.verification.traces import PART
+from cp_mesh.training.traces import PART
 
 # By dtype, in eps of the largest logit: change that passes as rounding, as when experts get other tokens.
 STEPS, STEPS_COARSE = {torch.float64: 64, torch.float32: 64}, 2

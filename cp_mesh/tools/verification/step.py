@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,17 +18,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_mesh._torch import COMPILED_CALL, tree_leaves
+from cp_mesh._torch import COMPILED_CALL
 from cp_mesh.comm.agreement import check_mode, compare, refusing
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.auto import is_by_batch
 from cp_mesh.sequence.sharded_sequence import IGNORED, ROOT, ShardedSequence
-from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
-from cp_mesh.tools.verification.traces import Trace, traced_modules
 from cp_mesh.training.loss import cross_entropy
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import gathers, styles_of
+from cp_mesh.training.traces import Trace, output_of, traced_modules
 
 Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -290,21 +289,12 @@ def _outputs_of(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits [B, n, V] in a model's output: the tensor itself, its "logits", or its first tensor of three dims.
-
-    Deferred logits, which the loss computes in chunks, are computed whole.
-    """
-    if isinstance(output, DeferredLogits):
-        return output.whole()
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("logits")
-    if found is None:
-        found = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 3), None)
-    if not isinstance(found, Tensor) or found.ndim != 3:
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(output).__name__
+    """The logits [B, n, V] in a model's output: see `output_of`."""
+    found = output_of(output, 3)
+    if found is None or found.ndim != 3:
+        got = type(output).__name__ if found is None else tuple(found.shape)
         refuse("verify_model: output of the model", "logits [B, S, V]", got, "return logits, alone or as .logits")
-    return local(found)
+    return found
 
 
 def local(x: Tensor) -> Tensor:

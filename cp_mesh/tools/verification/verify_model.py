@@ -50,15 +50,16 @@ from cp_mesh.tools.verification.step import (
     loss_of_plan,
     run_step,
 )
-from cp_mesh.tools.verification.traces import Place, Trace, rows_of
 from cp_mesh.tools.verification.verify import VerificationError
 from cp_mesh.training.parallelize import parallelize
 from cp_mesh.training.probe import without_probe
+from cp_mesh.training.sharded_model import POSITIONS
 from cp_mesh.training.style_helpers import gathers
+from cp_mesh.training.traces import Place, Trace, rows_of
 
 Plan = Mapping[str, ParallelStyle] | Callable[[nn.Module], nn.Module | None] | None
 TOO_RANDOM = 0.1
-TOKENS, POSITIONS = ("tokens", "input_ids"), ("positions", "position_ids")
+TOKENS = ("tokens", "input_ids")
 
 
 @typed

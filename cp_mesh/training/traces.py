@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import COMPILED_CALL, WRAPPED, loaded_dynamo, tree_leaves, unwrapped
 
+OUTPUTS = ("logits", "last_hidden_state")  # names of entries, before others
 NUM_VECTORS = 8
 PART = 1 << 24  # elements of a large tensor that are processed at a time
 
@@ -68,20 +69,14 @@ class Trace:
         self._calls: dict[str, int] = {}
 
     @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        """Record forwards of ``model`` inside this context.
-
-        Compiled modules, and modules inside them, are skipped.
-        """
-        handles = []
-        for name, module in traced_modules(model):
-            handles.append(module.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(functools.partial(self._after, name)))
-        try:
+    def of(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]] | None = None) -> Iterator[None]:
+        """Record forwards of ``modules`` with their names inside this context; None: `traced_modules` of the model."""
+        with ExitStack() as stack:
+            for name, module in traced_modules(model) if modules is None else modules:
+                before, after = (functools.partial(each, name) for each in (self._before, self._after))
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
@@ -149,6 +144,17 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
         names = []
     names += [str(i) for i in range(len(names), len(args))]
     return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def output_of(output: Any, num_dims: int) -> Tensor | None:
+    """The logits in what a model returns, or its first tensor with that many dims or more; whole if tp shards it."""
+    entries = output if isinstance(output, Mapping) else {name: getattr(output, name, None) for name in OUTPUTS}
+    found: Any = next((entries[name] for name in OUTPUTS if entries.get(name) is not None), output)
+    if hasattr(type(found), "whole"):  # logits that the loss computes in chunks
+        found = found.whole()
+    if not isinstance(found, Tensor):
+        found = next((x for x in tree_leaves(found) if isinstance(x, Tensor) and x.ndim >= num_dims), None)
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 class Pair(NamedTuple):
