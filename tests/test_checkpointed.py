@@ -44,7 +44,7 @@ from cp_mesh import (
 )
 
 copies: Any = room("host_copies")
-Kept, Stored = inner("host_copies", "Kept"), inner("host_copies", "_Stored")
+OffloadedBlock, OffloadedTensor = inner("host_copies", "OffloadedBlock", "_OffloadedTensor")
 B, S, C, LAYERS = 2, 6, 8, 4
 OPTIONS = [{"offload": offload, "keep_attention": keep} for offload in (False, True) for keep in (True, False)]
 
@@ -164,7 +164,7 @@ def test_arguments_and_results(options: dict[str, bool]) -> None:
         del out, total
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
-    assert [x.numel() for lane in style._lanes.values() for x in lane.free] == [rows().nbytes] * options["offload"]
+    assert [x.numel() for lane in style._streams.values() for x in lane.free] == [rows().nbytes] * options["offload"]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -187,7 +187,7 @@ def test_several_forwards(options: dict[str, bool], order: tuple[int, int]) -> N
         layer(layer(model.layers[0](rows(6)))).square().sum().backward()
         found.append([*torch.autograd.grad(model(rows(7)).square().sum(), [*model.parameters()]), *gradients(model)])
     assert_same(found[1], found[0])
-    assert len(style._lanes) == options["offload"]
+    assert len(style._streams) == options["offload"]
 
 
 def test_a_block_within_a_block() -> None:
@@ -251,7 +251,7 @@ def test_what_is_in_the_memory_of_the_device() -> None:
     for offload in (True, False):
         _, ours, _ = pair(layers=8, offload=offload, keep_attention=False)
         nears, known, most = WeakSet[Any](), list[StorageWeakRef](), [0]
-        real = Stored._copy
+        real = OffloadedTensor._copy
 
         def count(self: Any, *args: Any, real: Any = real, nears: Any = nears) -> None:
             nears.add(self)
@@ -260,12 +260,12 @@ def test_what_is_in_the_memory_of_the_device() -> None:
         def look(module: Any, args: Any, nears: Any = nears, known: Any = known, most: Any = most) -> None:
             known.append(StorageWeakRef(args[0].untyped_storage()))
             here = {each.cdata for each in known if not each.expired()}
-            here |= {each.near.untyped_storage()._cdata for each in nears if each.near is not None}
+            here |= {each.device_copy.untyped_storage()._cdata for each in nears if each.device_copy is not None}
             most[0] = max(most[0], len(here))
 
         for layer in ours.layers:
             layer.norm.register_forward_pre_hook(look)  # in the block, also in the recomputation
-        with mock.patch.object(Stored, "_copy", count):
+        with mock.patch.object(OffloadedTensor, "_copy", count):
             for _ in range(3):
                 out = ours(rows())
                 del known[:]
@@ -277,17 +277,17 @@ def test_what_nobody_took_leaves_the_device() -> None:
     """The end of one forward brings the last block of the one before, whose backward comes later or never."""
     _, ours, _ = pair(offload=True)
     outs = [ours(rows(seed)) for seed in range(3)]
-    blocks = [each for each in gc.get_objects() if type(each) is Kept]  # others may be dead proxies
+    blocks = [each for each in gc.get_objects() if type(each) is OffloadedBlock]  # others may be dead proxies
     for out in (outs[1], outs[0], outs[2]):
         out.sum().backward(retain_graph=True)
-        here = [block for block in blocks if any(each.near is not None for each in block.tensors)]
+        here = [block for block in blocks if any(each.device_copy is not None for each in block.tensors)]
         assert len(here) <= 1 and len(blocks) == 3 * LAYERS
 
 
 def test_small_tensors_do_not_take_large_buffers() -> None:
     """Of sequences that grow, as many bytes are held as the longest takes, in whichever order blocks keep tensors."""
     for of_row in ((8192, 128, 8192), (128, 8192), (8192, 128)):
-        lane = copies.Lane(torch.device("cpu"))
+        lane = copies.CopyStream(torch.device("cpu"))
         for length in (16, 32, 64, 64, 16, 64):
             for _ in range(2):
                 lane.free += [lane.buffer(length * each) for _ in range(3) for each in of_row]
@@ -312,8 +312,8 @@ def test_buffers_are_used_again() -> None:
             found = []
             for length in lengths:
                 ours(rows(S=length)).sum().backward()
-                (lane,) = style._lanes.values()
-                assert len(lane.free) == LAYERS and not any(each() for each in lane.near)
+                (lane,) = style._streams.values()
+                assert len(lane.free) == LAYERS and not any(each() for each in lane.blocks_on_device)
                 found.append(sorted(x.data_ptr() for x in lane.free))
             assert not same or found[:-1] == found[1:]
             assert {x.numel() for x in lane.free} == {rows(S=max(lengths)).nbytes}
@@ -365,10 +365,10 @@ def test_what_attention_returned(options: dict[str, bool], compiled: bool) -> No
         assert_same(ours, plain)
     with without_collection():  # a graph that is dropped goes at once, and what was kept with it
         assert model(rows()).requires_grad
-        assert not any(each() for lane in style._lanes.values() for each in lane.near)
+        assert not any(each() for lane in style._streams.values() for each in lane.blocks_on_device)
     assert bool(graphs) == compiled
     assert len(calls) == 2 * (2 if options["keep_attention"] else 4)
-    buffers = sorted(x.numel() for lane in style._lanes.values() for x in lane.free)
+    buffers = sorted(x.numel() for lane in style._streams.values() for x in lane.free)
     lse = B * 2 * S * 8
     per_block = [rows().nbytes] + [lse, rows().nbytes] * options["keep_attention"]
     assert buffers == (sorted(per_block * 2) if options["offload"] else [])
@@ -494,7 +494,7 @@ class Streams:
 
 @contextmanager
 def simulated(skips: int | None = None) -> Iterator[Streams]:
-    streams, real = Streams(skips), copies.Lane.buffer
+    streams, real = Streams(skips), copies.CopyStream.buffer
 
     def buffer(lane: Any, size: int) -> Tensor:
         found: Tensor = real(lane, size)
@@ -503,7 +503,7 @@ def simulated(skips: int | None = None) -> Iterator[Streams]:
 
     with (
         mock.patch.object(copies, "streams_of", lambda device: streams),
-        mock.patch.object(copies.Lane, "buffer", buffer),
+        mock.patch.object(copies.CopyStream, "buffer", buffer),
     ):
         yield streams
 
@@ -551,7 +551,7 @@ def test_buffers_go_on_while_copies_are_under_way() -> None:
     with simulated() as streams:
         for _ in range(2):
             assert_same(train(ours), train(plain))
-        (lane,) = style._lanes.values()
+        (lane,) = style._streams.values()
         assert lane.stream is streams.copying
 
 
@@ -561,7 +561,7 @@ def test_another_stream() -> None:
     with simulated() as streams:
         first, second = streams.computing, Computing(streams)
         x = ours.first(rows())
-        kept = [Kept("", style._lanes.setdefault(x.device, copies.Lane(x.device))) for _ in range(3)]
+        kept = [OffloadedBlock("", style._streams.setdefault(x.device, copies.CopyStream(x.device))) for _ in range(3)]
         gets = [each.keep(x * i) for i, each in enumerate(kept)]
         sources = [each.tensors[0].done for each in kept]
         gets[2]()  # in the first: brings the one before
@@ -605,7 +605,7 @@ def test_on_a_gpu(keep_attention: bool) -> None:
                 peaks[offload] = torch.cuda.max_memory_allocated() - before
         found[offload] = gradients(model)
         if offload:
-            (lane,) = style._lanes.values()
+            (lane,) = style._streams.values()
             kept = {x.nbytes, heads * 20000 * 4} if keep_attention else {x.nbytes}  # lse is too small to be pinned here
             assert {buffer.numel() for buffer in lane.free} == kept and all(buffer.is_pinned() for buffer in lane.free)
             assert copies.pinned_bytes() == 16 * x.nbytes * (1 + keep_attention)  # no power of two

@@ -72,7 +72,7 @@ class Norm(nn.RMSNorm):
         return _Norm.apply(x, self.weight)
 
 
-class Lane(host_copies.Lane):
+class CopyStream(host_copies.CopyStream):
     """Buffers of numpy's memory, which is not counted here."""
 
     made = 0
@@ -82,7 +82,7 @@ class Lane(host_copies.Lane):
             return super().buffer(size)
 
     def take(self, size: int, **_: Any) -> Tensor:
-        Lane.made += size
+        CopyStream.made += size
         return torch.from_numpy(np.empty(size + 1, dtype=np.uint8))[:size]  # of no bytes the stride would be 0
 
 
@@ -142,7 +142,7 @@ def as_on_gpus() -> Iterator[None]:
         mock.patch.object(cp_mesh, "ContextParallel", attention),
         # the stand-in computes nothing that a probe could compare
         mock.patch.object(cp_mesh, "ShardedModel", lambda *args, **given: root(*args, **given | {"probe": False})),
-        mock.patch.object(checkpointed, "Lane", Lane),
+        mock.patch.object(checkpointed, "CopyStream", CopyStream),
         mock.patch.object(token_losses, "CHUNK_BYTES", 1 << 19),  # as small beside the rest as on GPUs
     ):
         yield
@@ -161,7 +161,7 @@ def measured(rank: int, case: Case) -> dict[str, int]:
     words = ["--device", "cpu", "--seq-len", str(case.rows * size), "--batch-size", "1", "--cp", str(size)]
     args = train_llama.parse_arguments([*words, "--precision", "bf16", "--model", json.dumps(case.model)])
     vars(args).update({"recompute": "selective"} | case.options)
-    peaks, Lane.made = [], 0
+    peaks, CopyStream.made = [], 0
     with as_on_gpus():
         trainer = train_llama.setup_on(mesh((1, 1, size, 1), ("pp", "dp", "cp", "tp")), args, torch.device("cpu"))
         parameters = list(trainer.model.parameters())
@@ -188,7 +188,7 @@ def measured(rank: int, case: Case) -> dict[str, int]:
                 live += event.nbytes() if event.name() == "[memory]" else 0
                 most = max(most, live)
             peaks.append(most + held * (not args.offload_optimizer))
-            host = Lane.made + 4 * held // 3 * args.offload_optimizer
+            host = CopyStream.made + 4 * held // 3 * args.offload_optimizer
         found = told(case, size)
     return {"peak": min(peaks), "host": host, "told": found.peak, "told_host": found.host}
 

@@ -30,7 +30,7 @@ from cp_mesh._torch import (
     untraced,
 )
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.training.host_copies import Kept, Lane
+from cp_mesh.training.host_copies import CopyStream, OffloadedBlock
 from cp_mesh.training.parallelize import checkpoint_context_fn, is_attention
 from cp_mesh.training.tile_call import style_over_cp
 from cp_mesh.wrap import CHECKPOINT, replace_forward, replaced
@@ -71,7 +71,7 @@ class Checkpointed(ParallelStyle):
 
     def __init__(self, *, offload: bool = False, keep_attention: bool = True) -> None:
         self.offload, self.keep_attention = offload, keep_attention
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if (other := style_over_cp(module)) is not None:
@@ -118,9 +118,9 @@ class Checkpointed(ParallelStyle):
         if not tensors or not tensors[0].is_floating_point() or tensors[0].device.type not in ("cuda", "cpu"):
             refuse(what, "a floating tensor on a GPU or CPU first", given, "Checkpointed()", UnsupportedError)
         x = tensors[0]
-        if x.device not in self._lanes:
-            self._lanes[x.device] = Lane(x.device)
-        block, shape = Kept(what, self._lanes[x.device]), x.shape
+        if x.device not in self._streams:
+            self._streams[x.device] = CopyStream(x.device)
+        block, shape = OffloadedBlock(what, self._streams[x.device]), x.shape
         outs: list[Any] = []
         contexts = noop_context_fn
         if self.keep_attention:
@@ -199,7 +199,7 @@ class _Attention(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, block: Kept | None, outs: list[Any]) -> None:
+    def __init__(self, block: OffloadedBlock | None, outs: list[Any]) -> None:
         super().__init__()
         self.block, self.outs = block, outs
 

@@ -2,9 +2,9 @@
 
 A block's tensors are copied to the host while the block computes, and leave the GPU when the next block begins. In the
 backward they come back while the block behind is computed again. Two rules make this safe. The stream that computes
-waits for a copy before it uses the target, or lets others use the memory of either side (`_Stored.leave`); the copying
-stream waits for the computing one before each copy. All copies of a device are in one stream, so a buffer of the host
-may be given to the next tensor while it is still read.
+waits for a copy before it uses the target, or lets others use the memory of either side (`_OffloadedTensor.evict`); the
+copying stream waits for the computing one before each copy. All copies of a device are in one stream, so a buffer of
+the host may be given to the next tensor while it is still read.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def _unpin(pointer: int, stream: Any) -> None:
     del _pinned[pointer]
 
 
-class Lane:
+class CopyStream:
     """Of one device: the stream that copies, free buffers of the host, and which blocks have tensors on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.streams = device, streams_of(device)
         self.stream = self.streams.Stream(device)
         self.free: list[Tensor] = []
-        self.near: list[ref[Kept]] = []
+        self.blocks_on_device: list[ref[OffloadedBlock]] = []
 
     def buffer(self, size: int) -> Tensor:
         """Host memory of at least ``size`` bytes; not of far more, or lse would take a buffer of hidden states."""
@@ -88,21 +88,21 @@ class Lane:
         on_gpu = self.device.type == "cuda"
         return pinned(size, self.stream) if on_gpu else torch.empty(size, dtype=torch.uint8, device="cpu")
 
-    def let_stay(self, *blocks: Kept | None) -> None:
+    def keep_on_device(self, *blocks: OffloadedBlock | None) -> None:
         """Make the tensors of all other blocks leave the device."""
-        for block in [each() for each in self.near]:
+        for block in [each() for each in self.blocks_on_device]:
             if block is not None and block not in blocks:
-                block.leave()
-        self.near = [ref(block) for block in blocks if block is not None]
+                block.evict()
+        self.blocks_on_device = [ref(block) for block in blocks if block is not None]
 
 
-class Kept:
+class OffloadedBlock:
     """What one call of a block keeps, until the graph that holds the results of `keep` goes."""
 
-    def __init__(self, what: str, lane: Lane) -> None:
-        self.what, self.lane, self.tensors = what, lane, list[_Stored]()
-        self.before = lane.near[-1] if lane.near else lambda: None  # of the block before
-        lane.let_stay(self)
+    def __init__(self, what: str, copies: CopyStream) -> None:
+        self.what, self.copies, self.tensors = what, copies, list[_OffloadedTensor]()
+        self.before = copies.blocks_on_device[-1] if copies.blocks_on_device else lambda: None  # of the block before
+        copies.keep_on_device(self)
 
     def keep(self, x: Tensor) -> partial[Tensor]:
         """Start to copy a tensor to the host; the result returns it on the device."""
@@ -115,24 +115,24 @@ class Kept:
             refuse(self.what, "a Tensor or DTensor", type(local).__name__, "Checkpointed()", UnsupportedError)
         if not local.nbytes:  # a result of attention that was not asked for
             return partial(lambda wrap: wrap(local.detach()), _wrap(x))
-        self.tensors.append(_Stored(self.lane, local))
+        self.tensors.append(_OffloadedTensor(self.copies, local))
         return partial(self._get, len(self.tensors) - 1, _wrap(x))
 
     def _get(self, number: int, wrap: Callable[[Tensor], Tensor]) -> Tensor:
         if number == 0:  # the backward of the block begins
             before = self.before()
-            self.lane.let_stay(self, before)
+            self.copies.keep_on_device(self, before)
             for each in (*self.tensors, *(before.tensors if before else ())):
-                each.come()
-        return wrap(self.tensors[number].take(self.what))
+                each.prefetch()
+        return wrap(self.tensors[number].get(self.what))
 
-    def leave(self) -> None:
+    def evict(self) -> None:
         for each in self.tensors:
-            each.leave()
+            each.evict()
 
     def __del__(self) -> None:
-        self.leave()
-        self.lane.free += [each.buffer for each in self.tensors]
+        self.evict()
+        self.copies.free += [each.buffer for each in self.tensors]
 
 
 def _wrap(x: Tensor) -> Callable[[Tensor], Tensor]:
@@ -143,48 +143,49 @@ def _wrap(x: Tensor) -> Callable[[Tensor], Tensor]:
     return partial(DTensor.from_local, device_mesh=x.device_mesh, placements=x.placements, **like)
 
 
-class _Stored:
-    """A tensor in host memory, and for a while as ``near`` on its device, when a copy between them ends with ``done``.
+class _OffloadedTensor:
+    """A tensor in host memory, and for a while as ``device_copy`` on its device.
 
-    ``home``: the stream that computed when the copy began, in whose order the memory of ``near`` is used.
+    ``done`` ends a copy between them. ``computing``: the stream that computed when it began, in whose order the memory
+    of ``device_copy`` is used.
     """
 
-    def __init__(self, lane: Lane, x: Tensor) -> None:
-        self.lane, self.like, self.written = lane, torch.empty_like(x, device="meta"), False
-        self.buffer = lane.buffer(x.nbytes)
+    def __init__(self, copies: CopyStream, x: Tensor) -> None:
+        self.copies, self.like, self.written = copies, torch.empty_like(x, device="meta"), False
+        self.buffer = copies.buffer(x.nbytes)
         flat = self.buffer[: x.nbytes].view(x.dtype)
-        self.far = flat.as_strided(self.like.shape, self.like.stride())
-        self.near: Tensor | None = None
-        self._copy(x, self.far, x)
+        self.host_copy = flat.as_strided(self.like.shape, self.like.stride())
+        self.device_copy: Tensor | None = None
+        self._copy(x, self.host_copy, x)
 
-    def _copy(self, near: Tensor, to: Tensor, source: Tensor) -> None:
-        streams, stream = self.lane.streams, self.lane.stream
-        self.near, self.home = near, streams.current_stream(self.lane.device)
-        stream.wait_stream(self.home)  # until the source is computed, and the memory of the target no longer used
+    def _copy(self, device_copy: Tensor, to: Tensor, source: Tensor) -> None:
+        streams, stream = self.copies.streams, self.copies.stream
+        self.device_copy, self.computing = device_copy, streams.current_stream(self.copies.device)
+        stream.wait_stream(self.computing)  # until the source is computed, and the memory of the target no longer used
         with streams.stream(stream):
             to.copy_(source, non_blocking=True)
-        self.done, self.times = stream.record_event(), times_written(near)
+        self.done, self.times = stream.record_event(), times_written(device_copy)
 
-    def come(self) -> None:
+    def prefetch(self) -> None:
         """Start to copy the tensor to the device, if it is not there."""
-        if self.near is None or self.home != self.lane.streams.current_stream(self.lane.device):
-            self.leave()
-            near = torch.empty_like(self.like, device=self.lane.device)
-            self._copy(near, near, self.far)
+        if self.device_copy is None or self.computing != self.copies.streams.current_stream(self.copies.device):
+            self.evict()
+            x = torch.empty_like(self.like, device=self.copies.device)
+            self._copy(x, x, self.host_copy)
 
-    def take(self, what: str) -> Tensor:
+    def get(self, what: str) -> Tensor:
         """The tensor on the device. Its memory is the caller's, who uses it in the current stream."""
-        self.come()
-        x = self.near
-        self.leave()
+        self.prefetch()
+        x = self.device_copy
+        self.evict()
         if x is None or self.written:
             hint = "write out of place, x = x + y, not x += y"
             refuse(what, "an input and results of attention that stay", "a write in place", hint, UnsupportedError)
         return x
 
-    def leave(self) -> None:
+    def evict(self) -> None:
         """Leave the device, and let its memory be used for what is computed after the copy."""
-        if self.near is not None:
-            self.written |= times_written(self.near) != self.times
-            self.home.wait_event(self.done)
-            self.near = None
+        if self.device_copy is not None:
+            self.written |= times_written(self.device_copy) != self.times
+            self.computing.wait_event(self.done)
+            self.device_copy = None
