@@ -33,7 +33,7 @@ POSITIONS = "other positions, as if each rank counts from 0: ShardedModel(positi
 
 def compare_batches(ranks: Ranks, batch: Batch) -> Finding:
     """Check that ranks that share sequences have the same batch."""
-    axes = (*ranks.of_cp, *ranks.same)
+    axes = (*ranks.cp, *ranks.same)
     mine = {name: fingerprint(x) if isinstance(x, Tensor) else "" for name, x in batch.items()}
     answers = ranks.gather(mine, axes)
     unlike = [name for name in mine if len({answer.get(name) for answer in answers}) > 1]

@@ -39,8 +39,8 @@ def tokens_to_change(step: Step, mask: Mask) -> dict[str, int]:
     owner = torch.full((length,), -1, device=step.device)
     positions = step.positions()
     if step.ranks.cp and step.ranks.mesh is not None:
-        owner[positions[positions < length]] = step.ranks.mesh.get_local_rank(step.ranks.cp)
-        step.ranks.reduce(owner, dist.ReduceOp.MAX, step.ranks.of_cp)
+        owner[positions[positions < length]] = step.ranks.mesh.get_local_rank(*step.ranks.cp)
+        step.ranks.reduce(owner, dist.ReduceOp.MAX, step.ranks.cp)
     found = {"far token": 0, "last token": length - 1}
     edges = (owner[1:] != owner[:-1]).nonzero().flatten().tolist()
     if edges:
@@ -109,7 +109,7 @@ def _moves(step: Step, a: Run, b: Run) -> Tensor:
     real = a.positions < step.seq_len
     off = (a.logits - b.logits)[:, real].abs().amax(2).double().nan_to_num(float("inf"))
     found[:, a.positions[real]] = off
-    return step.ranks.reduce(found, dist.ReduceOp.MAX, (*step.ranks.same, *step.ranks.of_cp))
+    return step.ranks.reduce(found, dist.ReduceOp.MAX, (*step.ranks.same, *step.ranks.cp))
 
 
 def _judge(
@@ -147,7 +147,7 @@ def probe_rows(step: Step, run: Run) -> Finding:
     count = torch.zeros(step.seq_len, dtype=torch.int64, device=step.device)
     real = run.positions[run.positions < step.seq_len]
     count.index_add_(0, real, torch.ones_like(real))
-    step.ranks.reduce(count, axes=step.ranks.of_cp)
+    step.ranks.reduce(count, axes=step.ranks.cp)
     wrong = ((count != 1) & (count != step.ranks.cp_size)).nonzero().flatten()
     mine = (int(wrong[0]), int(count[wrong[0]])) if len(wrong) else (step.seq_len, 0)
     first, held = min(step.ranks.gather(mine))

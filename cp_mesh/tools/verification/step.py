@@ -34,55 +34,39 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 Positions = Tensor | Callable[[Batch], Tensor]
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The axes of a mesh, by the tokens that their ranks hold.
 
     Attributes:
         mesh: None for one process without process groups.
-        cp: the axis whose ranks hold different tokens of the same sequences; None if there is none.
-        same: axes whose ranks hold the same tokens, such as tensor parallelism.
+        axes: all of them.
+        same: those whose ranks hold the same tokens, such as tensor parallelism.
+        data: those whose ranks hold different tokens: ``cp`` and ``dp``.
+        cp: that whose ranks hold different tokens of the same sequences, if there is one.
+        dp: those whose ranks hold different sequences.
     """
 
     mesh: DeviceMesh | None = None
-    cp: str | None = None
+    axes: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    cp: tuple[str, ...] = ()
+    dp: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, cp: str, same: Sequence[str]) -> Ranks:
         if mesh is None:
             return cls()
-        names = mesh.mesh_dim_names
-        if names is None:
+        axes = mesh.mesh_dim_names
+        if axes is None:
             refuse("verify_model: mesh", "a DeviceMesh whose axes have names", mesh, 'mesh_dim_names=("dp", "cp")')
-        alone = names[0] if len(names) == 1 and names[0] not in same else None
-        return cls(mesh, alone or (cp if cp in names else None), tuple(name for name in names if name in same))
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return () if self.mesh is None else tuple(self.mesh.mesh_dim_names or ())
-
-    @property
-    def dp(self) -> tuple[str, ...]:
-        """Axes whose ranks hold different sequences."""
-        return tuple(name for name in self.data if name != self.cp)
-
-    @property
-    def data(self) -> tuple[str, ...]:
-        """Axes whose ranks hold different tokens: cp and dp."""
-        return tuple(name for name in self.axes if name not in self.same)
-
-    @property
-    def of_cp(self) -> tuple[str, ...]:
-        return (self.cp,) if self.cp else ()
+        held, data = (tuple(name for name in axes if (name in same) == is_same) for is_same in (True, False))
+        of_cp = data if len(axes) == 1 else tuple(name for name in axes if name == cp)
+        return cls(mesh, axes, held, data, of_cp, tuple(name for name in data if name not in of_cp))
 
     @property
     def cp_size(self) -> int:
-        return self.size(*self.of_cp)
-
-    @property
-    def is_first(self) -> bool:
-        return self.mesh is None or dist.get_rank() == 0
+        return self.size(*self.cp)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         assert self.mesh is not None
@@ -217,10 +201,10 @@ class Step:
         In check mode attention compares its arguments over the ranks, and the end of this context compares once more. A
         rank that raises joins the next comparison to announce its error.
         """
-        if self.ranks.cp is None:
+        if not self.ranks.cp:
             yield
             return
-        group = self.ranks.group(self.ranks.cp)
+        group = self.ranks.group(*self.ranks.cp)
         with check_mode():
             with refusing(group):
                 yield

@@ -8,7 +8,7 @@ runs this for several layouts and masks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,16 +243,18 @@ def _compare(
     """
     errors, ratios, of_one_device = {}, {}, {}
     few = plain is not None and exact.out.shape[2] < BLOCK * group.size()  # rows on a rank: RMS errors scatter
-
-    def limit(off: Tensor, want: Tensor, factor: float) -> Tensor:
-        """What a computation with the errors ``off`` allows."""
-        relative, signal = _rms(off) / _rms(want).clamp(min=1e-30), rms(want)
-        return factor * torch.maximum(rms(off), relative * signal) + SUM_ROUNDING * signal + 1e-30
+    computed = [x for x in (plain, alone) if x is not None]
 
     def rms(x: Tensor) -> Tensor:
         return _block_rms(x if few else x[:, :, rows])
 
-    def note(name: str, error: Tensor, allowed: Tensor, of_kernel: Tensor) -> None:
+    def note(name: str, error: Tensor, others: Sequence[tuple[Tensor, Tensor]], rounding: Tensor) -> None:
+        """Note an error; ``others``: those of plain products and of one device, in this block, and at most allowed."""
+        allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
+        if others:
+            (_, of_plain), (own, of_alone) = others
+            bound = PLAIN_FACTOR * of_plain + rounding
+            allowed, of_kernel = torch.minimum(bound, OWN_FACTOR * of_alone + rounding), own / bound
         worst = torch.stack([error.max(), (error / allowed).max(), of_kernel.max()]).nan_to_num(float("inf"))
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         errors[name], ratios[name], of_one_device[name] = worst.tolist()
@@ -263,33 +265,24 @@ def _compare(
         agree = torch.equal(here == float("-inf"), hidden[:, :, rows])
         want, here = want.masked_fill(hidden, 0.0), here.masked_fill(hidden[:, :, rows], 0.0)
         off = here - want[:, :, rows] if agree else torch.full_like(here, float("nan"))
-        others = [getattr(x, name).double().masked_fill(hidden, 0.0) - want for x in (plain, alone) if x is not None]
+        others = [getattr(x, name).double().masked_fill(hidden, 0.0) - want for x in computed]
         if few:
             off = torch.zeros_like(want).index_copy_(2, rows, off)
             dist.all_reduce(off, group=group)
             want, off, *others = [_as_one_head(x, want) for x in (want, off, *others)]
-        error = _block_rms(off)
-        allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
-        if others:
-            of_plain, of_alone = others
-            bound = limit(of_plain, want, PLAIN_FACTOR)
-            allowed, of_kernel = torch.minimum(bound, limit(of_alone, want, OWN_FACTOR)), rms(of_alone) / bound
-        note(name, error, allowed, of_kernel)
+        signal, of_head = rms(want), _rms(want).clamp(min=1e-30)
+        sizes = [(rms(x), torch.maximum(rms(x), _rms(x) / of_head * signal)) for x in others]
+        note(name, _block_rms(off), sizes, SUM_ROUNDING * signal + 1e-30)
     for name, grad in got.of_scores.items():
         total, want = grad.double(), exact.of_scores[name]
         mine = _own(name, want, rows)
         if mine == (...,):
             dist.all_reduce(total, group=group)
         want = want[mine]
-        error, signal = _mean_rms(total - want), _mean_rms(want)
-        allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
-        if plain is not None and alone is not None:
-            # These gradients have few elements, whose errors scatter: allow the rounding of the result on top.
-            rounding = max(torch.finfo(x).eps for x in (got.out.dtype, grad.dtype)) * signal + 1e-30
-            of_plain, of_alone = (_mean_rms(x.of_scores[name][mine].double() - want) for x in (plain, alone))
-            bound = PLAIN_FACTOR * of_plain + rounding
-            allowed, of_kernel = torch.minimum(bound, OWN_FACTOR * of_alone + rounding), of_alone / bound
-        note(f"d{name}", error, allowed, of_kernel)
+        of_others = [_mean_rms(x.of_scores[name][mine].double() - want) for x in computed]
+        # These gradients have few elements, whose errors scatter: allow the rounding of the result on top.
+        eps = max(torch.finfo(x).eps for x in (got.out.dtype, grad.dtype))
+        note(f"d{name}", _mean_rms(total - want), [(x, x) for x in of_others], eps * _mean_rms(want) + 1e-30)
     return Report(kernel, errors, ratios, of_one_device if plain is not None else {})
 
 

@@ -145,7 +145,7 @@ def verify_model(
     report = ModelReport(cp_size=ranks.cp_size)
 
     def say(what: str) -> None:
-        if progress and ranks.is_first:
+        if progress and (ranks.mesh is None or dist.get_rank() == 0):
             print(f"[{time.perf_counter() - started:6.1f} s] {what}", file=sys.stderr, flush=True)
 
     if total not in (None, "sum", "mean"):
@@ -208,7 +208,7 @@ def spread(make_model: Callable[[], nn.Module], plan: Plan, ranks: Ranks, dtype:
         return model
     if callable(plan):
         return plan(model) or model
-    if ranks.mesh is None or ranks.cp is None:
+    if ranks.mesh is None or not ranks.cp:
         refuse("verify_model: plan", "a mesh with a cp axis", ranks.axes, "pass mesh=, and the name of the axis as cp=")
     return parallelize(model, ranks.mesh[ranks.cp], plan)
 
