@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_mesh
 from cp_mesh import ArgumentError, ContextParallel, Mask, RankMismatchError, ShardedModel, ShardedSequence
 
-words = room("store_messages")
+messages = room("store_messages")
 
 H, S, D = 2, 16, 8
 C = H * D
@@ -173,8 +173,8 @@ def wrong_ways(compiled: str, fullgraph: bool, ways: tuple[str, ...], modes: tup
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         issued = num_collectives() - before
-        if _debug_get_cache_entry_list(words.Words.__init__.__code__):
-            wrong.append(f"{way}, {planned=}, {mode}: Dynamo has traced what leaves words in the store")
+        if _debug_get_cache_entry_list(messages.Comparison.__init__.__code__):
+            wrong.append(f"{way}, {planned=}, {mode}: Dynamo has traced what writes to the store")
         # the planned core before the forgotten one has run by then, on every rank
         if says not in outcome or (planned and issued):
             if way.startswith("flex") and "FlexAttention does not support backward on CPU" in outcome:

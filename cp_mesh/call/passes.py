@@ -22,7 +22,7 @@ from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, Scores, name_of_captured
-from cp_mesh.sequence.cuts import check_mark, told_of_tokens
+from cp_mesh.sequence.cuts import check_mark, field_of_tokens
 from cp_mesh.sequence.losses import note_callers
 from cp_mesh.sequence.sharded_sequence import ROOT
 
@@ -117,14 +117,14 @@ def begin(
             hint = "pass layout=mask.layout, of the mask that reaches the module, or ShardedSequence(mesh, ZigZag())"
             refuse("layout", f"{root.sequence.layout.spec()}, of the root's batch", plan.layout.spec(), hint)
 
-    def told() -> dict[str, str]:
+    def fields() -> dict[str, str]:
         note_callers()
         check_mark(query, call.seq_dim, plan.layout, group)
-        fields = _what_must_agree(plan, q, k, v, call) | told_of_tokens(group, root is None)
-        return {PASS: "forward", **fields, ORDER: order_of("forward")}
+        own = _what_must_agree(plan, q, k, v, call) | field_of_tokens(group, root is None)
+        return {PASS: "forward", **own, ORDER: order_of("forward")}
 
     kind = kind_of(plan, call)
-    compare(group, kind, told)
+    compare(group, kind, fields)
     return plan, scores, kind
 
 
@@ -181,11 +181,11 @@ def backward(
     of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in qkv)
     plan = make_plan(of_q, of_k, of_v, call, group, scores.features)
 
-    def told() -> dict[str, str]:
-        fields = {**_in_words(call, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
-        return {PASS: "backward", ORDER: order_of("backward"), **fields}
+    def fields() -> dict[str, str]:
+        own = {**_in_words(call, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
+        return {PASS: "backward", ORDER: order_of("backward"), **own}
 
-    compare(group, None, told)
+    compare(group, None, fields)
     names = wanted.split(",") if wanted else ()
     given = Backward(dout, q, k, v, out, lse, dlse, kept, scores, names)
     dq, dk, dv, of_scores = run_backward(plan, call, group, given)

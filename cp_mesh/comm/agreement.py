@@ -5,7 +5,7 @@ arguments writes its error to the store and raises, without waiting. The others 
 
 The first call of each kind is compared; later calls cost one look-up. Check mode compares every call. It is on in
 `cp_mesh.tools.verify`, inside ``with check_mode():``, and if the environment sets ``CP_MESH_CHECK=1``.
-``check_mode(False)`` and ``CP_MESH_CHECK=0`` turn all comparisons off. Values of the variable that are not in `WORDS`
+``check_mode(False)`` and ``CP_MESH_CHECK=0`` turn all comparisons off. Values of the variable that are not in `VALUES`
 are refused, unless a `check_mode` is active.
 """
 
@@ -16,10 +16,11 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
@@ -31,7 +32,7 @@ from cp_mesh._torch import StopRecomputation, backward_number, resolve_group, ti
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.groups import linked_groups
-from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
+from cp_mesh.comm.store_messages import Answers, Comparison, read_errors, store_of
 from cp_mesh.errors import REFUSALS, ArgumentError, RankMismatchError, describe, refuse
 
 PATIENCE = timedelta(minutes=10)
@@ -46,10 +47,10 @@ GRADED_INPUT = "requires_grad of any input"
 PASS, ORDER = "pass", "order of calls"
 """Names of the fields in which passes of attention compare the order of calls."""
 
-WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+VALUES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 """Values of ``CP_MESH_CHECK``, in any case: True compares every call, False none."""
 
-_TOLD = "_cp_mesh_told"  # attribute of an error: names of the groups that got it; None: send it to no group
+_SENT = "_cp_mesh_sent"  # attribute of an error: names of the groups that got it; None: send it to no group
 
 
 class Check(NamedTuple):
@@ -79,8 +80,7 @@ def checked(**fields: Any) -> Iterator[None]:
         CHECK.reset(token)
 
 
-@contextmanager
-def check_mode(enabled: bool = True) -> Iterator[None]:
+def check_mode(enabled: bool = True) -> AbstractContextManager[None]:
     """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
 
     It also compares the whole inputs of a `ShardedModel`, and the arguments of `decode` and `ShardedCache.append` that
@@ -91,31 +91,25 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
         enabled: False turns the mode off inside the context, and the comparison of first calls too. Must be the same
             on all ranks.
     """
-    with checked(enabled=enabled):
-        yield
+    return checked(enabled=enabled)
 
 
-def checking(group: dist.ProcessGroup) -> bool | None:
+def checking(group: dist.ProcessGroup | None) -> bool | None:
     """Return whether every call is compared (True), none (False), or the first ones (None).
 
-    An invalid ``CP_MESH_CHECK`` is refused, and the other ranks get the error.
+    An invalid ``CP_MESH_CHECK`` is refused, and the other ranks of the group get the error; without a group it is None.
     """
-    enabled, word = _asked(), os.environ.get("CP_MESH_CHECK")
-    if enabled is None and word:
+    enabled, value = CHECK.get().enabled, os.environ.get("CP_MESH_CHECK")
+    if enabled is None and value and (enabled := VALUES.get(value.lower())) is None and group is not None:
         with refusing(group):
             hint = "without it the first call of each kind is compared"
-            refuse("CP_MESH_CHECK", "1, true, yes or on; 0, false, no or off", repr(word), hint)
+            refuse("CP_MESH_CHECK", "1, true, yes or on; 0, false, no or off", repr(value), hint)
     return enabled
-
-
-def _asked() -> bool | None:
-    enabled = CHECK.get().enabled
-    return WORDS.get(os.environ.get("CP_MESH_CHECK", "").lower()) if enabled is None else enabled
 
 
 def capturing() -> bool:
     """Return whether a CUDA graph is being captured; the host may not read from the device then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass
@@ -141,13 +135,14 @@ class Calls:
     broken: str = ""
     times: int = 0
     plans: int = 0
-    last: Words | None = None
+    last: Comparison | None = None
     styles: dict[str, str] = field(default_factory=dict)
     model: Callable[[], object] = lambda: None
 
-    def next_topic(self) -> str:
+    def write(self, group: dist.ProcessGroup, fields: Mapping[str, str]) -> Comparison:
+        """Begin the next comparison."""
         self.times += 1
-        return f"{self.plans} {self.times}"
+        return Comparison(group, f"{self.plans} {self.times}", fields)
 
 
 def calls_of(group: dist.ProcessGroup) -> Calls:
@@ -161,10 +156,9 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
 
 
 def look_again(group: dist.ProcessGroup) -> int:
-    """Compare first calls again, for a new model. Every rank of the group must call this at the same place.
+    """Compare first calls again, for a new model; return how many models the group had before.
 
-    Returns:
-        How many models the group had before.
+    Every rank of the group must call this at the same place.
     """
     for calls in states_of_all(Calls):
         calls.here.clear()
@@ -239,8 +233,8 @@ def compare(
             if calls.later.bit_count() != 1:
                 return False
         with refusing(group):
-            told = fields()
-        _require_equal(group, {**told, f"calls after the first {MOST_KINDS} kinds": f"{calls.digest:08x}"}, axis)
+            own = fields()
+        _require_equal(group, {**own, f"calls after the first {MOST_KINDS} kinds": f"{calls.digest:08x}"}, axis)
     if kind is not None and len(calls.kinds) < MOST_KINDS:
         calls.kinds.add(kind)
     return not alone
@@ -251,24 +245,24 @@ def compare_batch(
     kind: Hashable,
     tensors: Mapping[str, Tensor | None],
     contents: Callable[[Tensor | None], str] = fingerprint,
-    **said: str,
+    **others: str,
 ) -> None:
     """Compare shapes and dtypes of a batch in every call, and ``contents`` as `compare` does, and in each 2^n-th call.
 
-    ``said`` by other names is compared in every call.
+    ``others`` are compared in every call.
 
     A comparison takes a few requests to the store. Without it, unequal numbers of rows would end the process in gloo.
     """
 
-    def told(words: Callable[[Tensor | None], str]) -> dict[str, str]:
-        return {"call": "batch"} | said | {name: words(x) for name, x in tensors.items()}
+    def fields(text_of: Callable[[Tensor | None], str] = contents) -> dict[str, str]:
+        return {"call": "batch"} | others | {name: text_of(x) for name, x in tensors.items()}
 
-    if compare(group, kind, lambda: told(contents)) or backward_number() != -1:
+    if compare(group, kind, fields) or backward_number() != -1:
         return  # in a backward a checkpoint recomputes; its forward was compared
     if group.size() > 1 and store_of(group) is not None and checking(group) is None and not capturing():
         own = calls_of(group)
         own.batches += 1
-        _require_equal(group, told(contents if own.batches.bit_count() == 1 else shape_of), "cp", timeout_of(group))
+        _require_equal(group, fields(contents if own.batches.bit_count() == 1 else shape_of), "cp", timeout_of(group))
 
 
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -288,9 +282,9 @@ def exchange_in_time(group: dist.ProcessGroup, topic: str, fields: Mapping[str, 
     """
     if checking(group) is False or group.size() == 1 or store_of(group) is None:
         return {group.rank(): dict(fields)}
-    words = Words(group, topic, fields)
-    is_whole = len(words.wait(STEP_PATIENCE)) == words.size
-    return words.read() if words.settle("when", "now" if is_whole else "never") == "now" else {}
+    messages = Comparison(group, topic, fields)
+    is_whole = len(messages.wait(STEP_PATIENCE)) == messages.size
+    return messages.read() if messages.first_value("when", "now" if is_whole else "never") == "now" else {}
 
 
 def order_of(direction: str) -> str:
@@ -324,44 +318,45 @@ def _exchange(
     """Return every rank's fields in this comparison through the store; a first call waits `PATIENCE` at most."""
     patience = patience or min(PATIENCE, timeout_of(group))
     own = state_of(group, Calls)
-    words = Words(group, own.next_topic(), fields)
-    answers = words.wait(patience)
-    if absent := [rank for rank in range(words.size) if rank not in answers]:
-        said = (
+    messages = own.write(group, fields)
+    answers = messages.wait(patience)
+    if absent := sorted({*range(messages.size)} - answers.keys()):
+        message = (
             f"expected every {axis} rank in the first call of a kind, in each batch of a model, or in check mode, got "
             f"none from ranks {absent} in {patience}; they have ended, are late, run other code, or call with a shape "
             "they had before"
         )
-        _raise_mismatch(group, fields, said)
-    if raised := [rank for rank, answer in answers.items() if "error" in answer]:
-        said = f"{axis} rank {raised[0]} raised while this rank did not: {answers[raised[0]]['error']}"
-        _raise_mismatch(group, fields, said)
-    before, own.last = own.last, words
+        _raise_mismatch(group, fields, message)
+    for rank, answer in answers.items():
+        if "error" in answer:
+            message = f"{axis} rank {rank} raised while this rank did not: {answer['error']}"
+            _raise_mismatch(group, fields, message)
+    before, own.last = own.last, messages
     if before is not None:
-        before.forget()
-    return [answers[rank] for rank in range(words.size)]
+        before.delete()
+    return [*answers.values()]
 
 
 def _judge(
     group: dist.ProcessGroup, answers: list[dict[str, str]], fields: Mapping[str, str], axis: str = "cp"
 ) -> None:
-    for name in dict.fromkeys(name for answer in answers for name in answer):  # also fields that this rank lacks
+    if answers.count(answers[0]) == len(answers):
+        return
+    for name in dict.fromkeys(chain(*answers)):  # also fields that this rank lacks
         values = [answer.get(name, "missing") for answer in answers]
-        if name in ("tokens", GRADED_INPUT) and "" in values:  # unknown on some ranks
-            continue
-        if len(set(values)) > 1:
+        is_unknown = name in ("tokens", GRADED_INPUT) and "" in values  # on some ranks
+        if len(set(values)) > 1 and not is_unknown:
             shown = "; ".join(f"{axis} rank {rank}: {value}" for rank, value in enumerate(values))
             hint = f"give every rank of a {axis} group the same batch and options"
             if name in (PASS, ORDER):
                 hint = "call modules and losses in one order on all ranks; the order of a set differs by process"
-            said = f"expected the same {name} on every {axis} rank, got {shown}; {hint}"
-            _raise_mismatch(group, fields, said)
+            _raise_mismatch(group, fields, f"expected the same {name} on every {axis} rank, got {shown}; {hint}")
 
 
-def _raise_mismatch(group: dist.ProcessGroup, fields: Mapping[str, str], said: str) -> NoReturn:
+def _raise_mismatch(group: dist.ProcessGroup, fields: Mapping[str, str], message: str) -> NoReturn:
     """Raise on every rank of the group, and send the error to the groups beside it."""
-    error = RankMismatchError(f"{fields.get('call', 'attention')}: {said}")
-    vars(error)[_TOLD] = {group.group_name}
+    error = RankMismatchError(f"{fields.get('call', 'attention')}: {message}")
+    vars(error)[_SENT] = {group.group_name}
     _send(group, error)
     raise error
 
@@ -379,16 +374,16 @@ class refusing:
         group: its name, or a function that finds it or None; None: nobody else takes part.
         errors: classes of errors that are sent. Around code of users, which may skip other errors on all ranks: those
             of `REFUSALS`.
-        heard: every rank raises the error, or hears of it in another way: no context around this one sends it.
+        known: every rank raises the error, or gets it in another way: no context around this one sends it.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | str | Callable[[], dist.ProcessGroup | None] | None,
         errors: type[Exception] | tuple[type[Exception], ...] = Exception,
-        heard: bool = False,
+        known: bool = False,
     ) -> None:
-        self.group, self.errors, self.heard = group, errors, heard
+        self.group, self.errors, self.known = group, errors, known
 
     def __enter__(self) -> None:
         return None
@@ -397,8 +392,8 @@ class refusing:
         if not isinstance(error, self.errors) or torch.compiler.is_compiling():
             return
         group = self.group() if callable(self.group) else self.group
-        if self.heard:
-            vars(error)[_TOLD] = None
+        if self.known:
+            vars(error)[_SENT] = None
         elif group is not None:
             _send(resolve_group(group) if isinstance(group, str) else group, error)
 
@@ -427,16 +422,16 @@ def announced_over(group_of: Callable[..., Any]) -> Callable[[Callable[..., Any]
 
 @untraced  # else it would be traced as a graph of its own, behind a graph break
 def _send(group: dist.ProcessGroup, error: Exception) -> None:
-    told: set[str] | None = vars(error).get(_TOLD, set())
+    sent: set[str] | None = vars(error).get(_SENT, set())
     if isinstance(error, StopRecomputation):
         return  # no refusal: checkpoints raise it in every step to end a recomputation
-    if told is None or (isinstance(error, RankMismatchError) and not told):
+    if sent is None or (isinstance(error, RankMismatchError) and not sent):
         return  # all ranks raise their own RankMismatchError
-    said, off = {"error": f"{type(error).__name__}: {error}"}, _asked() is False
+    message, off = {"error": f"{type(error).__name__}: {error}"}, checking(None) is False
     for other in (*linked_groups(group), group):
-        if not (other.group_name in told or off or other.size() == 1 or store_of(other) is None):
-            vars(error)[_TOLD] = told = told | {other.group_name}
-            Words(other, state_of(other, Calls).next_topic(), said).wait(None)
+        if not (other.group_name in sent or off or other.size() == 1 or store_of(other) is None):
+            vars(error)[_SENT] = sent = sent | {other.group_name}
+            state_of(other, Calls).write(other, message).wait(None)
 
 
 def end_by(group: dist.ProcessGroup, error: BaseException) -> None:
@@ -447,13 +442,12 @@ def end_by(group: dist.ProcessGroup, error: BaseException) -> None:
     first of their kind on this rank, so they were not compared.
     """
     if isinstance(error, REFUSALS):
-        vars(error)[_TOLD] = None  # raised on every rank, before the first collective of the pass
+        vars(error)[_SENT] = None  # raised on every rank, before the first collective of the pass
     elif group.size() > 1:
         own = state_of(group, Calls)
         own.broken = f"{type(error).__name__}: {error}"  # the error would keep tensors
-        left = left_for(group, f"{own.plans} {own.times + 1}") if isinstance(error, RuntimeError) else {}
-        for rank, said in left.items():
-            if "error" in said:
-                error.add_note(f"cp_mesh: rank {rank} of the group has raised: {said['error']}")
+        errors = read_errors(group, f"{own.plans} {own.times + 1}") if isinstance(error, RuntimeError) else {}
+        for rank, text in errors.items():
+            error.add_note(f"cp_mesh: rank {rank} of the group has raised: {text}")
         if isinstance(error, Exception):
             _send(group, error)

@@ -40,8 +40,8 @@ def _store_of(group: dist.ProcessGroup | None) -> Any:
     return None if backend == "fake" else store
 
 
-class Words:
-    """One comparison: each rank of a group writes one message to the group's store.
+class Comparison:
+    """Each rank of a group writes one message to the group's store, and reads those of the others.
 
     Attributes:
         rank, size: of the group.
@@ -53,8 +53,8 @@ class Words:
         self._group_store, self._store = weakref.ref(_store_of(group)), dist.PrefixStore("cp_mesh", store_of(group))
         # a group with the name of a destroyed group finds the messages of that group in the store
         self._topic, self._made_before = topic, (self._store.add(topic, 1) - 1) // self.size
-        self._room = f"{topic}/{self._made_before}"
-        self._keys = [f"{self._room}/{rank}" for rank in range(self.size)]
+        self._prefix = f"{topic}/{self._made_before}"
+        self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
         self._store.set(self._keys[self.rank], json.dumps(dict(fields)))
 
     def wait(self, patience: timedelta | None) -> Answers:
@@ -62,8 +62,8 @@ class Words:
         if patience is not None:
             with suppress(RuntimeError):
                 self._store.wait(self._keys, patience)
-                return self._of(range(self.size))
-        keys = [self._keys[self.rank], f"{self._room}/when"]
+                return dict(enumerate(map(json.loads, self._store.multi_get(self._keys))))
+        keys = [self._keys[self.rank], f"{self._prefix}/when"]
         finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
         finalizer.atexit = False
         with suppress(RuntimeError):  # the rank that served the store has ended
@@ -72,22 +72,18 @@ class Words:
 
     def read(self) -> Answers:
         """Return the messages that are in the store."""
-        return self._of([rank for rank, key in enumerate(self._keys) if self._store.check([key])])
+        return {rank: json.loads(self._store.get(x)) for rank, x in enumerate(self._keys) if self._store.check([x])}
 
-    def _of(self, present: Sequence[int]) -> Answers:
-        found = self._store.multi_get([self._keys[rank] for rank in present])
-        return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
-
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Delete the messages of a comparison that all ranks have read: they have joined a later one."""
-        for before in range(self._made_before + 1):  # a refusal may have left a message in an earlier room
+        for before in range(self._made_before + 1):  # a refusal may have left an earlier message
             self._store.delete_key(f"{self._topic}/{before}/{self.rank}")
         if self.rank == 0:
             self._store.delete_key(self._topic)
 
-    def settle(self, name: str, value: str) -> str:
+    def first_value(self, name: str, value: str) -> str:
         """Return the value that the first rank sets under this name."""
-        return self._store.compare_set(f"{self._room}/{name}", "", value).decode()
+        return self._store.compare_set(f"{self._prefix}/{name}", "", value).decode()
 
 
 def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) -> None:
@@ -99,25 +95,25 @@ def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) ->
                 store.delete_key(key)
 
 
-def left_for(group: dist.ProcessGroup, topic: str) -> Answers:
-    """Return messages of other ranks in a comparison that this rank has not joined; empty if their store is gone."""
+def read_errors(group: dist.ProcessGroup, topic: str) -> dict[int, str]:
+    """Return errors of other ranks in a comparison that this rank has not joined; empty if their store is gone."""
     if (store := store_of(group)) is None:
         return {}
     size, mine = group.size(), dist.PrefixStore("cp_mesh", store)
     with suppress(RuntimeError):
-        room = f"{topic}/{mine.add(topic, 0) // size}"
-        present = [rank for rank in range(size) if mine.check([f"{room}/{rank}"])]
-        return {rank: json.loads(mine.get(f"{room}/{rank}")) for rank in present}
+        keys = [f"{topic}/{mine.add(topic, 0) // size}/{rank}" for rank in range(size)]
+        found = {rank: json.loads(mine.get(key)) for rank, key in enumerate(keys) if mine.check([key])}
+        return {rank: message["error"] for rank, message in found.items() if "error" in message}
     return {}
 
 
-def leave_word(text: str, ranks: Sequence[int]) -> None:
-    """Write an error for those of these ranks that learn of a refusal by a collective and then call `read_word`."""
+def send_error(text: str, ranks: Sequence[int]) -> None:
+    """Write an error for those of these ranks that learn of a refusal by a collective and then call `read_error`."""
     if (store := store_of(dist.group.WORLD)) is not None:
-        store.set(f"cp_mesh/word/{hash(tuple(ranks))}", text)
+        store.set(f"cp_mesh/error/{hash(tuple(ranks))}", text)
 
 
-def read_word(ranks: Sequence[int]) -> str:
-    """Return the text that some of these ranks wrote by `leave_word`."""
+def read_error(ranks: Sequence[int]) -> str:
+    """Return the text that some of these ranks wrote by `send_error`."""
     store = store_of(dist.group.WORLD)
-    return "" if store is None else store.get(f"cp_mesh/word/{hash(tuple(ranks))}").decode()
+    return "" if store is None else store.get(f"cp_mesh/error/{hash(tuple(ranks))}").decode()

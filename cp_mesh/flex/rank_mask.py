@@ -22,7 +22,7 @@ from torch import Tensor
 from cp_mesh._torch import funcol, times_written, untraced
 from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.store_messages import leave_word, read_word
+from cp_mesh.comm.store_messages import read_error, send_error
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import RankMismatchError, UnsupportedError, refuse, written
 from cp_mesh.flex.trace import trace
@@ -132,12 +132,12 @@ def find_sources(
             | {f"captured tensor {i} of mask_mod": fingerprint(x) for i, x in enumerate(asked.read)}
         ),
     )
-    told = _tell(group, _look(asked, group), asked.keys[0].device)
-    if (failed := (told == FAILED).any(1)).any():
-        said = read_word(dist.get_process_group_ranks(group))
-        raise RankMismatchError(f"create_block_mask: cp rank {failed.argmax()} raised while this rank did not: {said}")
+    flags = _gather_flags(group, _look(asked, group), asked.keys[0].device)
+    if (failed := (flags == FAILED).any(1)).any():
+        error = read_error(dist.get_process_group_ranks(group))
+        raise RankMismatchError(f"create_block_mask: cp rank {failed.argmax()} raised while this rank did not: {error}")
     of_mask, place = (asked.function.handle, asked.sizes), (group.group_name, asked.layout, asked.seq_len)
-    return Sources(say_sources(told == 1), of_mask, Unchanged(asked.read), place)
+    return Sources(say_sources(flags == 1), of_mask, Unchanged(asked.read), place)
 
 
 def _checked(
@@ -174,21 +174,21 @@ def _checked(
 def _look(asked: _Asked, group: dist.ProcessGroup) -> list[bool]:
     """Whether this rank's queries see each source; reports an error to the other ranks before raising it."""
     try:
-        with refusing(group, heard=True), torch.no_grad():
+        with refusing(group, known=True), torch.no_grad():
             own = asked.keys[group.rank()]
             found = [_seen(asked.function, x, asked.sizes, own, asked.keys) for x in _as_read(asked.read)]
     except Exception as error:  # the other ranks wait in the all-gather for this rank's flags
-        leave_word(f"{type(error).__name__}: {error}", dist.get_process_group_ranks(group))
-        _tell(group, [FAILED] * group.size(), asked.keys[0].device)
+        send_error(f"{type(error).__name__}: {error}", dist.get_process_group_ranks(group))
+        _gather_flags(group, [FAILED] * group.size(), asked.keys[0].device)
         raise
     return [any(of_source) for of_source in zip(*found, strict=True)]
 
 
-def _tell(group: dist.ProcessGroup, seen: Sequence[int], device: torch.device) -> NDArray[np.uint8]:
+def _gather_flags(group: dist.ProcessGroup, seen: Sequence[int], device: torch.device) -> NDArray[np.uint8]:
     """All-gather the flags: a row for each rank of the group, a column for each source."""
-    told, name = torch.tensor(seen, dtype=torch.uint8, device=device), group.group_name
-    told = wait_for(funcol.all_gather_into_tensor(told, len(seen), name), "create_block_mask", name)
-    return told.view(len(seen), -1).cpu().numpy()
+    own, name = torch.tensor(seen, dtype=torch.uint8, device=device), group.group_name
+    flags = wait_for(funcol.all_gather_into_tensor(own, len(seen), name), "create_block_mask", name)
+    return flags.view(len(seen), -1).cpu().numpy()
 
 
 def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -225,7 +225,7 @@ def apart(ranks: set[int], device: torch.device) -> Tensor:
     return total
 
 
-def told_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
+def field_of_tokens(group: dist.ProcessGroup, compares: bool) -> dict[str, str]:
     """Return a fingerprint of the tokens for a first call of attention, if they are known to be its tokens.
 
     It is unknown after several batches, as with a loader that is ahead. ``compares``: no root compares them itself.

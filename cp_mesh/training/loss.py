@@ -21,7 +21,7 @@ from cp_mesh._torch import FakeTensor, funcol
 from cp_mesh.comm.agreement import capturing, is_first_here, refusing
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import groups_of, ranks_of
-from cp_mesh.comm.store_messages import leave_word, read_word
+from cp_mesh.comm.store_messages import read_error, send_error
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, typed
 from cp_mesh.sequence.cuts import apart, check_loss, is_whole, waits_for_labels
@@ -32,17 +32,17 @@ from cp_mesh.training.token_losses import Teacher, check_ids, prepare_losses
 
 
 @dataclass
-class _Said:
+class _Found:
     """What a rank knows beside the valid tokens of a sum over a group.
 
     Attributes:
-        found: an error of this rank's labels, for the next sum.
+        error: of this rank's labels, for the next sum.
         numbers: of the last sum, on the host: ranks with wrong labels; 0 if batches, and counts, are equal.
         ranks: of that sum.
         ready: when a GPU has copied them.
     """
 
-    found: Exception | None = None
+    error: Exception | None = None
     numbers: Tensor | None = None
     ranks: Sequence[int] = ()
     ready: torch.cuda.Event | None = None
@@ -151,7 +151,7 @@ def _cross_entropy(
         except Exception as error:  # raised with the other ranks, which wait in the all-reduce
             found = error
         if found is not None:
-            state_of(groups[0], _Said).found = found
+            state_of(groups[0], _Found).error = found
     if count is None or first:
         valid = _sum_over(mesh, valid, "cross_entropy", first, count if first else None)
         if first and count is not None:  # equal on all ranks now, so that all refuse it or none
@@ -185,7 +185,7 @@ def _tell_of(error: Exception, mesh: DeviceMesh | dist.ProcessGroup, *given: Any
     device = next((x.device for x in given if isinstance(x, Tensor)), device)
     # all ranks have DTensors, or none
     if not (capturing() or device.type == "meta" or any(isinstance(x, DTensor) for x in given)):
-        state_of(groups[0], _Said).found = error
+        state_of(groups[0], _Found).error = error
         _sum_over(mesh, torch.zeros((), dtype=torch.int64, device=device), "cross_entropy", True)
 
 
@@ -231,11 +231,11 @@ def _sum_over(
     groups = groups_of(mesh)
     eager = not (torch.compiler.is_compiling() or isinstance(valid, FakeTensor) or valid.is_meta or capturing())
     if eager:
-        said, ranks = state_of(groups[0], _Said), ranks_of(mesh)
-        _judge(said)
-        if said.found is not None:
-            leave_word(f"{type(said.found).__name__}: {said.found}".removeprefix("ArgumentError: "), ranks)
-        wrong, counts = torch.full_like(valid, said.found is not None), torch.zeros_like(valid)
+        own, ranks = state_of(groups[0], _Found), ranks_of(mesh)
+        _judge(own)
+        if own.error is not None:
+            send_error(f"{type(own.error).__name__}: {own.error}".removeprefix("ArgumentError: "), ranks)
+        wrong, counts = torch.full_like(valid, own.error is not None), torch.zeros_like(valid)
         if count is not None:  # its bits, times a factor of the rank; the sum of factors is 0, as in `apart`
             bits = torch.as_tensor(count, dtype=torch.float64, device=valid.device).reshape(()).view(torch.int64)
             counts = bits * (ranks.index(dist.get_rank()) or -len(ranks) * (len(ranks) - 1) // 2)
@@ -244,25 +244,25 @@ def _sum_over(
         summed = funcol.all_reduce(valid, "sum", group.group_name)
         valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
     if eager:
-        valid, said.numbers, said.ranks = valid[0], valid[1:].to("cpu", non_blocking=True), ranks
+        valid, own.numbers, own.ranks = valid[0], valid[1:].to("cpu", non_blocking=True), ranks
         if valid.is_cuda:
-            said.ready = torch.cuda.current_stream(valid.device).record_event()
+            own.ready = torch.cuda.current_stream(valid.device).record_event()
         if now or not valid.is_cuda:
-            _judge(said)
+            _judge(own)
     return valid
 
 
-def _judge(said: _Said) -> None:
+def _judge(own: _Found) -> None:
     """Raise on every rank what the last sum found."""
-    if said.numbers is None:
+    if own.numbers is None:
         return
-    if said.ready is not None:
-        said.ready.synchronize()
-    (wrong, differ, counts), found = said.numbers.tolist(), said.found
-    said.numbers = said.ready = None
+    if own.ready is not None:
+        own.ready.synchronize()
+    (wrong, differ, counts), error = own.numbers.tolist(), own.error
+    own.numbers = own.ready = None
     if wrong:
-        said.found = None
-        raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word(said.ranks)}")
+        own.error = None
+        raise error or ArgumentError(f"on {wrong} other ranks of the mesh: {read_error(own.ranks)}")
     if counts:
         hint = "valid_tokens gives it over all ranks of the mesh"
         refuse("cross_entropy: count", "the same on all ranks", "others on some", hint, RankMismatchError)

@@ -168,7 +168,7 @@ class _Probe:
         if kind in ("", "skipped"):
             return _skip(words) if kind else ""
         expected = f"the same rows as on one rank, within {LIMIT:g} on {self.length} tokens"
-        with refusing(None, heard=True):
+        with refusing(None, known=True):
             refuse("cp_mesh.probe", expected, words, _CAUSES)
 
     def _compare(self, alone: DeviceMesh) -> str:
