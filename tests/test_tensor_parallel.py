@@ -259,10 +259,10 @@ PARTS = [
     # an input that needs no gradient: none is computed, and none travels
     Part("mixer", [GATHER, SCATTER], [GATHER], (4, 5), input_frozen=True),
     Part("mixer", [REDUCE], [], (4, 5), mode="all_reduce", input_frozen=True),
-    # the numbers of each row that the loss needs: six, of all rows
-    Part("head", [GATHER, ("all-gather", 6 * B * S)], [GATHER, SCATTER], (1, 3)),
-    Part("head", [("all-gather", 6 * B * S)], [REDUCE], (1, 3), mode="all_reduce"),
-    Part("head", [GATHER, ("all-gather", 6 * B * S)], [GATHER, SCATTER], (1, 2), frozen=("weight",)),
+    # the numbers of each row that the loss needs: four, of all rows
+    Part("head", [GATHER, ("all-gather", 4 * B * S)], [GATHER, SCATTER], (1, 3)),
+    Part("head", [("all-gather", 4 * B * S)], [REDUCE], (1, 3), mode="all_reduce"),
+    Part("head", [GATHER, ("all-gather", 4 * B * S)], [GATHER, SCATTER], (1, 2), frozen=("weight",)),
     Part("embedding", [SCATTER], [GATHER]),
     Part("embedding", [REDUCE], [], mode="all_reduce"),
 ]  # fmt: skip

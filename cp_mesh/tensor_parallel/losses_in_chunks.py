@@ -90,14 +90,15 @@ def _logits(rows: slice, x: Tensor, weight: Tensor | None = None, bias: Tensor |
     return x[rows] if weight is None else F.linear(x[rows], weight, bias)
 
 
-def _largest(logits: Tensor, scale: float, out: Tensor) -> None:
-    """``scale`` times the largest logit of each row, finite even if all tokens of this rank are at -inf."""
-    out.copy_(logits.amax(1, keepdim=True)).mul_(scale).clamp_(min=torch.finfo(out.dtype).min)
+def _largest(logits: Tensor, out: Tensor) -> None:
+    """The largest logit of each row, finite even if all tokens of this rank are at -inf."""
+    out.copy_(logits.amax(1, keepdim=True)).clamp_(min=torch.finfo(out.dtype).min)
 
 
 def _apart(logits: Tensor, scale: float, largest: Tensor, out: Tensor) -> Tensor:
-    """``scale * logits - largest``, in the dtype of ``out``."""
-    return torch.sub(logits if scale == 1 else out.copy_(logits).mul_(scale), largest, out=out)
+    """``scale * (logits - largest)``, in the dtype of ``out``; rounding of large logits times scale would lose more."""
+    torch.sub(logits, largest, out=out)
+    return out if scale == 1 else out.mul_(scale)
 
 
 def _chunks(x: Tensor, weight: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
@@ -150,17 +151,17 @@ def _token_losses(
     x, counts = _all_rows(x, num_rows, group_name, sharded), labels != ignore_index
     soft = [_all_rows(y, num_rows, group_name, sharded) for y in teacher[:1]] + [*teacher[1:]]
     index, own = own_index(labels.where(counts, begin), begin, size if weight is None else len(weight), size)
-    # of this rank's logits: the largest, the sum, the label's (or the teacher's mean) and its share; the teacher's
-    # largest logit; the sum of all logits
+    # of this rank's logits: the largest, the sum, the label's (or the teacher's mean) and its share; then, for a teacher
+    # and label smoothing alone: the teacher's largest logit, the sum of all logits
     found = x.new_zeros((6, len(x), 1), dtype=accumulation_dtype(x.dtype))
     for rows, out in _chunks(x, weight):
         largest, sums, target, share, heaviest, total = found[:, rows]
         logits = _logits(rows, x, weight, bias)
-        _largest(logits, scale, largest)
+        _largest(logits, largest)
         _apart(logits, scale, largest, out)
         if soft:
             logits = _logits(rows, *soft)
-            _largest(logits, scale, heaviest)
+            _largest(logits, heaviest)
             q = _apart(logits, scale, heaviest, torch.empty_like(out)).exp_()
             torch.sum(q, 1, keepdim=True, out=share)
             torch.sum((q * out).masked_fill_(q == 0, 0), 1, keepdim=True, out=target)  # a logit may be -inf there
@@ -173,11 +174,14 @@ def _token_losses(
         torch.sum(out.exp_(), 1, keepdim=True, out=sums)
     lens, every = [size], found[None]
     if group_name:
-        tp_size, lens = resolve_group(group_name).size(), Shards(size, group_name).sizes
-        every = Shards(6 * tp_size, group_name, "cross_entropy").gather(found.flatten(1))().view(tp_size, 6, -1, 1)
-    largest, sums, target, share, heaviest, total = every.unbind(1)
+        sent, tp_size = found[: 6 if soft or label_smoothing else 4], resolve_group(group_name).size()
+        gathered = Shards(len(sent) * tp_size, group_name, "cross_entropy").gather(sent.flatten(1))()
+        lens, every = Shards(size, group_name).sizes, gathered.view(tp_size, len(sent), -1, 1)
+    largest, sums, target, share, *others = every.unbind(1)
+    heaviest, total = others or found[4:, None]
     top, most = largest.amax(0), heaviest.amax(0)
-    below, weights = largest - top, (heaviest - most).exp()
+    below = ((largest - top) * scale).clamp(min=torch.finfo(top.dtype).min)
+    weights = ((heaviest - most) * scale).exp()
     sums, mass = (sums * below.exp()).sum(0), (share * weights).sum(0)
     target = ((target + share * below) * weights).sum(0) / mass
     if label_smoothing:
@@ -185,7 +189,7 @@ def _token_losses(
         target = (1 - label_smoothing) * target + label_smoothing / size * total
     losses = sums.log() - target
     if z_loss:
-        losses += z_loss * (top + sums.log()).square()
+        losses += z_loss * (scale * top + sums.log()).square()
     return losses.squeeze(1).where(counts, 0), torch.stack([top, sums, most, mass])
 
 
@@ -230,7 +234,7 @@ def _token_losses_backward(
     for rows, out in _chunks(x, weight):
         _apart(_logits(rows, x, weight, bias), scale, largest[rows], out).exp_()
         if z_loss:
-            out.mul_(1 + 2 * z_loss * (largest[rows] + sums[rows].log()))
+            out.mul_(1 + 2 * z_loss * (scale * largest[rows] + sums[rows].log()))
         if label_smoothing:
             out.sub_(label_smoothing / size * sums[rows])
         if soft:
