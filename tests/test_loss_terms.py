@@ -89,6 +89,19 @@ def test_hidden_states(terms: str, num_rows: int) -> None:
     assert not torch.isclose(plain, want[0], rtol=1e-3)  # the terms count
 
 
+def test_large_logits_under_a_temperature() -> None:
+    """Integers near a million, which float32 holds, but not their share of the temperature."""
+    (hidden, labels), linear, teacher = rows(), head(), teacher_of()
+    leaves = [x.detach().round() for x in (hidden, linear.weight, linear.bias)]
+    both = [[x, weight, bias + 1e6] for x, weight, bias in (leaves, [x.round() for x in teacher])]
+    given = [x.float().requires_grad_() for x in both[0]]
+    options = {"weight": given[1], "bias": given[2], "temperature": 1.7, "teacher": [x.float() for x in both[1]]}
+    found = step(losses(given[0], labels, **options), *given)
+    exact = [x.requires_grad_() for x in both[0]]
+    want = step(whole(F.linear(*exact) / 1.7, labels, "teacher", F.linear(*both[1]) / 1.7), *exact)
+    assert_same(found, [x.float() for x in want], rtol=3e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("terms", TERMS)
 def test_logits(terms: str) -> None:
     (hidden, labels), teacher = rows(), teacher_of()
