@@ -28,19 +28,20 @@ def arguments(name: str) -> list[Any]:
     x, weight, labels = torch.randn(B, S, D), torch.randn(V, D), torch.arange(B * S) % V
     dlosses, of_rows = torch.randn(B * S), torch.ones(4, B * S, 1)
     of_call = [*Tensors(), [], S, 2, group, options.text()]
+    of_linear = [S, group, True, V, "auto"]
     of_head = [-100, 1.0, 0.0, 0.0, 0, V, S, group, True]
     return {
         "attention": [q, k, v, *of_call],
         "attention_backward": [dout, q, k, v, dout, torch.ones(B, H, S), None, None, *of_call, ""],
-        "column_linears": [x, [weight], [None], S, group, True, V, "auto", True, "none"],
-        "column_linears_backward": [[x @ weight.mT], x, [weight], [True, True, False], S, group, True, V, "auto", True],
+        "column_linears": [x, [weight], [None], True, "none", *of_linear],
+        "column_linears_backward": [[x @ weight.mT], x, [weight], [True, True, False], True, *of_linear],
         "compare_inputs": [[labels], "tokens", group, "zigzag"],
-        "gather_rows": [x, S, group],
+        "gather_rows": [x, S, group, True],
         "own": [labels, torch.int32],
-        "row_linear": [x, weight, torch.randn(V), group, D, "auto", "none"],
-        "row_linear_awaited": [x, V, group],
-        "row_linear_backward": [x @ weight.mT, x, weight, True, S, group, D, "auto"],
-        "sum_rows": [x, None, group, True, "row linear", "none", None],
+        "row_linear": [x, weight, torch.randn(V), "none", *of_linear],
+        "row_linear_awaited": [x, V, *of_linear],
+        "row_linear_backward": [x @ weight.mT, x, weight, True, *of_linear],
+        "sum_rows": [x, labels, "none", group, True],
         "token_losses": [x, weight, None, labels, [], *of_head, "none"],
         "token_losses_backward": [dlosses, x, weight, None, labels, of_rows, [], [True, True, False], *of_head],
     }[name]

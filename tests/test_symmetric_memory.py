@@ -170,7 +170,7 @@ def double(group: dist.ProcessGroup, folder: Path) -> Iterator[None]:
         mock.patch(f"{path_of('exchange')}.unavailable", return_value=None),
         mock.patch(f"{path_of('exchange')}.group_memory", memory),
         mock.patch.object(symmetric, "group_memory", memory),
-        mock.patch(f"{path_of('symmetric_shards')}.group_memory", memory),
+        mock.patch(f"{path_of('symmetric_moves')}.group_memory", memory),
     ):
         memory(group, torch.device("cpu"))
         forget_kept(Plans)  # which chose their transports before

@@ -151,8 +151,8 @@ def _token_losses(
     x, counts = _all_rows(x, num_rows, group_name, sharded), labels != ignore_index
     soft = [_all_rows(y, num_rows, group_name, sharded) for y in teacher[:1]] + [*teacher[1:]]
     index, own = own_index(labels.where(counts, begin), begin, size if weight is None else len(weight), size)
-    # of this rank's logits: the largest, the sum, the label's (or the teacher's mean) and its share; then, for a teacher
-    # and label smoothing alone: the teacher's largest logit, the sum of all logits
+    # of this rank's logits: the largest, the sum, the label's (or the teacher's mean) and its share; then, for a
+    # teacher and label smoothing alone: the teacher's largest logit, the sum of all logits
     found = x.new_zeros((6, len(x), 1), dtype=accumulation_dtype(x.dtype))
     for rows, out in _chunks(x, weight):
         largest, sums, target, share, heaviest, total = found[:, rows]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cp_mesh.comm.exchange import choose_transport
-from cp_mesh.comm.shards import FunctionalMoves, Shards
-from cp_mesh.comm.symmetric_shards import SymmetricMoves
+from cp_mesh.comm.shards import Shards
+from cp_mesh.tensor_parallel.moves import FunctionalMoves
+from cp_mesh.tensor_parallel.symmetric_moves import SymmetricMoves
 
 PRODUCT_RATE = 650e12
 """FLOP/s of long bf16 matmuls on an H200. On slower GPUs and in fp32 matmuls take longer than this predicts, so some

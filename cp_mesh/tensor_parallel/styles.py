@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -25,8 +24,8 @@ from cp_mesh.comm.agreement import announced_over, refusing
 from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.geometry.layouts import chunk_bounds
-from cp_mesh.tensor_parallel.colwise import Columns, column_linears
-from cp_mesh.tensor_parallel.matmul import graded_names, refuse_transforms
+from cp_mesh.tensor_parallel.colwise import column_linears
+from cp_mesh.tensor_parallel.matmul import LinearSpec, graded_names, refuse_transforms
 from cp_mesh.tensor_parallel.rowwise import row_linear, sum_rows
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, Head, embed
 from cp_mesh.wrap import LINEAR, check_plain, replace_forward, replaced
@@ -43,21 +42,19 @@ _announced = announced_over(lambda style, where, *_: where.group_name)
 
 
 class _OverTP(ParallelStyle):
-    """Base of the styles: mode, transport, and the check of modules."""
+    """Base of the styles: their options, and the check of modules."""
 
-    transport: str  # only of styles that take one
-
-    def __init__(self, mode: str, *transport: str) -> None:
+    def __init__(self, mode: str, **options: Any) -> None:
         super().__init__()
-        style = type(self).__name__
+        style, transport = type(self).__name__, options.get("transport", "auto")
         check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
-        for self.transport in transport:
-            check_choice(f"{style}: transport", self.transport, TRANSPORTS, "functional")
-        if transport == ("symmetric_memory",) and mode == "all_reduce":
+        check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
+        if transport == "symmetric_memory" and mode == "all_reduce":
             hint = "mode='reduce_scatter', or transport='auto', works"
-            refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(*transport), hint)
+            refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(transport), hint)
         self.mode = self.mode_over_tp = mode
-        self.sharded = mode == "reduce_scatter"
+        self.options = options
+        vars(self).update(options)
 
     def check(self, mesh: DeviceMesh, module: nn.Module, kind: type[nn.Module]) -> _Where:
         """Refuse a module that is no ``kind``, has a style already, or has a forward of its own."""
@@ -73,11 +70,16 @@ class _OverTP(ParallelStyle):
             got = f"{type(module).__name__}, which has a forward of its own"
             hint = "PyTorch's styles pass DTensors to such a forward"
             refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
-        group = mesh.get_group()
-        return _Where(mesh, group.group_name, group.size(), group.rank())
+        group, sharded = mesh.get_group(), self.mode == "reduce_scatter"
+        return _Where(mesh, group.group_name, group.size(), group.rank(), style, sharded, **self.options)
 
-    def replace(self, module: nn.Module, run: Callable[..., Any], *first: Any) -> nn.Module:
-        replace_forward(module, LINEAR, type(self).__name__, functools.partial(run, *first))
+    def replace(
+        self, module: nn.Module, run: Callable[..., Any], where: _Where, *first: Any, **placements: Placement
+    ) -> nn.Module:
+        """Make ``module(x)`` run ``run(where, *first, module, forward, x)``, with parameters placed over tp."""
+        for name, placement in placements.items():
+            _shard(module, name, where.mesh, placement, self.src_data_rank)
+        replace_forward(module, LINEAR, where.style, functools.partial(run, where, *first))
         return module
 
 
@@ -120,7 +122,7 @@ class OverlappedColwise(_OverTP):
         recompute_all_gather: bool = False,
         transport: Transport = "auto",
     ) -> None:
-        super().__init__(mode, transport)
+        super().__init__(mode, transport=transport)
         if recompute_all_gather and mode == "all_reduce":
             hint = "mode='reduce_scatter' gathers"
             refuse("OverlappedColwise: recompute_all_gather", "False in mode 'all_reduce'", True, hint)
@@ -134,11 +136,11 @@ class OverlappedColwise(_OverTP):
             refuse(f"OverlappedColwise{self.names}", "one in_features and dtype", kinds, "give each a style of its own")
         together = _Together()
         for name, linear in zip(self.names or ("",), linears, strict=True):
-            _shard(linear, "weight", device_mesh, Shard(0), self.src_data_rank)
-            _shard(linear, "bias", device_mesh, Shard(0), self.src_data_rank)
-            vars(self.replace(linear, self._run, where, name))[_TOGETHER] = together
+            self.replace(linear, self._run, where, name, weight=Shard(0), bias=Shard(0))
         if self.names:
-            vars(self.replace(module, self._run_parent, where))[_TOGETHER] = together
+            self.replace(module, self._run_parent, where)
+        for part in (module, *linears):
+            vars(part)[_TOGETHER] = together
         return module
 
     @_announced
@@ -173,16 +175,13 @@ class OverlappedColwise(_OverTP):
             refuse(f"OverlappedColwise{self.names}", "one call of each, with one tensor", got, hint)
         return together.waiting.pop(name)
 
-    def _compute(self, where: _Where, x: Tensor, linears: Mapping[str, nn.Module]) -> tuple[Tensor, ...]:
-        sharded = self.sharded
-        num_rows, x = where.read("OverlappedColwise", x, Shard(x.ndim - 2) if sharded else Replicate())
+    def _compute(self, where: _Where, x: Tensor, linears: Mapping[str, Any]) -> tuple[Tensor, ...]:
         kinds = "weight", "bias"
         weights, biases = ([where.given(getattr(linear, kind)) for linear in linears.values()] for kind in kinds)
-        most = sum(where.most(linear, "out_features") for linear in linears.values())
-        recompute = self.recompute_all_gather or where.size == 1
-        call = Columns(num_rows, where.group_name, sharded, most, self.transport, recompute)
         names = [f"{name}.{kind}".lstrip(".") for kind in kinds for name in linears]
-        return column_linears(x, weights, biases, call, names)  # type: ignore[arg-type]
+        spec = where.spec(where.num_rows(x), *(linear.out_features for linear in linears.values()))
+        recompute = self.recompute_all_gather or where.size == 1
+        return column_linears(where.read(x, where.rows(x)), weights, biases, spec, names, recompute)
 
 
 @dataclass
@@ -225,31 +224,18 @@ class OverlappedRowwise(_OverTP):
     def __init__(
         self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True, transport: Transport = "auto"
     ) -> None:
-        super().__init__(mode, transport)
-        self.use_local_output = use_local_output
+        super().__init__(mode, transport=transport, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         where = self.check(device_mesh, module, nn.Linear)
-        _shard(module, "weight", device_mesh, Shard(1), self.src_data_rank)
-        _shard(module, "bias", device_mesh, Replicate(), self.src_data_rank)
-        return self.replace(module, self._run, where)
+        return self.replace(module, self._run, where, weight=Shard(1), bias=Replicate())
 
     @_announced
-    def _run(self, where: _Where, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
-        sharded = self.sharded
-        if isinstance(input, DTensor):
-            input = where.read("OverlappedRowwise", input, Shard(input.ndim - 1))[1]
-        where.check_output("OverlappedRowwise", input.shape[-2], sharded and self.use_local_output)
-        beside = sharded and where.size > 1
-        weight, bias = (where.given(y) if beside else where.local(y) for y in (module.weight, module.bias))
-        assert weight is not None
-        if beside:
-            most = where.most(module, "in_features")
-            out = row_linear(input, weight, bias, where.group_name, most, self.transport)
-        else:
-            graded = graded_names(["input", "weight", "bias"], [input, weight, bias])
-            out = sum_rows("row linear", F.linear(input, weight), bias, where.group_name, False, graded)
-        return out if self.use_local_output else where.wrap(out, input.shape[-2], sharded)
+    def _run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> Tensor:
+        num_rows, x = input.shape[-2], where.read(input, Shard(input.ndim - 1))
+        where.check_output(num_rows)
+        weight, bias = where.given(module.weight), where.given(module.bias)
+        return where.output(row_linear(x, weight, bias, where.spec(num_rows, module.in_features)), num_rows)
 
 
 class VocabParallelEmbedding(_OverTP):
@@ -267,32 +253,23 @@ class VocabParallelEmbedding(_OverTP):
     """
 
     def __init__(self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True) -> None:
-        super().__init__(mode)
-        self.use_local_output = use_local_output
+        super().__init__(mode, use_local_output=use_local_output)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         where = self.check(device_mesh, module, nn.Embedding)
-        assert isinstance(module, nn.Embedding)
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             got = f"max_norm={module.max_norm}, scale_grad_by_freq={module.scale_grad_by_freq}, sparse={module.sparse}"
             refuse("VocabParallelEmbedding", "none of these", got, "leave them out", UnsupportedError)
-        own = where.vocabulary("VocabParallelEmbedding", module.num_embeddings)
-        _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
-        return self.replace(module, self._run, where, own)
+        return self.replace(module, self._run, where, where.first_token(module.num_embeddings), weight=Shard(0))
 
     @_announced
-    def _run(self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
-        sharded, num_rows = self.sharded, input.shape[-1]
-        if isinstance(input, DTensor):
-            input = where.read("VocabParallelEmbedding", input, Replicate())[1]
-        where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
-        weight = where.local(module.weight)
-        assert isinstance(module, nn.Embedding) and weight is not None
+    def _run(self, where: _Where, begin: int, module: Any, forward: Any, /, input: Tensor) -> Tensor:
+        num_rows, tokens, weight = input.shape[-1], where.read(input, Replicate()), where.given(module.weight, True)
+        where.check_output(num_rows)
         with refusing(where.group_name, IndexError):  # of a token on this rank alone
-            found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
+            found = embed(tokens, weight, begin, module.num_embeddings, module.padding_idx)
         graded = graded_names(["weight"], [weight])
-        out = sum_rows("VocabParallelEmbedding", found, None, where.group_name, sharded, graded, input)
-        return out if self.use_local_output else where.wrap(out, num_rows, sharded)
+        return where.output(sum_rows(found, tokens, graded, where.group_name, where.sharded), num_rows)
 
 
 class VocabParallelHead(_OverTP):
@@ -312,27 +289,19 @@ class VocabParallelHead(_OverTP):
     def __init__(self, *, mode: Mode = "reduce_scatter") -> None:
         super().__init__(mode)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         where = self.check(device_mesh, module, nn.Linear)
-        assert isinstance(module, nn.Linear)
-        own = where.vocabulary("VocabParallelHead", module.out_features)
-        for name in ("weight", "bias")[: 1 + (module.bias is not None)]:
-            _shard(module, name, device_mesh, Shard(0), self.src_data_rank)
-        return self.replace(module, self._run, where, own)
+        begin = where.first_token(module.out_features)
+        return self.replace(module, self._run, where, begin, weight=Shard(0), bias=Shard(0))
 
     @_announced
-    def _run(
-        self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor
-    ) -> DeferredLogits:
-        sharded = self.sharded
-        num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
-        assert isinstance(module, nn.Linear)
-        weight, bias = where.local(module.weight), where.local(module.bias)
-        assert weight is not None
+    def _run(self, where: _Where, begin: int, module: Any, forward: Any, /, input: Tensor) -> DeferredLogits:
+        num_rows, x = where.num_rows(input), where.read(input, where.rows(input))
+        weight, bias = where.given(module.weight, True), where.given(module.bias, True)
         of_other = not torch.compiler.is_compiling() and is_view(x)  # FSDP2 warns if a model returns a view
         x = _hidden(x, weight, bias) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
-        head = Head(weight, bias, own[0], module.out_features, where.group_name)
-        return DeferredLogits(x, head, num_rows, sharded)
+        head = Head(weight, bias, begin, module.out_features, where.group_name)
+        return DeferredLogits(x, head, num_rows, where.sharded)
 
 
 def _hidden(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -356,43 +325,40 @@ class _Hidden(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Where:
-    """The tp axis as plain values, since torch.compile traces a module's forward."""
+    """A style on the tp axis as plain values, since torch.compile traces a module's forward."""
 
     mesh: DeviceMesh
     group_name: str
     size: int
     rank: int
+    style: str
+    sharded: bool
+    use_local_output: bool = True
+    transport: str = "auto"
 
-    def read(self, what: str, x: Tensor, expected: Shard | Replicate) -> tuple[int, Tensor]:
-        """The number of rows (dim -2) of the whole sequence, and the local tensor."""
-        if isinstance(x, DTensor):
-            if x.device_mesh != self.mesh or x.placements != (expected,):
-                got = f"{written(x.placements)} on {written(x.device_mesh)}"
-                refuse(
-                    f"{what}: input",
-                    f"a DTensor {written((expected,))} over tp",
-                    got,
-                    "redistribute it, or pass a plain one",
-                )
-            return x.shape[-2], local_part(x, x.placements)
-        return x.shape[-2] * (self.size if isinstance(expected, Shard) else 1), x
+    def rows(self, x: Tensor) -> Shard | Replicate:
+        """How rows, dim -2, lie between linears."""
+        return Shard(x.ndim - 2) if self.sharded else Replicate()
 
-    def local(self, parameter: Any) -> Tensor | None:
-        """This rank's part of a weight or bias."""
-        checked = self._checked(parameter)
-        return None if checked is None else local_part(checked, checked.placements)
+    def num_rows(self, x: Tensor) -> int:
+        """Rows of the whole sequence of an input that lies as `rows`."""
+        return x.shape[-2] if isinstance(x, DTensor) or not self.sharded else x.shape[-2] * self.size
 
-    def given(self, parameter: Any) -> Tensor | None:
-        """A weight or bias for autograd nodes that take its local part themselves, which costs less host time.
+    def read(self, x: Tensor, expected: Shard | Replicate) -> Tensor:
+        """The local tensor of an input."""
+        if not isinstance(x, DTensor):
+            return x
+        if x.device_mesh != self.mesh or x.placements != (expected,):
+            got, hint = f"{written(x.placements)} on {written(x.device_mesh)}", "redistribute it, or pass a plain one"
+            refuse(f"{self.style}: input", f"a DTensor {written((expected,))} over tp", got, hint)
+        return local_part(x, x.placements)
 
-        It is the local part under torch.compile and autocast, where the gradient passes a cast.
+    def given(self, parameter: Any, local: bool = False) -> Any:
+        """This rank's part of a weight or bias; a DTensor for autograd nodes that take the local part themselves.
+
+        That costs less host time. It is the local part with ``local``, and under torch.compile and autocast, where the
+        gradient passes a cast.
         """
-        checked = self._checked(parameter)
-        if checked is None or torch.compiler.is_compiling() or is_autocast(checked.device.type):
-            return None if checked is None else local_part(checked, checked.placements)
-        return checked
-
-    def _checked(self, parameter: Any) -> DTensor | None:
         refuse_transforms("linears over tp")
         if parameter is None:
             return None
@@ -400,28 +366,32 @@ class _Where:
             got = f"{type(parameter).__name__} on {written(getattr(parameter, 'device_mesh', 'no mesh'))}"
             hint = "call fully_shard on the block, or on the module that holds all linears of one input"
             refuse("linears over tp: a weight", "a DTensor over tp", got, hint)
-        return parameter
+        local = local or torch.compiler.is_compiling() or is_autocast(parameter.device.type)
+        return local_part(parameter, parameter.placements) if local else parameter
 
-    def most(self, linear: nn.Module, which: str) -> int:
-        """The largest number of features that a rank has."""
-        return -(-int(getattr(linear, which)) // self.size)
+    def spec(self, num_rows: int, *features: int) -> LinearSpec:
+        """``features``: those of each linear that are sharded over tp."""
+        most = sum(-(-count // self.size) for count in features)
+        return LinearSpec(num_rows, self.group_name, self.sharded, most, self.transport)
 
-    def check_output(self, what: str, num_rows: int, needs_equal: bool) -> None:
-        if needs_equal and num_rows % self.size:
+    def check_output(self, num_rows: int) -> None:
+        if self.sharded and self.use_local_output and num_rows % self.size:
             hint = "use_local_output=False returns DTensors, which carry the sequence length"
-            refuse(what, f"a multiple of {self.size} rows, for local outputs", num_rows, hint)
+            refuse(self.style, f"a multiple of {self.size} rows, for local outputs", num_rows, hint)
 
-    def wrap(self, out: Tensor, num_rows: int, sharded: bool) -> Tensor:
-        shape = (*out.shape[:-2], num_rows, out.shape[-1])
-        stride = torch.empty(shape, device="meta").stride()
-        placement = Shard(out.ndim - 2) if sharded else Replicate()
-        return DTensor.from_local(out, self.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+    def output(self, out: Tensor, num_rows: int) -> Tensor:
+        if self.use_local_output:
+            return out
+        shape = torch.Size((*out.shape[:-2], num_rows, out.shape[-1]))
+        options: dict[str, Any] = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+        return DTensor.from_local(out, self.mesh, [self.rows(out)], run_check=False, **options)
 
-    def vocabulary(self, what: str, size: int) -> tuple[int, int]:
-        """Begin and end of this rank's tokens."""
+    def first_token(self, size: int) -> int:
+        """The first token of this rank, of a vocabulary of ``size`` tokens."""
         if -(-size // self.size) * (self.size - 1) >= size:
-            refuse(what, f"tokens for each of {self.size} tp ranks", f"a vocabulary of {size}", "use fewer tp ranks")
-        return chunk_bounds(size, self.size, self.rank)
+            expected, got = f"tokens for each of {self.size} tp ranks", f"a vocabulary of {size}"
+            refuse(self.style, expected, got, "use fewer tp ranks")
+        return chunk_bounds(size, self.size, self.rank)[0]
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:

@@ -18,9 +18,9 @@ from cp_mesh._torch import constant_in_traces, resolve_group
 from cp_mesh.call.spec import autocast
 from cp_mesh.comm.shards import Shards
 from cp_mesh.errors import refuse
-from cp_mesh.tensor_parallel.colwise import Columns, column_linears
+from cp_mesh.tensor_parallel.colwise import column_linears
 from cp_mesh.tensor_parallel.losses_in_chunks import own_index, token_losses
-from cp_mesh.tensor_parallel.matmul import refuse_transforms
+from cp_mesh.tensor_parallel.matmul import LinearSpec, refuse_transforms
 
 
 def embed(tokens: Tensor, weight: Tensor, begin: int, size: int, padding_idx: int | None) -> Tensor:
@@ -121,9 +121,8 @@ class DeferredLogits(NamedTuple):
         head = self.head
         head.check()
         shards = Shards(head.size, head.group_name, "DeferredLogits.whole")
-        call = Columns(self.num_rows, head.group_name, self.sharded, max(shards.sizes), "auto", recompute=True)
-        names = "weight", "bias"
-        (own,) = column_linears(self.hidden.to(head.weight.dtype), [head.weight], [head.bias], call, names)
+        spec, hidden = LinearSpec(self.num_rows, head.group_name, self.sharded, max(shards.sizes)), self.hidden
+        (own,) = column_linears(hidden.to(head.weight.dtype), [head.weight], [head.bias], spec, ("weight", "bias"))
         return shards.gather(own.mT)().mT.contiguous()
 
     def losses(

@@ -59,14 +59,9 @@ def _(sizes: Any) -> Any:
     return even
 
 
-@plant("a bias of a row linear is added on every rank", "rowwise:sum_rows", "linears")
-def _(sum_rows: Any) -> Any:
-    def mutant(what: Any, x: Any, bias: Any, *where: Any) -> Any:
-        return sum_rows(what, x if bias is None else x + bias, None, *where)
-
-    return mutant
-
-
+plant("a bias of a row linear is added on every rank", "rowwise:row_linear", "linears")(
+    lambda row_linear: lambda x, weight, bias, spec: row_linear(x, weight, None if bias is None else 3 * bias, spec)
+)
 plant("rows are waited for before the product", "shards:Shards.gather", "order of linears")(
     lambda gather: lambda self, x: (lambda found: lambda: found)(gather(self, x)())
 )

@@ -100,7 +100,7 @@ CASES: Cases = {
     "not called": (ARGUMENT, "got no call of b|leave it out of the names", lambda: columns(calls=lambda m, x: m.a(x))),
     "in_features": (ARGUMENT, "one in_features and dtype", lambda: columns(b=nn.Linear(C + 1, 4))),
     "two dtypes": (ARGUMENT, "one dtype, got", lambda: columns(a=linear().double(), b=linear().double())),
-    "a bias of another dtype": (ARGUMENT, "an output and a bias of one dtype", lambda: odd_bias(mode="all_reduce")),
+    "a bias of another dtype": (ARGUMENT, "inputs and weights of one dtype", lambda: odd_bias(mode="all_reduce")),
     "one of sharded rows": (ARGUMENT, "inputs and weights of one dtype", odd_bias),
     "an embedding": (UNSUPPORTED, "max_norm=1.0", lambda: embedded(torch.zeros(1, 4), max_norm=1.0)),
     "a small vocabulary": (ARGUMENT, "a vocabulary of 1", lambda: embedded(torch.zeros(1, 4), num_embeddings=1)),
