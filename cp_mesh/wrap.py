@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, partialmethod
-from types import FrameType, FunctionType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ WATCH = "watch"  # checks the forward of a compiled part while it is traced
 _ALL = "_cp_mesh"  # by key: the replacement, and the ``forward`` that was set on the instance before, or None
 
 
-def with_names(own: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """The function with another file around it."""
-    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+def with_names(own: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None = None) -> FunctionType:
+    """The function with another file around it, and other ``cells`` of its closure if these are given."""
+    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, cells or own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__
     return made
 

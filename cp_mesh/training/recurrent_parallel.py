@@ -19,7 +19,7 @@ from cp_mesh.mixers.kernels import KERNELS
 from cp_mesh.mixers.rules import METHODS
 from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.training.stand_ins import FUNCTIONS, StandIns, check_convolution
+from cp_mesh.training.foreign_functions import FUNCTIONS, ForeignFunctions, check_convolution
 from cp_mesh.training.style_helpers import Core, announced, claim, style_of
 from cp_mesh.wrap import FILE, STYLE, replace_forward, replaced
 
@@ -73,7 +73,7 @@ class RecurrentParallel(Core):
         check_choice("method", method, METHODS, "auto")
         check_choice("kernel", kernel, (*KERNELS,), "auto")
         self.method, self.kernel = method, kernel
-        self.stand_ins = StandIns(self.functions, self.strict)
+        self.foreign = ForeignFunctions(self.functions, self.strict)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Conv1d) and type(module).forward is nn.Conv1d.forward:
@@ -95,11 +95,11 @@ class RecurrentParallel(Core):
         scope = self.prepare(module, *args, **kwargs)
         token = SCOPE.set(scope)
         try:
-            with self.stand_ins.within(module, lambda part: style_of(part) is not None):
+            with self.foreign.within(module, lambda part: style_of(part) is not None):
                 result = self._own(module, forward)(*args, **kwargs)
         finally:
             SCOPE.reset(token)
-        rules = self.stand_ins.rules(module) if scope.called <= {"causal_conv1d"} else set()
+        rules = self.foreign.rules(module) if scope.called <= {"causal_conv1d"} else set()
         if not scope.called or rules:
             found = replaced(module, STYLE)
             where = f" at {found.where}" if found is not None and found.where else ""
@@ -111,7 +111,7 @@ class RecurrentParallel(Core):
 
     def _own(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a module that calls stand-ins."""
-        made = self.stand_ins.of_class(type(module))[0].get("forward")
+        made = self.foreign.of_class(type(module))[0].get("forward")
         if made is None:
             return forward
         before: Any = getattr(forward, "func", None)

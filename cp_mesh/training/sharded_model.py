@@ -26,7 +26,7 @@ from cp_mesh.sequence.losses import any_ran, note_callers
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
-from cp_mesh.training.stand_ins import refuse_unplanned
+from cp_mesh.training.foreign_functions import refuse_unplanned
 from cp_mesh.training.style_helpers import announced, check_sequence, claim, cores_of, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
 

@@ -21,9 +21,9 @@ from cp_mesh.integrations.transformers.masks import Batch, Rows
 from cp_mesh.mixers.rules import gla
 from cp_mesh.mixers.scope import Scope
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.training.foreign_functions import FUNCTIONS as OF_ALL
+from cp_mesh.training.foreign_functions import names_read, of_channels_first, with_names
 from cp_mesh.training.recurrent_parallel import RecurrentParallel
-from cp_mesh.training.stand_ins import FUNCTIONS as OF_ALL
-from cp_mesh.training.stand_ins import names_read, of_channels_first, with_names
 from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 LIGHTNING = "MiniMaxLightningAttention"

@@ -21,8 +21,8 @@ from cp_mesh._torch import COMPILED, COMPILED_CALL, constant_in_traces, function
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
 from cp_mesh.errors import refuse, warn
+from cp_mesh.training.foreign_functions import runs_alone
 from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, ROWS, call_function, keep_uncompiled
-from cp_mesh.training.stand_ins import runs_alone
 from cp_mesh.wrap import STYLE, WATCH, check_class, replace_forward, replaced
 
 

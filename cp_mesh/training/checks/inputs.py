@@ -22,8 +22,8 @@ from cp_mesh.errors import REFUSALS, refuse, warn
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
+from cp_mesh.training.foreign_functions import refuse_unplanned
 from cp_mesh.training.sharded_model import POSITIONS, refuse_counted
-from cp_mesh.training.stand_ins import refuse_unplanned
 from cp_mesh.training.style_helpers import cores_of
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 

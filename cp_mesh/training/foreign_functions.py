@@ -1,8 +1,7 @@
-"""Functions of other packages that stand for ours: modules run copies of their methods, with others for these names.
+"""Modules of other packages call ``chunk_gated_delta_rule`` and the like: under the style they call our versions.
 
-Modules of flash-linear-attention, mamba-ssm and Transformers call functions that their file imports by name, such as
-``chunk_gated_delta_rule``. Copies of the methods read the same file, where these names are ours, so nothing changes for
-other models. Each of our functions takes the sequence and the mask of the style that runs the module (`SCOPE`).
+They do so through copies of their methods and of functions of their file, where these names are ours; the package
+itself is not changed. Our versions take the sequence and the mask of the style that runs the module (`SCOPE`).
 """
 
 from __future__ import annotations
@@ -40,21 +39,18 @@ _HELPERS = (
     "fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate", "mamba_ssm.ops.triton.layer",
     "mamba_ssm.ops.triton.k_activations",
 )  # fmt: skip
-_HOLD = {
-    **dict.fromkeys((staticmethod, classmethod, MethodType), "__func__"),
-    **dict.fromkeys((partial, partialmethod, cached_property), "func"),
-    property: "fget",
-}
+_HOLD = dict.fromkeys((staticmethod, classmethod, MethodType), "__func__") | {property: "fget"}
+_HOLD |= dict.fromkeys((partial, partialmethod, cached_property), "func")
 """Where objects that hold a function have it."""
 
 
-def _delta(
+def _rule(
     rule: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
     scale: float | None = None, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, lower_bound: float | None = None, *, mask: Mask | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The rules with beta; gates of KDA and of the gated delta rule as in `fla.ops.kda.gate`, fla-core 0.6."""
+    """Gates of KDA and of the gated delta rule are those of `fla.ops.kda.gate`, fla-core 0.6."""
     if beta is not None and use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     if g is not None and use_gate_in_kernel:
@@ -65,14 +61,11 @@ def _delta(
             g = lower_bound * F.sigmoid(g if decay is None else decay * g)
         else:
             g = -decay * F.softplus(g)  # type: ignore[operator]
-    own = (q, k, v, beta) if rule == "delta_rule" else (q, k, v, g, beta)
+    own = (q, k, v, *{"delta_rule": (beta,), "gla": (g,)}.get(rule, (g, beta)))
     return getattr(mixers, rule)(*own, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, mask=mask)[0], None
 
 
-def _gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None, *, mask: Mask | None = None
-) -> tuple[Tensor, None]:
-    return mixers.gla(q, k, v, g, scale=scale, mask=mask)[0], None
+_GATED = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
 
 
 def _of_fla(
@@ -108,33 +101,27 @@ def _combined(**given: Any) -> Tensor:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d": _of_fla,
     "causal_conv1d_fn": of_channels_first,
-    "chunk_delta_rule": partial(_delta, "delta_rule"),
-    "chunk_gated_delta_rule": partial(_delta, "gated_delta_rule"),
-    "chunk_gla": _gla,
-    "chunk_kda": partial(_delta, "kda"),
-    "chunk_kimi_delta_attention": partial(_delta, "kda"),
-    "chunk_simple_gla": _gla,
-    "fused_recurrent_gated_delta_rule": partial(_delta, "gated_delta_rule"),
     "mamba2_chunk_scan": _scan,
     "mamba_chunk_scan_combined": _combined,
-    "torch_chunk_gated_delta_rule": partial(_delta, "gated_delta_rule"),
+    "chunk_delta_rule": partial(_rule, "delta_rule"),
+    **dict.fromkeys(("chunk_gla", "chunk_simple_gla"), partial(_rule, "gla")),
+    **dict.fromkeys(("chunk_kda", "chunk_kimi_delta_attention"), partial(_rule, "kda")),
+    **dict.fromkeys(_GATED, partial(_rule, "gated_delta_rule")),
 }
-"""What stands for a function of another package, by its name there."""
+"""Our version of a function of another package, by its name there."""
 
 
-def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /, *args: Any, **kwargs: Any) -> Any:
+def call_ours(name: str, own: Callable[..., Any], original: Any, strict: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Call ``own`` with the arguments of a call of ``original``.
 
     Raises:
         UnsupportedError: on a state of a cache and, if ``strict``, on arguments that are not known.
     """
     known = inspect.signature(own).parameters
-    parameters = inspect.signature(original).parameters if callable(original) else known
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
-        parameters = known
-    bound = dict(zip([*parameters][: len(args)], args, strict=strict)) | kwargs
-    given = (key for key in bound if key not in parameters or bound[key] is not parameters[key].default)
-    said = {_SAME.get(key, key): bound[key] for key in given}
+    theirs = inspect.signature(original).parameters if callable(original) else known
+    theirs = known if any(x.kind is x.VAR_POSITIONAL for x in theirs.values()) else theirs
+    bound = dict(zip([*theirs][: len(args)], args, strict=strict)) | kwargs
+    said = {_SAME.get(key, key): x for key, x in bound.items() if key not in theirs or x is not theirs[key].default}
     for key in ("initial_state", "output_final_state"):
         state = said.pop(key, None)
         if state is not None and state is not False:
@@ -149,7 +136,7 @@ def stand_in(name: str, own: Callable[..., Any], original: Any, strict: bool, /,
 
 
 def _unknown(name: str, *_: Any, **__: Any) -> Any:
-    hint = f"cp_mesh has {', '.join(FUNCTIONS)}, called by the names that the file imports"
+    hint = f"cp_mesh has {', '.join(FUNCTIONS)}; plain methods call them, by the names that the file imports"
     refuse("RecurrentParallel", "functions that cp_mesh has", name, hint, UnsupportedError)
 
 
@@ -199,11 +186,12 @@ def _function(x: Any) -> FunctionType | None:
     return x if isinstance(x, FunctionType) else None
 
 
-def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Any, FunctionType | None]]:
-    """What a class and its bases define, the class first: its name, itself, and its function. Not those of PyTorch."""
+def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, Any, FunctionType]]:
+    """Methods of a class and its bases, the class first, and their functions; not those of PyTorch and of styles."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        if base is nn.Conv1d or not base.__module__.startswith("torch.nn."):
-            yield from ((name, x, _function(x)) for name, x in vars(base).items())
+        for name, x in vars(base).items() if base is nn.Conv1d or not base.__module__.startswith("torch.nn.") else ():
+            if (own := _function(x)) and name[:2] != "__" and getattr(x, "__code__", own.__code__).co_filename != FILE:
+                yield name, x, own
 
 
 def _reads_ours(own: FunctionType) -> bool:
@@ -214,23 +202,23 @@ def _reads_ours(own: FunctionType) -> bool:
 
 def _copied(x: Any, names: dict[str, Any]) -> Any:
     """`with_names` of a function, in copies of its decorators; where there is no copy, a call is refused."""
-    if isinstance(x, staticmethod):
-        return staticmethod(_copied(x.__func__, names))
     inside, cells = getattr(x, "__wrapped__", None), getattr(x, "__closure__", None) or ()
     if not isinstance(x, FunctionType) or (inside is not None and CellType(inside) not in cells):
         return partial(_unknown, f"those in {getattr(x, '__name__', type(x).__name__)}, a {type(x).__name__}")
     if inside is None:
         writes = any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(x))
         return partial(_unknown, f"those in {x.__name__}, which writes to its file") if writes else with_names(x, names)
-    made = _copied(inside, names)
-    around = tuple(CellType(made) if cell == CellType(inside) else cell for cell in cells)
-    decorated = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, around)
-    decorated.__kwdefaults__ = x.__kwdefaults__
-    vars(decorated).update(vars(x) | {"__wrapped__": made})
+    around = (CellType(_copied(inside, names)) if cell == CellType(inside) else cell for cell in cells)
+    decorated = with_names(x, x.__globals__, tuple(around))
+    vars(decorated).update(vars(x))
     return decorated
 
 
-class StandIns:
+def not_of(part: nn.Module, far: set[str]) -> list[str]:
+    return [what for what in far if not hasattr(part, what.partition(" ")[0])]
+
+
+class ForeignFunctions:
     """Copies of functions and methods, for one style; those of a file and of a class are made once.
 
     Args:
@@ -242,22 +230,20 @@ class StandIns:
         self.functions, self.strict = functions, strict
         self._files: dict[int, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
         self._classes: dict[type[nn.Module], tuple[dict[str, Any], set[str]]] = {}
-        self._rules: dict[type[nn.Module], set[str]] = {}
 
     @contextmanager
     def within(self, module: nn.Module, skip: Callable[[nn.Module], bool]) -> Iterator[None]:
         """Let a module and those below run copies, but for the forward of the module itself."""
         put: list[tuple[dict[str, Any], str, Any]] = []
-        for file, names, others in self._files.values():
-            names |= file if others else {}  # what others have written there
-            names |= others
+        for file, names, ours in self._files.values():
+            names |= file | ours if ours else {}  # also what was written there since
         try:
             for part in module.modules():
                 if part is not module and skip(part):
                     continue
-                for name, other in self._of_part(part, part is module).items():
+                for name, copy in self._of_part(part, part is module).items():
                     put.append((vars(part), name, vars(part).get(name, put)))
-                    vars(part)[name] = other
+                    vars(part)[name] = copy
             yield
         finally:
             for own, name, before in reversed(put):
@@ -268,17 +254,15 @@ class StandIns:
     def rules(self, module: nn.Module) -> set[str]:
         """Recurrences that methods of a module name, or of modules below it."""
         kinds = {type(part) for part in module.modules()}
-        for kind in kinds - self._rules.keys():
-            names = set[str]().union(*(names_read(own.__code__) for *_, own in _methods(kind) if own is not None))
-            self._rules[kind] = {name for name in names & FUNCTIONS.keys() if "conv1d" not in name}
-        return set[str]().union(*(self._rules[kind] for kind in kinds))
+        names = (names_read(own.__code__) for kind in kinds for *_, own in _methods(kind))
+        return {name for name in FUNCTIONS.keys() & set[str]().union(*names) if "conv1d" not in name}
 
     def _of_part(self, part: nn.Module, is_planned: bool) -> dict[str, Any]:
-        copies, dotted = self.of_class(type(part))
-        if far := [name for name in dotted if not hasattr(part, name)]:
-            _unknown(f"{far[0]}, which {type(part).__name__} reads from another object")
-        found = {name: x if isinstance(x, staticmethod) else MethodType(x, part) for name, x in copies.items()}
-        found |= {name: x for name in vars(part) if (x := self._stand_in(name, vars(part)[name])) is not None}
+        copies, far = self.of_class(type(part))
+        for what in not_of(part, far):
+            _unknown(f"{what}, in {type(part).__name__}")
+        found = {name: MethodType(x, part) for name, x in copies.items()}
+        found |= {name: x for name in vars(part) if (x := self._ours(name, vars(part)[name])) is not None}
         if is_planned:
             found.pop("forward", None)
         elif "forward" in found and "forward" in vars(part):
@@ -287,71 +271,64 @@ class StandIns:
         return found
 
     def of_class(self, kind: type[nn.Module]) -> tuple[dict[str, Any], set[str]]:
-        """Copies of methods that call functions with stand-ins, and names of these that are not of the file."""
+        """Copies of methods that call foreign functions, and what of these are not plain calls by names of the file."""
         if kind not in self._classes:
-            first: dict[str, FunctionType] = {}
-            copies, dotted, hidden = dict[str, Any](), set[str](), set[str]()
-            for name, method, own in _methods(kind):
-                if own is None or name.startswith("__"):
-                    continue
-                if getattr(method, "__code__", own.__code__).co_filename == FILE:  # a style's
-                    continue
-                made, far = self._copy(method, own)
-                if made is not None and not isinstance(method, FunctionType | staticmethod):
-                    made, far = None, far | {f"those in {name}, a {type(method).__name__}"}
-                if first.setdefault(name, own) is own:
-                    copies |= {} if made is None else {name: made}
-                    dotted |= far
-                elif made or far:
-                    hidden.add(name)
-            for at, own in first.items():
-                for name in hidden & names_read(own.__code__, of_file=False):
-                    if at == name or "super" in names_read(own.__code__):
-                        _unknown(f"super().{name} of {kind.__name__}")
-            self._classes[kind] = copies, dotted
+            found, hidden = dict[str, tuple[FunctionType, Any, set[str]]](), set[str]()
+            for name, x, own in reversed([*_methods(kind)]):
+                hidden |= {name} if name in found and any(found[name][1:]) else set()
+                found[name] = own, *self._copy(name, x, own)
+            far = set[str]().union(*(far for *_, far in found.values()))
+            for at, (own, *_) in found.items():
+                above = hidden & names_read(own.__code__, of_file=False)
+                far |= {f"super().{name}" for name in above if at == name or "super" in names_read(own.__code__)}
+            self._classes[kind] = {name: copy for name, (_, copy, _) in found.items() if copy is not None}, far
         return self._classes[kind]
 
-    def _copy(self, method: Any, own: FunctionType) -> tuple[Any, set[str]]:
+    def _copy(self, name: str, x: Any, own: FunctionType) -> tuple[Any, set[str]]:
         if own is nn.Conv1d.forward:
             return _convolution, set()
-        _, names, others = self._file(own.__globals__)
-        made = _copied(method, names) if names_read(own.__code__) & others.keys() else None
-        return made, self._dotted(own)
+        (_, names, ours), far = self._file(own.__globals__), self._far(own)
+        if names_read(own.__code__).isdisjoint(ours):
+            return None, far
+        plain = isinstance(x, FunctionType)
+        return (_copied(x, names), far) if plain else (None, {f"those in {name}, a {type(x).__name__}"})
 
-    def _dotted(self, own: FunctionType) -> set[str]:
-        """Functions with stand-ins that a function reads from other objects than its file."""
+    def _far(self, own: FunctionType) -> set[str]:
+        """Foreign functions that a function reads from other objects than its file."""
         ours = {*mixers.__all__} if _reads_ours(own) else set()
-        return {*names_read(own.__code__, of_file=False)} & (self.functions.keys() - ours)
+        names = names_read(own.__code__, of_file=False) & (self.functions.keys() - ours)
+        return {f"{name} of another object" for name in names}
 
     def _file(self, file: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """A file, its names with stand-ins and with copies of functions that reach them, and these alone."""
+        """A file, its names with our versions and with copies of functions that reach them, and these alone."""
         if id(file) not in self._files:
             names = dict(file)
-            others = {name: x for name in file if (x := self._stand_in(name, file[name])) is not None}
-            left = ((name, file[name]) for name in file.keys() - others if not isinstance(file[name], type))
+            ours = {name: x for name in file if (x := self._ours(name, file[name])) is not None}
+            left = ((name, file[name]) for name in file.keys() - ours if not isinstance(file[name], type))
             found = {name: own for name, x in left if (own := _function(x)) and own.__globals__ is file}
             for name, own in found.items():
-                if far := self._dotted(own):
-                    others[name] = partial(_unknown, f"{far.pop()}, which {name} reads from another object")
-            while more := {name for name in found.keys() - others if names_read(found[name].__code__) & others.keys()}:
-                others |= {name: _copied(file[name], names) for name in more}
-            names |= others
-            self._files[id(file)] = file, names, others
+                if far := self._far(own):
+                    ours[name] = partial(_unknown, f"{far.pop()}, in {name}")
+            while more := {name for name in found.keys() - ours if names_read(found[name].__code__) & ours.keys()}:
+                ours |= {name: _copied(file[name], names) for name in more}
+            names |= ours
+            self._files[id(file)] = file, names, ours
         return self._files[id(file)]
 
-    def _stand_in(self, name: str, value: Any) -> Any:
+    def _ours(self, name: str, value: Any) -> Any:
+        """What stands for a function of this name; None: itself."""
         if isinstance(value, type | nn.Module) or not (callable(value) or value is None):
             return None
         if (where := getattr(_function(value) or value, "__module__", None) or "").startswith("cp_mesh."):
             return None
         if (own := self.functions.get(name)) is not None:
-            return partial(stand_in, name, own, value, self.strict)
+            return partial(call_ours, name, own, value, self.strict)
         return partial(_unknown, name) if self.strict and _is_other(where) else None
 
 
 @untraced  # after a graph break in its callers Dynamo would trace this function by itself
 def refuse_unplanned(root: nn.Module, traced: bool = False) -> None:
-    """Refuse modules outside of `RecurrentParallel` that call functions which have stand-ins.
+    """Refuse modules outside of `RecurrentParallel` that call foreign functions.
 
     With ``traced``, for code that no probe can run, also recurrent layers of PyTorch, and functions of `cp_mesh.mixers`
     that get no sequence.
@@ -359,15 +336,15 @@ def refuse_unplanned(root: nn.Module, traced: bool = False) -> None:
     Raises:
         ArgumentError: with the name of the module.
     """
-    known, inside = StandIns(), set[nn.Module]()
+    known, inside = ForeignFunctions(), set[nn.Module]()
     for path, part in root.named_modules():
-        if hasattr(style_of(part), "stand_ins"):
+        if hasattr(style_of(part), "foreign"):
             inside.update(part.modules())
         if part in inside:
             continue
-        copies, dotted = known.of_class(type(part))
-        found = [f"{name} calls such a function" for name, made in copies.items() if made is not _convolution]
-        found += [f"a call of {name}" for name in dotted if not hasattr(part, name)]
+        copies, far = known.of_class(type(part))
+        found = [f"{name} calls such a function" for name, copy in copies.items() if copy is not _convolution]
+        found += [f"a call of {what}" for what in not_of(part, far)]
         if traced:
             found += ["which is recurrent"] * isinstance(part, nn.RNNBase)
             found += [f"a call of {name} without sequence=" for name in _without_sequence(type(part))]
@@ -380,9 +357,7 @@ def refuse_unplanned(root: nn.Module, traced: bool = False) -> None:
 def _without_sequence(kind: type[nn.Module]) -> Iterator[str]:
     """Functions of `cp_mesh.mixers` that methods of a class call without the keyword ``sequence``."""
     for own in {name: own for name, _, own in reversed([*_methods(kind)])}.values():
-        if own is not None:
-            said = any(x == "sequence" or (isinstance(x, tuple) and "sequence" in x) for x in own.__code__.co_consts)
-            names = set[str]() if said else {*mixers.__all__}
+        if not any(x == "sequence" or (isinstance(x, tuple) and "sequence" in x) for x in own.__code__.co_consts):
+            names = {*mixers.__all__}
             yield from (x for x in names & names_read(own.__code__) if own.__globals__[x] is getattr(mixers, x))
-            if _reads_ours(own):
-                yield from names & names_read(own.__code__, of_file=False)
+            yield from names & names_read(own.__code__, of_file=False) if _reads_ours(own) else ()
