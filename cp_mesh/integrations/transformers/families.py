@@ -60,7 +60,7 @@ class Facts:
         counted: the class name of a module that computes positions from tokens, or None.
         layers: the number of layers that mix tokens, by the config, or None.
         attending: the part of the model that mixes rows of the sequence.
-        has_mixers: whether some of its layers are recurrent or convolutions.
+        num_mixers: modules that are recurrent or convolutions.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -78,7 +78,7 @@ class Facts:
         self.counted = next(counts, None)
         config = model.config.get_text_config()
         self.layers: int | None = getattr(config, "num_hidden_layers", None)
-        self.has_mixers = any(map(is_mixer, self.attending.modules()))
+        self.num_mixers = sum(map(is_mixer, self.attending.modules()))
         if self.layers is not None:
             self.layers -= sum(kind in ALONE for kind in getattr(config, "layer_types", None) or ())
 
@@ -134,10 +134,10 @@ def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
 def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     facts, attending = Facts(model), 0
     parts, inside = [*facts.attending.named_modules()], set[nn.Module]()
-    if "position_ids" not in facts.accepted and not facts.has_mixers:
+    if "position_ids" not in facts.accepted and not facts.num_mixers:
         yield "a forward without position_ids, which counts this rank's rows from 0", "this model is not supported"
     kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
-    if facts.has_mixers and (found := sorted(kinds & {"sliding_attention", "chunked_attention"})):
+    if facts.num_mixers and (found := sorted(kinds & {"sliding_attention", "chunked_attention"})):
         yield f"{found[0]} beside recurrent layers or convolutions", "this model is not supported"
     for path, module in parts:
         kind = type(module).__name__

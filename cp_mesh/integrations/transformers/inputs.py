@@ -104,7 +104,7 @@ def visible(facts: Facts, whole: dict[str, Any]) -> tuple[Mask, Tensor]:
         counted = counted - (padding.cumsum(-1) == 0).sum(-1, keepdim=True)
     labels = whole.get("shift_labels")
     if labels is not None and bool((at := (labels != IGNORED) & (padding == 0)).any()):
-        if facts.has_mixers:
+        if facts.num_mixers:
             row, place = at.nonzero()[0].tolist()
             got = f"{int(labels[row, place])} at position {place} of row {row}"
             hint = "set labels of padding, and of the first token after padding on the left, to -100"

@@ -1,7 +1,7 @@
 """Attention and masks for the interfaces of Transformers: `make_mask` for each kind of mask, `attend` in each layer.
 
-A mask is a `Rows` object, which layers pass on as their attention_mask. So a layer that is recomputed in the backward
-gets the same object, and a compiled layer needs no context variable.
+A mask is a `BatchAttention`, which layers pass on as attention_mask. So a layer that is recomputed in the backward gets
+the same object, and a compiled layer needs no context variable.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LEAVE = "this model changes its masks itself, so it is not supported"
 
 
 class _Unreadable(UnsupportedError, AttributeError):
-    """An unknown attribute of `Rows` was read; an AttributeError, so that `hasattr` returns False."""
+    """An unknown attribute of `BatchAttention` was read; an AttributeError, so that `hasattr` returns False."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchAttention:
     """The attention_mask that layers get: the arguments of their attention calls except q, k and v.
 
     Attributes:
@@ -57,7 +57,7 @@ class Rows:
         got = f"one that reads its {name!r}"
         raise _Unreadable(describe("Transformers", "layers that pass attention_mask on", got, _LEAVE))
 
-    def __getitem__(self, index: Any) -> Rows:
+    def __getitem__(self, index: Any) -> BatchAttention:
         parts = index if isinstance(index, tuple) else (index,)
         if all(isinstance(x, slice) and (x.start or 0, x.stop, x.step) == (0, None, None) for x in parts):
             return self  # all rows, as Gemma-4 keeps them before layers that share keys and values
@@ -87,10 +87,10 @@ class Batch(Root):
     Attributes:
         mask: the mask with documents and key padding of the whole sequence.
         counted: [B, S] or [S], positions from which chunk indices are computed.
-        options, seed: as in `Rows`.
+        options, seed: as in `BatchAttention`.
         kept: [B, S_local], 1 for tokens that are not padding; only in models with a routers' loss.
         router_logits: logits of all layers, if the model's output lacks them.
-        made: the `Rows` of each mask.
+        made: the `BatchAttention` of each mask.
         watch: in a model with images, the watch for the text tower; the rest of the model is not watched.
         loss, version: the result of the model's loss function, and its version counter then.
     """
@@ -101,7 +101,7 @@ class Batch(Root):
     seed: Tensor
     kept: Tensor | None = None
     router_logits: tuple[Tensor, ...] = ()
-    made: list[tuple[Said, Rows]] = field(default_factory=list)
+    made: list[tuple[Said, BatchAttention]] = field(default_factory=list)
     loss: Tensor | None = None
     version: int = 0
     cores: int = 0
@@ -112,10 +112,10 @@ class Batch(Root):
         """Return the batch whose forward runs in eager mode, else None."""
         return root if isinstance(root := ROOT.get(), cls) else None
 
-    def rows(self, said: Said) -> Rows:
-        for other, rows in self.made:
+    def attention(self, said: Said) -> BatchAttention:
+        for other, made in self.made:
             if other[:3] == said[:3] and other.blocks is said.blocks and other.beyond == said.beyond:
-                return rows
+                return made
         documents = self.mask.documents
         if said.chunk is not None:
             chunks = self.counted.div(said.chunk, rounding_mode="floor").cpu()
@@ -127,9 +127,9 @@ class Batch(Root):
         ahead = None if said.blocks is not None else 0 if said.causal else said.window
         window = None if said.window is None else (said.window, ahead)
         mask = replace(self.mask, causal=bool(said.causal), window=window, documents=documents, blocks=said.blocks)
-        rows = Rows(self.sequence, self.sequence.mask(mask), self.options, self.seed)
-        self.made.append((said, rows))
-        return rows
+        made = BatchAttention(self.sequence, self.sequence.mask(mask), self.options, self.seed)
+        self.made.append((said, made))
+        return made
 
     def _check_blocks(self, said: Said) -> None:
         """Refuse blocks of another length than the batch, and blocks that the model sees beyond its window."""
@@ -155,7 +155,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Rows | None:
+def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> BatchAttention | None:
     """Make the mask for `AttentionMaskInterface`, which asks once for each kind of mask in a forward.
 
     Args:
@@ -169,7 +169,7 @@ def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Rows | Non
         hint = "call the model that cp_mesh.integrations.transformers.parallelize returned, not a part of it"
         refuse("attn_implementation='cp_mesh'", "a forward of the parallel root", "another call", hint)
     said = read_mask(mask_function)
-    return None if said.window == -1 else batch.rows(said)
+    return None if said.window == -1 else batch.attention(said)
 
 
 def read_mask(mask_function: Callable[..., Any]) -> Said:
@@ -238,7 +238,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Rows | None,
+    attention_mask: BatchAttention | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -259,7 +259,7 @@ def attend(
     """
     layer = getattr(module, "layer_idx", None)
     where = type(module).__name__ + ("" if layer is None else f" of layer {layer}")
-    if not isinstance(attention_mask, Rows):
+    if not isinstance(attention_mask, BatchAttention):
         hint = "this layer uses no mask of masking_utils, so its mask is not known"
         refuse(where, "the mask of the batch", type(attention_mask).__name__, hint, UnsupportedError)
     sequence, mask = attention_mask.sequence, attention_mask.mask

@@ -1,12 +1,13 @@
 """Recurrent layers and convolutions of Transformers' hybrids: `RecurrentParallel` with the batch of the model.
 
-The batch comes as attention_mask, a `Rows`, which layers hand on; so layers that are recomputed see the same one.
+Its mask comes as attention_mask, a `BatchAttention`, which layers hand on; so layers that are recomputed see the same.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,14 +18,14 @@ from transformers.activations import ACT2FN
 
 from cp_mesh._torch import untraced
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.integrations.transformers.masks import Batch, Rows
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.integrations.transformers.masks import BatchAttention
 from cp_mesh.mixers.rules import gla
-from cp_mesh.mixers.scope import Scope
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.foreign_functions import FUNCTIONS as OF_ALL
 from cp_mesh.training.foreign_functions import names_read, of_channels_first, with_names
 from cp_mesh.training.recurrent_parallel import RecurrentParallel
-from cp_mesh.wrap import INPUT, STYLE, replace_forward
+from cp_mesh.wrap import INPUT, replace_forward
 
 LIGHTNING = "MiniMaxLightningAttention"
 """A class that computes its recurrence inline."""
@@ -74,18 +75,18 @@ def unknown_functions(module: nn.Module) -> list[str]:
 
 def apply(model: nn.Module, sequence: ShardedSequence) -> None:
     """Let the mixers of a model run over the sequence of the batch."""
-    style = _Mixers(sequence)
+    style = RecurrentLayers(sequence, mask=mask_of)
     for module in model.modules():
         if is_mixer(module):
-            replace_forward(module, STYLE, "cp_mesh.integrations.transformers.parallelize", style.run_layer)
+            style._apply(module, sequence.mesh)
         elif "create_recurrent_attention_mask" in _names(module) and not _takes_masks(module):
             replace_forward(module, INPUT, "cp_mesh.integrations.transformers.parallelize", style.run_with_mask)
 
 
-def masks_of_layers(model: nn.Module, rows: Rows) -> Any:
+def masks_of_layers(model: nn.Module, attention: BatchAttention) -> Any:
     """The attention_mask of a model with mixers: one for each kind of layer, as most take them, or the mask itself."""
     kinds = ("full_attention", "linear_attention", "conv")
-    return dict.fromkeys(kinds, rows) if any(map(_takes_masks, model.modules())) else rows
+    return dict.fromkeys(kinds, attention) if any(map(_takes_masks, model.modules())) else attention
 
 
 def _takes_masks(module: nn.Module) -> bool:
@@ -99,8 +100,17 @@ def _own_forward(module: nn.Module) -> FunctionType:
     return own
 
 
-class _Mixers(RecurrentParallel):
-    """The style of recurrent layers, whose sequence and mask are those of each batch."""
+def mask_of(*args: Any, **kwargs: Any) -> Mask:
+    """The mask of the batch, among the arguments of a layer."""
+    found = [x.mask for x in (*args, *kwargs.values()) if isinstance(x, BatchAttention)]
+    if not found:
+        hint = "call the parallel model, with attention_mask [B, S] or none"
+        refuse("Transformers: recurrent layers", "the mask of the batch", "none", hint, UnsupportedError)
+    return found[0]
+
+
+class RecurrentLayers(RecurrentParallel):
+    """The style of recurrent layers of Transformers."""
 
     functions = FUNCTIONS
     strict = False  # layers hand on arguments of the model, which `inputs` has read
@@ -112,34 +122,14 @@ class _Mixers(RecurrentParallel):
         others = {"create_recurrent_attention_mask": lambda attention_mask, **_: attention_mask}
         return with_names(own, own.__globals__ | others)(module, *args, **kwargs)
 
-    @untraced
-    def run_layer(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if (batch := Batch.now()) is not None:
-            batch.cores += 1
-        if type(module).__name__ == LIGHTNING:
-            given = inspect.signature(_own_forward(module)).bind(module, *args, **kwargs).arguments
-            return _lightning(module, given["hidden_states"], _rows(module, args, kwargs))
-        return self.run(module, forward, *args, **kwargs)
-
-    def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Scope:
-        rows = _rows(module, args, kwargs)
-        return Scope(rows.sequence, rows.mask)
+    def _own(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(_lightning, module) if type(module).__name__ == LIGHTNING else super()._own(module, forward)
 
 
-def _rows(module: nn.Module, args: Any, kwargs: Any) -> Rows:
-    """The batch, of the arguments of a layer."""
-    rows = inspect.signature(_own_forward(module)).bind(module, *args, **kwargs).arguments.get("attention_mask")
-    if not isinstance(rows, Rows):
-        hint = "call the parallel model, with attention_mask [B, S] or none"
-        refuse(type(module).__name__, "the mask of the batch", type(rows).__name__, hint, UnsupportedError)
-    return rows
-
-
-def _lightning(module: Any, hidden_states: Tensor, rows: Rows) -> tuple[Tensor, None]:
+def _lightning(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Lightning attention: a decay for each head, the same for all tokens."""
     states = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * module.head_dim))
     q, k, v = states.split(module.head_dim, -1)
     g = -module.slope_rate.view(-1).to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:3])
-    out, _ = gla(q, k, v, g, scale=1.0, sequence=rows.sequence, mask=rows.mask)
-    gated = F.sigmoid(module.output_gate(hidden_states)) * module.norm(out.flatten(2))
+    gated = F.sigmoid(module.output_gate(hidden_states)) * module.norm(gla(q, k, v, g, scale=1.0)[0].flatten(2))
     return module.out_proj(gated), None

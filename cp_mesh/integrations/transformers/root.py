@@ -231,8 +231,9 @@ class _Adapter:
         if batch.kept is not None:
             self.losses.of_routers(module, batch, batch.kept, output)
         compiled = any(getattr(part, COMPILED_CALL) is not None for part in module.modules())
-        if batch.cores < (self.facts.layers or 0) and not compiled:
-            got = f"{batch.cores} calls of attention in {self.facts.layers} layers"
+        layers = (self.facts.layers or 0) - self.facts.num_mixers
+        if batch.cores < layers and not compiled:
+            got = f"{batch.cores} calls of attention in {layers} layers"
             hint = "the other layers saw only the rows of one shard; this model is not supported"
             refuse(self.facts.name, "one in every layer", got, hint, UnsupportedError)
         if labels is not None and not fused:
@@ -268,8 +269,8 @@ class _Adapter:
         seed = sequence.dropout_seed(self.steps, self.dropout_seed, self.replica, tokens.device)
         assert sequence.seq_len is not None
         batch = Batch(sequence, sequence.seq_len, mask=mask, counted=counted, options=self.options, seed=seed)
-        if self.facts.has_mixers:  # whose masks Transformers does not ask for
-            arguments["attention_mask"] = masks_of_layers(module, batch.rows(Said(causal=True)))
+        if self.facts.num_mixers:  # whose masks Transformers does not ask for
+            arguments["attention_mask"] = masks_of_layers(module, batch.attention(Said(causal=True)))
         if whole.get("output_router_logits", getattr(config, "output_router_logits", False)):
             self.losses.check_router(module)
             if isinstance(arguments.get("attention_mask"), dict):  # which the model would give its routers' loss
