@@ -69,7 +69,7 @@ class _After(torch.autograd.Function):
 
 
 def after(x: Tensor, *others: Tensor | None) -> Tensor:
-    """``x`` as if it depended on the others: a rank that needs nothing of a collective runs its backward, too."""
+    """``x`` with a dependency of gradient zero on the others, so that every rank takes part in their collectives."""
     needed = [y for y in others if y is not None and y.requires_grad]
     return cast(Tensor, _After.apply(x, *needed)) if needed else x
 

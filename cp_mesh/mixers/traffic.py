@@ -1,4 +1,4 @@
-"""The bytes that a recurrent layer sends, by either method: what "auto" goes by."""
+"""The bytes that each rank sends in a recurrent layer, forward and backward, by either method: "auto" goes by them."""
 
 from __future__ import annotations
 
@@ -24,40 +24,25 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-class Sent(NamedTuple):
-    """Bytes that each rank sends to others in a forward and in a backward: int64 [cp_size]."""
-
-    forward: Ints
-    backward: Ints
-
-    @property
-    def most(self) -> int:
-        """Of both passes, on the rank that sends most."""
-        return int((self.forward + self.backward).max())
-
-
-def sent_by_states(pieces: Pieces, sizes: Sizes) -> Sent:
+def sent_by_states(pieces: Pieces, sizes: Sizes) -> Ints:
     """A gather, whose shards are padded to the largest, and its reduce-scatter."""
     _, _, HV, K, V, decays, delta, dtype = sizes
     of_a = (K * K if delta else max(1, decays)) * bool((pieces.sends & pieces.receives).any())
-    numbers = HV * (of_a + K * V)
     size, most = len(pieces.shard_lens), np.bincount(pieces.rank[pieces.sends]).max(initial=0)
-    each = np.full(size, (size - 1) * int(most) * numbers * accumulation_dtype(dtype).itemsize)
-    return Sent(each, each)
+    return np.full(size, 2 * (size - 1) * int(most) * HV * (of_a + K * V) * accumulation_dtype(dtype).itemsize)
 
 
-def sent_by_heads(pieces: Pieces, sizes: Sizes) -> Sent:
-    """All-to-alls of what a rule reads, and of what it returns."""
+def sent_by_heads(pieces: Pieces, sizes: Sizes) -> Ints:
+    """All-to-alls of what a rule reads, of what it returns, and of the gradients of both."""
     B, H, HV, K, V, decays, delta, dtype = sizes
-    wide = accumulation_dtype(dtype).itemsize
-    given = B * ((2 * H * K + HV * V + HV * delta) * dtype.itemsize + HV * decays * wide)
-    found, lens, size = B * HV * V * dtype.itemsize, np.array(pieces.shard_lens), len(pieces.shard_lens)
-    own, others = lens * (size - 1), pieces.seq_len - lens  # rows of all other heads, rows of these heads
-    return Sent((own * given + others * found) // size, (others * given + own * found) // size)
+    given = (2 * H * K + HV * V + HV * delta) * dtype.itemsize + HV * decays * accumulation_dtype(dtype).itemsize
+    lens, size = np.array(pieces.shard_lens), len(pieces.shard_lens)
+    rows = lens * (size - 1) + pieces.seq_len - lens  # own ones of all other heads, and those of others of these heads
+    return rows * B * (given + HV * V * dtype.itemsize) // size
 
 
 def choose_method(pieces: Pieces, sizes: Sizes) -> Literal["states", "heads"]:
-    """What sends less."""
+    """The one by which the rank that sends most sends less."""
     if sizes.H % len(pieces.shard_lens):
         return "states"
-    return "heads" if sent_by_heads(pieces, sizes).most < sent_by_states(pieces, sizes).most else "states"
+    return "heads" if sent_by_heads(pieces, sizes).max() < sent_by_states(pieces, sizes).max() else "states"
