@@ -263,7 +263,7 @@ def step(axis: Any, layout: str, how: str = "", method: str = "auto") -> None:
     model: Any = planned(sequence, built(lambda: Hybrid("checkpoint" in how)), probe="probe" in how, method=method)
     if "compiled" in how:
         for layer in model.layers:
-            layer.compile(backend="aot_eager")
+            layer.compile(backend="inductor" if "inductor" in how else "aot_eager")
     if "fsdp" in how:
         for layer in model.layers:
             fully_shard(layer, mesh=axis)
@@ -291,7 +291,11 @@ def test_a_hybrid_is_that_of_one_rank(axis: Any, size: int, layout: str) -> None
         step(axis, layout, method=method)
 
 
-@pytest.mark.parametrize("how", ["copied", "probe", "compiled", "root", "checkpoint fsdp", "checkpoint fsdp compiled"])
+INDUCTOR = pytest.param("checkpoint fsdp inductor compiled", marks=pytest.mark.nightly("compiled"))
+TRAINERS = ["copied", "probe", "compiled", "root", "checkpoint fsdp", "checkpoint fsdp compiled", INDUCTOR]
+
+
+@pytest.mark.parametrize("how", TRAINERS)
 @pytest.mark.quick(without="fsdp compiled")
 @on_ranks(2, timeout=120.0)
 def test_a_hybrid_with_what_trainers_do(axis: Any, how: str) -> None:
