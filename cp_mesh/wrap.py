@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import CellType, FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.utils.checkpoint
@@ -40,6 +40,11 @@ def with_names(own: FunctionType, names: dict[str, Any], cells: tuple[CellType, 
     made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, cells or own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__
     return made
+
+
+def asks_for(function: Any, *names: str) -> TypeGuard[FunctionType]:
+    """Whether ``function`` is a plain Python function that reads these names."""
+    return isinstance(function, FunctionType) and {*names} <= {*function.__code__.co_names}
 
 
 class Replacement:

@@ -31,11 +31,10 @@ from cp_mesh.comm.agreement import refusing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Joint
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.integrations.renamed import asks_for, with_names
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.style_helpers import claim
-from cp_mesh.wrap import STYLE, replace_forward
+from cp_mesh.wrap import STYLE, asks_for, replace_forward, with_names
 
 STREAMS = {
     "FluxTransformer2DModel": ("encoder_hidden_states", "hidden_states"),
@@ -181,7 +180,8 @@ def parallelize(
     claim(model, sequence.mesh, sequence, own)  # type: ignore[arg-type]
     for processor in processors:
         kind: Any = type(processor)
-        members = {"__call__": with_names(kind.__call__, {_DISPATCH: attend}), "__module__": kind.__module__}
+        call = with_names(kind.__call__, kind.__call__.__globals__ | {_DISPATCH: attend})
+        members = {"__call__": call, "__module__": kind.__module__}
         processor.__class__ = type(kind.__name__, (kind,), members)
         processor._parallel_config = own
     for name, plan in model._cp_plan.items():

@@ -24,8 +24,8 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.batch_mask import batch_mask
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.integrations.renamed import asks_for, with_names
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.wrap import asks_for, with_names
 
 BALANCERS: dict[str | None, Layout] = {"headtail": ZigZag(), None: Contiguous()}
 """Layouts by torchtitan's context_parallel_load_balancer."""
@@ -139,7 +139,7 @@ def _with_sequence(model_spec: Any, by_batch: bool, options: dict[str, Any]) -> 
                 return {"attention_masks": made.get(None, made)}
 
             _with_positions(model, sequence, masks, no_typecheck)
-        return with_names(own, {name: lambda modules, mesh: None})(model, **given)
+        return with_names(own, own.__globals__ | {name: lambda modules, mesh: None})(model, **given)
 
     return parallelize_fn
 
