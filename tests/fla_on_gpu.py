@@ -78,7 +78,7 @@ def found(kernel: str, decay: str, delta: bool, strong: float, sizes: Sizes) -> 
     )
     inputs = [x if x is None else x.bfloat16().to(device, y).requires_grad_() for x, y in given]
     run = inner("mixers.kernels", "choose_kernel")("a rule", kernel, *inputs[:5])
-    outs = run(inner("recurrence", "Inputs")(*inputs[:5]), inputs[5], lens, SCALE)
+    outs = run(inner("mixers.reference", "Inputs")(*inputs[:5]), inputs[5], lens, SCALE)
     wanted = {name: x for name, x in zip(NAMES, inputs, strict=True) if x is not None}
     grads = [normal(*x.shape).to(x) for x in outs]
     results = {"out": outs[0], "states": outs[1]}

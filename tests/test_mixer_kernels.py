@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_mesh import ShardedSequence, mixers
 
-Inputs = inner("recurrence", "Inputs")
+Inputs = inner("mixers.reference", "Inputs")
 choose_kernel, Chunks = inner("mixers.kernels", "choose_kernel"), inner("chunks", "_Chunks")
 H, HV, K, V = 2, 4, 3, 5
 PACKINGS = {

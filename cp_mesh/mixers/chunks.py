@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.mixers.recurrence import Inputs
+from cp_mesh.mixers.reference import Inputs
 
 CHUNK = 64
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.mixers.between import Between
-from cp_mesh.mixers.recurrence import Inputs
+from cp_mesh.mixers.reference import Inputs
 from cp_mesh.mixers.seam import of_package, with_seam
 
 HALF = (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from cp_mesh.errors import UnsupportedError, describe, refuse, warn
 from cp_mesh.kernels.precision import exactly
 from cp_mesh.mixers.chunks import chunked
 from cp_mesh.mixers.fla import by_fla, shortfall, shortfall_of
-from cp_mesh.mixers.recurrence import Inputs, recurrence
+from cp_mesh.mixers.reference import Inputs, recurrence
 
 Kernel = Literal["auto", "torch", "fla", "reference"]
 KERNELS: dict[str, Callable[..., Any]] = {"auto": chunked, "torch": chunked, "fla": by_fla, "reference": recurrence}

@@ -22,7 +22,7 @@ from cp_mesh.mixers.halo import convolution, last_rows, rolled
 from cp_mesh.mixers.kernels import Kernel, choose_kernel, convolves_by_fla, folds
 from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
-from cp_mesh.mixers.recurrence import Inputs
+from cp_mesh.mixers.reference import Inputs
 from cp_mesh.mixers.repeated import Decided, decide
 from cp_mesh.mixers.scope import Place, in_layout_of, place_of
 from cp_mesh.mixers.states import by_states

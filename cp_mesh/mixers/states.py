@@ -24,7 +24,7 @@ from cp_mesh.mixers.chunks import CHUNK
 from cp_mesh.mixers.kernels import folds
 from cp_mesh.mixers.moving import Group, after, gather_rows
 from cp_mesh.mixers.pieces import Pieces, index_on
-from cp_mesh.mixers.recurrence import Inputs, Run
+from cp_mesh.mixers.reference import Inputs, Run
 
 
 def by_states(

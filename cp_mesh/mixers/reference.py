@@ -1,4 +1,4 @@
-"""The recurrence of all rules in plain PyTorch, token by token: the specification, on any device, with autograd.
+"""The reference of all rules: plain PyTorch, token by token, on any device, with autograd.
 
     S_t = exp(g_t) S_{t-1} + k_t u_t,   u_t = beta_t (v_t - k_t exp(g_t) S_{t-1}) of a delta rule, else v_t
     o_t = scale q_t S_t
