@@ -275,7 +275,8 @@ class ForeignFunctions:
         if kind not in self._classes:
             found, hidden = dict[str, tuple[FunctionType, Any, set[str]]](), set[str]()
             for name, x, own in reversed([*_methods(kind)]):
-                hidden |= {name} if name in found and any(found[name][1:]) else set()
+                if name in found and found[name][0] is not own and any(found[name][1:]):
+                    hidden.add(name)
                 found[name] = own, *self._copy(name, x, own)
             far = set[str]().union(*(far for *_, far in found.values()))
             for at, (own, *_) in found.items():
