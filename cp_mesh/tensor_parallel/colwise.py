@@ -50,12 +50,9 @@ def column_linears(
         [..., S, O] for each weight.
     """
     graded = graded_names(["input", *names], [x, *weights, *biases])
-    x, *rest = cast_alike(x, *weights, *(bias for bias in biases if bias is not None))
-    cast_weights, of_bias = rest[: len(weights)], iter(rest[len(weights) :])
-    cast_biases = [None if bias is None else next(of_bias) for bias in biases]
     keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     keeps_whole = keeps and spec.sharded and not recompute
-    outs: tuple[Tensor, ...] = _ColumnLinears.apply(spec, keeps, keeps_whole, graded, x, *cast_weights, *cast_biases)
+    outs: tuple[Tensor, ...] = _ColumnLinears.apply(spec, keeps, keeps_whole, graded, *cast_alike(x, *weights, *biases))
     return outs
 
 
@@ -65,7 +62,7 @@ def _compute(
 ) -> list[Tensor]:  # fmt: skip
     """Outputs [..., S, O], and with ``keeps`` also the gathered input [..., S, C]."""
     what, spec = "column linears", LinearSpec(num_rows, group_name, sharded, most_features, transport)
-    check_rows(what, x, num_rows, group_name, sharded, graded=graded, transport=transport)
+    check_rows(what, x, spec, graded=graded)
     return gather_matmul(x, [weight.t() for weight in weights], biases, spec, what, "kept" if keeps else None)
 
 

@@ -23,7 +23,7 @@ from cp_mesh.comm.shards import Shards
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.losses import note_compiled_backward
-from cp_mesh.tensor_parallel.matmul import check_rows, graded_names
+from cp_mesh.tensor_parallel.matmul import LinearSpec, check_rows, graded_names
 
 CHUNK_BYTES = 256 << 20
 """Bytes of a chunk of logits in the accumulation dtype. A kernel on a chunk takes a GPU longer than its launch."""
@@ -119,22 +119,10 @@ def _all_rows(x: Tensor, num_rows: int, group_name: str, sharded: bool) -> Tenso
 # Custom ops, since torch.compile would unroll the loop and recompile it for each length.
 @torch.library.custom_op("cp_mesh::token_losses", mutates_args=())
 def _token_losses(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    labels: Tensor,
-    teacher: Sequence[Tensor],
-    ignore_index: int,
-    scale: float,
-    label_smoothing: float,
-    z_loss: float,
-    begin: int,
-    size: int,
-    num_rows: int = 0,
-    group_name: str = "",
-    sharded: bool = False,
-    graded: str = "",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, teacher: Sequence[Tensor],
+    ignore_index: int, scale: float, label_smoothing: float, z_loss: float,
+    begin: int, size: int, num_rows: int = 0, group_name: str = "", sharded: bool = False, graded: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return losses [N], and the largest logit and the sum of exp(logit - largest) of each row, also of the teacher.
 
     These are [4, N, 1]. One number, the log-sum-exp, would lose digits of the sum if logits are large. Over tp the
@@ -147,7 +135,7 @@ def _token_losses(
         taught = len(teacher), *[(y.shape[-1], y.dtype) for y in teacher[:1]]
         kind = size, ignore_index, *trained, bias is None, *taught, label_smoothing > 0, z_loss > 0
         alike = {"labels": labels, "label_smoothing, z_loss and temperature": torch.tensor(terms, device="cpu")}
-        check_rows("cross_entropy", x, num_rows, group_name, sharded, *kind, graded=graded, alike=alike)
+        check_rows("cross_entropy", x, LinearSpec(num_rows, group_name, sharded), *kind, graded=graded, alike=alike)
     x, counts = _all_rows(x, num_rows, group_name, sharded), labels != ignore_index
     soft = [_all_rows(y, num_rows, group_name, sharded) for y in teacher[:1]] + [*teacher[1:]]
     index, own = own_index(labels.where(counts, begin), begin, size if weight is None else len(weight), size)
@@ -195,24 +183,11 @@ def _token_losses(
 
 @torch.library.custom_op("cp_mesh::token_losses_backward", mutates_args=())
 def _token_losses_backward(
-    dlosses: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    labels: Tensor,
-    of_rows: Tensor,
-    teacher: Sequence[Tensor],
-    wants: Sequence[bool],
-    ignore_index: int,
-    scale: float,
-    label_smoothing: float,
-    z_loss: float,
-    begin: int,
-    size: int,
-    num_rows: int = 0,
-    group_name: str = "",
-    sharded: bool = False,
-) -> list[Tensor]:
+    dlosses: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, of_rows: Tensor,
+    teacher: Sequence[Tensor], wants: Sequence[bool],
+    ignore_index: int, scale: float, label_smoothing: float, z_loss: float,
+    begin: int, size: int, num_rows: int = 0, group_name: str = "", sharded: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """Return the wanted gradients of x, weight and bias, each rounded once to its tensor's dtype.
 
     That of the logits is (softmax * (1 + 2 z_loss lse) - targets) * dlosses.

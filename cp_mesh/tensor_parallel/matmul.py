@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -56,19 +55,24 @@ class LinearSpec(NamedTuple):
         """Empty [..., S, features] like x [..., rows, D]."""
         return x.new_empty((*x.shape[:-2], self.num_rows, features))
 
+    @property
+    def num_own(self) -> int:
+        """Rows of this rank outside of the linears."""
+        return Shards(self.num_rows, self.group_name).own if self.sharded else self.num_rows
+
     def own(self, x: Tensor, features: int) -> Tensor:
         """Empty [..., rows of this rank, features] like x [..., rows, D]."""
-        own = Shards(self.num_rows, self.group_name).own if self.sharded else self.num_rows
-        return x.new_empty((*x.shape[:-2], own, features))
+        return x.new_empty((*x.shape[:-2], self.num_own, features))
 
 
-def cast_alike(*given: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the autocast dtype; refuses dtypes that still differ then."""
-    cast = tuple(autocast(*given))
-    if len(dtypes := {tensor.dtype for tensor in cast}) > 1:
+def cast_alike(*given: Tensor | None) -> list[Any]:
+    """The tensors in the autocast dtype, and None; refuses dtypes that still differ then."""
+    cast = autocast(*(x for x in given if x is not None))
+    if len(dtypes := {x.dtype for x in cast}) > 1:
         hint = "cast the input, or use autocast"
         refuse("linears", "inputs and weights of one dtype", sorted(map(str, dtypes)), hint)
-    return cast
+    found = iter(cast)
+    return [None if x is None else next(found) for x in given]
 
 
 def part_of(parameter: Any) -> Any:
@@ -116,36 +120,27 @@ def graded_names(names: Sequence[str], tensors: Sequence[Tensor | None]) -> str:
 
 
 def check_rows(
-    what: str,
-    x: Tensor,
-    num_rows: int,
-    group_name: str,
-    sharded: bool,
-    *kind: Hashable,
-    graded: str,
-    alike: Mapping[str, Tensor] | None = None,
+    what: str, x: Tensor, spec: LinearSpec, *kind: Hashable, graded: str, alike: Mapping[str, Tensor] | None = None,
     features: int | None = None,
-    transport: str = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Check the rows of a call before its first collective; the first call of a kind is compared over tp.
 
     ``graded``: `graded_names` of the call's tensors. ``alike``: tensors that must be equal on all ranks.
     ``features``: compared instead of x's feature count, for calls in which that may differ between ranks.
     """
-    group: dist.ProcessGroup = resolve_group(group_name)
+    group, num_rows = resolve_group(spec.group_name), spec.num_rows
     with refusing(group):
-        expected = Shards(num_rows, group_name).own if sharded else num_rows
-        if x.shape[-2] != expected:
+        if x.shape[-2] != spec.num_own:
             hint = "pass DTensors, whose shape has the number of rows, if tp does not divide it"
-            refuse(f"{what}: input", f"{expected} of {num_rows} rows on this rank", x.shape[-2], hint)
+            refuse(f"{what}: input", f"{spec.num_own} of {num_rows} rows on this rank", x.shape[-2], hint)
     shape, features = tuple(x.shape[:-2]), x.shape[-1] if features is None else features
     compare(
         group,
-        (what, sharded, x.ndim, features, x.dtype, transport, graded, *kind),
+        (what, spec.sharded, x.ndim, features, x.dtype, spec.transport, graded, *kind),
         lambda: {
             **{"call": what, "rows of the sequence": f"{num_rows}", "batch": f"{shape}", "features": f"{features}"},
             **{"dtype": f"{x.dtype}", "tensors that require a gradient": graded},
-            **{"transport": transport, "kind": f"{kind}"},
+            **{"transport": spec.transport, "kind": f"{kind}"},
             **{name: fingerprint(y) for name, y in (alike or {}).items()},
         },
         "tp",

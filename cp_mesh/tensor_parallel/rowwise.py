@@ -40,14 +40,13 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec)
         [..., rows of this rank, O].
     """
     graded = graded_names(["input", "weight", "bias"], [x, weight, bias])
-    x, weight, *rest = cast_alike(x, weight, *([] if bias is None else [bias]))
-    parameters = weight, *rest, *[None] * (1 - len(rest))
-    if not torch.is_grad_enabled() or not any(y.requires_grad for y in (x, weight, *rest)):
-        plain: Tensor = _row_linear(x, *map(part_of, parameters), graded, *spec)
-        return plain
-    awaited = _RowGradients.apply(spec, weight.requires_grad, x.requires_grad, x, *parameters)
-    given = (None if y is None else part_of(y).detach() for y in (x, *parameters))
-    out: Tensor = _RowLinear.apply((graded, *spec), awaited, *given)
+    given = cast_alike(x, weight, bias)
+    local = [None if y is None else part_of(y).detach() for y in given]
+    if graded == "none":
+        out: Tensor = _row_linear(*local, graded, *spec)
+    else:
+        awaited = _RowGradients.apply(spec, weight.requires_grad, x.requires_grad, *given)
+        out = _RowLinear.apply((graded, *spec), awaited, *local)
     return out
 
 
@@ -56,8 +55,7 @@ def _compute(
     num_rows: int, group_name: str, sharded: bool, most_features: int, transport: str,
 ) -> Tensor:  # fmt: skip
     what, spec = "row linear", LinearSpec(num_rows, group_name, sharded, most_features, transport)
-    options: dict[str, Any] = {"graded": graded, "features": len(weight), "transport": transport}
-    check_rows(what, x, num_rows, group_name, False, sharded, **options)
+    check_rows(what, x, spec._replace(sharded=False), sharded, graded=graded, features=len(weight))
     (out,) = matmul_scatter([x], [weight.t()], spec, what)
     return out if bias is None else out + bias
 
@@ -144,9 +142,9 @@ def sum_rows(x: Tensor, tokens: Tensor, graded: str, group_name: str, sharded: b
 
 
 def _sum(x: Tensor, tokens: Tensor, graded: str, group_name: str, sharded: bool) -> Tensor:
-    what, alike = "VocabParallelEmbedding", {"tokens": tokens}
-    check_rows(what, x, x.shape[-2], group_name, False, sharded, graded=graded, alike=alike)
-    shards = Shards(x.shape[-2], group_name, what)
+    what, spec = "VocabParallelEmbedding", LinearSpec(x.shape[-2], group_name, False)
+    check_rows(what, x, spec, sharded, graded=graded, alike={"tokens": tokens})
+    shards = spec.shards(what)
     summed = (shards.scatter_sum(x) if sharded else shards.all_sum(x))()
     return summed.clone() if summed is x else summed
 

@@ -299,21 +299,17 @@ class VocabParallelHead(_OverTP):
         num_rows, x = where.num_rows(input), where.read(input, where.rows(input))
         weight, bias = where.given(module.weight, True), where.given(module.bias, True)
         of_other = not torch.compiler.is_compiling() and is_view(x)  # FSDP2 warns if a model returns a view
-        x = _hidden(x, weight, bias) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
+        x = _Hidden.apply(x, weight, bias) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
         head = Head(weight, bias, begin, module.out_features, where.group_name)
         return DeferredLogits(x, head, num_rows, where.sharded)
 
 
-def _hidden(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+class _Hidden(torch.autograd.Function):
     """A copy that requires a gradient if a parameter does: FSDP2 skips reduction if no output requires one.
 
     Without the copy FSDP2 would warn of a view that the model returns.
     """
-    found: Tensor = _Hidden.apply(x, weight, bias)
-    return found
 
-
-class _Hidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x.clone()
