@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ def run_again(
         q, k, v = autocast(q, k, v)
     if ready.plan.reads_tensors:
         refuse_copies(ready.plan)
-    return _Node.apply(ready, q, k, v, *(others[name] for name in ready.names))
+    return _Node.apply(ready, q, k, v, *map(others.__getitem__, ready.names))
 
 
 @untraced
@@ -152,7 +153,7 @@ def run_first(
     calls = state_of(group, Calls)
     ready = Ready(plan, bare.scores(q), bare, tuple(given), read, weakref.ref(group), calls)
     results: tuple[Tensor, Tensor] = _Node.apply(ready, q, k, v, *given.values(), *call.captured)
-    if options.score_mod or options.mask_mod or options.dropout_p or not all(isinstance(x, _PLAIN) for x in key):
+    if options.score_mod or options.mask_mod or options.dropout_p or not all(map(isinstance, key, repeat(_PLAIN))):
         return results
     if kind not in calls.kinds:
         return results

@@ -316,8 +316,7 @@ def _exchange(
     group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp", patience: timedelta | None = None
 ) -> list[dict[str, str]]:
     """Return every rank's fields in this comparison through the store; a first call waits `PATIENCE` at most."""
-    patience = patience or min(PATIENCE, timeout_of(group))
-    own = state_of(group, Calls)
+    own, patience = state_of(group, Calls), patience or min(PATIENCE, timeout_of(group))
     messages = own.write(group, fields)
     answers = messages.wait(patience)
     if absent := sorted({*range(messages.size)} - answers.keys()):
@@ -329,8 +328,7 @@ def _exchange(
         _raise_mismatch(group, fields, message)
     for rank, answer in answers.items():
         if "error" in answer:
-            message = f"{axis} rank {rank} raised while this rank did not: {answer['error']}"
-            _raise_mismatch(group, fields, message)
+            _raise_mismatch(group, fields, f"{axis} rank {rank} raised while this rank did not: {answer['error']}")
     before, own.last = own.last, messages
     if before is not None:
         before.delete()
@@ -423,9 +421,8 @@ def announced_over(group_of: Callable[..., Any]) -> Callable[[Callable[..., Any]
 @untraced  # else it would be traced as a graph of its own, behind a graph break
 def _send(group: dist.ProcessGroup, error: Exception) -> None:
     sent: set[str] | None = vars(error).get(_SENT, set())
-    if isinstance(error, StopRecomputation):
-        return  # no refusal: checkpoints raise it in every step to end a recomputation
-    if sent is None or (isinstance(error, RankMismatchError) and not sent):
+    ends = isinstance(error, StopRecomputation)  # raised by checkpoints in every step, to end a recomputation
+    if ends or sent is None or (isinstance(error, RankMismatchError) and not sent):
         return  # all ranks raise their own RankMismatchError
     message, off = {"error": f"{type(error).__name__}: {error}"}, checking(None) is False
     for other in (*linked_groups(group), group):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,11 +22,7 @@ from cp_mesh.geometry.schedule import Stage
 def _exchange(sent: Tensor, sent_rows: list[int], received_rows: list[int], group_name: str) -> Callable[[], Tensor]:
     """Start an all-to-all; the returned function waits for the received buffer [rows, features], rank after rank."""
     started = funcol.all_to_all_single(sent, received_rows, sent_rows, group_name)
-
-    def wait(kept: Tensor = sent) -> Tensor:  # until the collective has read it
-        return wait_for(started, "attention: rows of other ranks", group_name, (received_rows, sent_rows))
-
-    return wait
+    return partial(wait_for, started, "attention: rows of other ranks", group_name, (received_rows, sent_rows), sent)
 
 
 class FunctionalTransport:

@@ -26,8 +26,11 @@ def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
 
 def groups_with(kind: Callable[[], T]) -> list[tuple[dist.ProcessGroup, T]]:
     """Return the groups that have an instance, with the instance."""
-    groups = (ref() for ref in _KEPT.keyrefs())  # a copy: other threads may add groups
-    return [(group, kinds[kind]) for group in groups if group is not None and kind in (kinds := _KEPT.get(group, {}))]
+    found = []
+    for ref in _KEPT.keyrefs():  # a copy: other threads may add groups
+        if (group := ref()) is not None and kind in (kinds := _KEPT.get(group, {})):
+            found.append((group, kinds[kind]))
+    return found
 
 
 def states_of_all(kind: Callable[[], T]) -> list[T]:

@@ -14,7 +14,9 @@ from torch import Tensor
 from cp_mesh._torch import funcol, resolve_group
 
 
-def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[Sequence[int]] = ()) -> Tensor:
+def wait_for(
+    started: Tensor, what: str, group_name: str, peers: Sequence[Sequence[int]] = (), sent: Tensor | None = None
+) -> Tensor:
     """Return the result of a functional collective.
 
     Args:
@@ -22,6 +24,7 @@ def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[Sequen
         what: the data, and the name of the function that the user called, for errors.
         group_name: of its group.
         peers: lists of one number per rank of the group, 0 for no data; empty: all ranks take part.
+        sent: memory that a partial of this function keeps until the collective has read it.
 
     Raises:
         RuntimeError: if a rank ended, or did not come within the group's timeout.

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cp_mesh._torch import FakeTensor, base_of, tree_leaves, world
 from cp_mesh.comm.agreement import capturing, checking
 from cp_mesh.comm.fingerprints import fingerprint
-from cp_mesh.comm.group_state import groups_with, state_of, states_of_all
+from cp_mesh.comm.group_state import groups_with, state_of
 from cp_mesh.errors import describe, refuse, warn
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout, same
@@ -161,9 +161,16 @@ def check_loss(logits: Any, labels: Tensor) -> None:
             check_output("labels", logits, layout, group)
 
 
-def note_cut(name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup) -> None:
-    """Record a tensor that is sharded, by its name."""
+def note_cut(
+    name: str, whole: Tensor, layout: Layout, seq_len: int, group: dist.ProcessGroup, rows: Tensor | None = None,
+    dim: int = 1, labels: bool = False,
+) -> None:  # fmt: skip
+    """Record a tensor that is sharded, by its name, and this rank's ``rows`` of it, which may be labels."""
     own = state_of(group, Cuts)
+    if rows is not None and rows.is_floating_point():
+        own.rows[rows] = dim, layout
+    elif rows is not None and labels and is_by_batch(layout):
+        own.labels[rows] = layout
     if (layout, seq_len) not in own.last:
         own.last = (*own.last[-7:], (layout, seq_len))
     if isinstance(whole, FakeTensor) or name not in TOKENS or whole.ndim != 2 or whole.is_floating_point():
@@ -277,9 +284,9 @@ def check_rows(group: dist.ProcessGroup, rows: int | None, layout: Layout, what:
 
 def waits_for_labels(ranks: set[int]) -> bool:
     """Whether some tokens of these ranks were not yet compared with the labels of a loss."""
-    return any(own.tokens is not None and ranks.issuperset(own.tokens.ranks) for own in states_of_all(Cuts))
+    return any(own.tokens is not None and ranks.issuperset(own.tokens.ranks) for _, own in groups_with(Cuts))
 
 
 def is_whole(x: Tensor) -> bool:
     """Return whether a tensor has the rows [B, S] of a sequence that was gathered after it was sharded."""
-    return any(own.gathered and x.shape[1:] == (own.gathered,) for own in states_of_all(Cuts))
+    return any(own.gathered and x.shape[1:] == (own.gathered,) for _, own in groups_with(Cuts))

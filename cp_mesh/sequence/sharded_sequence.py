@@ -24,7 +24,7 @@ from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import as_int, check_int, refuse, typed
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag, same
-from cp_mesh.geometry.mask import EXCLUDED, Mask
+from cp_mesh.geometry.mask import EXCLUDED, NONE, TENSORS, Mask
 from cp_mesh.sequence.auto import OPEN, PLAIN, is_by_batch, layout_of
 from cp_mesh.sequence.cuts import TOKENS, Cuts, check_output, is_cut, note_cut
 
@@ -79,8 +79,7 @@ class ShardedSequence:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
         object.__setattr__(self, "_kept", {})  # of `_rows`; no field, as FSDP2 rebuilds objects from fields
-        for name in ("length", "ulysses_degree"):
-            object.__setattr__(self, name, as_int(getattr(self, name)))
+        object.__setattr__(self, "ulysses_degree", as_int(self.ulysses_degree))
         if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):
             hint = 'pass the cp axis alone, mesh["cp"], or two axes with such names, mesh["cp_ring", "cp_ulysses"]'
             refuse("ShardedSequence.mesh", 'a 1-D DeviceMesh, or a 2-D one of axes "cp..."', self.mesh, hint)
@@ -96,10 +95,9 @@ class ShardedSequence:
         if not isinstance(self.layout, Layout):
             got = repr(self.layout) if isinstance(self.layout, str) else self.layout
             refuse("ShardedSequence.layout", 'a Layout or "auto"', got, "pass an instance: ZigZag(), with parentheses")
-        if self.length is not None and (isinstance(self.length, bool) or not isinstance(self.length, int)):
-            refuse("ShardedSequence.length", "an int, tokens in the whole sequence", self.length, "None leaves it open")
-        if self.length is not None and self.length < 1:
-            refuse("ShardedSequence.length", "at least 1 token", self.length, "None leaves it open")
+        if self.length is not None:
+            length = check_int("ShardedSequence.length", self.length, most=NONE, hint="None leaves it open")
+            object.__setattr__(self, "length", length)
 
     @property
     def cp_size(self) -> int:
@@ -112,7 +110,7 @@ class ShardedSequence:
     @property
     def seq_len(self) -> int | None:
         """Tokens in the whole sequence with padding, or None if it is read from the tensors."""
-        return self.seq_len_in(self.layout)
+        return None if self.length is None else self._sharded_len(self.length)
 
     def seq_len_in(self, layout: Layout) -> int | None:
         """Return `seq_len` for another ``layout``."""
@@ -136,9 +134,7 @@ class ShardedSequence:
             >>> batch = sequence.for_batch(tokens.shape[1], mask)  # doctest: +SKIP
             >>> rows = batch.shard({"tokens": tokens, "labels": labels})  # doctest: +SKIP
         """
-        length = as_int(length)
-        if isinstance(length, bool) or not isinstance(length, int):
-            refuse("for_batch: length", "an int, tokens of the batch", length, "pass tokens.shape[1]")
+        length = check_int("for_batch: length", length, most=NONE, hint="pass tokens.shape[1]")
         return replace(self, length=length).of_mask(mask)
 
     def of_mask(self, mask: Mask | None) -> ShardedSequence:
@@ -223,12 +219,13 @@ class ShardedSequence:
         return self._unshard(x, dim, 1.0 / self.cp_size)
 
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
+        what = "unshard" if scale == 1 else "gather"
         if not torch.compiler.is_compiling():
-            check_output("unshard" if scale == 1 else "gather", x, self.layout, self.mesh.get_group())
+            check_output(what, x, self.layout, self.mesh.get_group())
         seq_len = self._len_of_local(x.shape[dim])
         shape = list(x.shape)
         shape[dim] = -1
-        self._agree("unshard" if scale == 1 else "gather", x, f"{shape} of {seq_len} in {self.layout.spec()}")
+        self._agree(what, x, f"{shape} of {seq_len} in {self.layout.spec()}")
         whole = _Unshard.apply(x, dim, self, seq_len, scale)
         if scale != 1 and not torch.compiler.is_compiling():  # `gather`: all ranks compute the loss alike
             state_of(self.mesh.get_group(), Cuts).gathered = self.length or whole.shape[dim]
@@ -317,32 +314,26 @@ class ShardedSequence:
         seq_len = self.seq_len_in(self.layout if layout is None else layout)
         if self.length is None or seq_len == self.length:
             return mask
-        for name in ("documents", "blocks", "key_padding"):
-            x = getattr(mask, name)
-            if x is not None and x.shape[-1] not in (self.length, seq_len):
+        padded: dict[str, Any] = {}
+        for name in TENSORS:
+            if (x := getattr(mask, name)) is None:
+                continue
+            if x.shape[-1] not in (self.length, seq_len):
                 hint = "pass it whole" + "; the last entry of cu_seqlens is its length" * (name == "documents")
                 refuse(f"Mask.{name}: length", f"{self.length}, or {seq_len} with padding", x.shape[-1], hint)
+            padded[name] = self._pad(x, -1, PADDING[name], seq_len)
         hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
-        return replace(
-            mask,
-            length=min(self.length, self.length if mask.length is None else mask.length) if hidden else mask.length,
-            documents=None if mask.documents is None else self._pad_ids(mask.documents, seq_len),
-            blocks=None if mask.blocks is None else self._pad_ids(mask.blocks, seq_len),
-            key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0, seq_len),
-        )
+        length = min(self.length, self.length if mask.length is None else mask.length) if hidden else mask.length
+        return replace(mask, length=length, **padded)
 
     def _sharded_len(self, length: int, layout: Layout | None = None) -> int:
         multiple = (self.layout if layout is None else layout).multiple(self.cp_size)
         if length % multiple == 0 or (not self.pad and length == self.length):
             return length
         if self.length is None:
-            refuse(
-                "sequence length",
-                f"a multiple of {multiple}",
-                length,
-                f"ShardedSequence(..., length={length}) pads it, and with pad=False shards it unequally; "
-                "if lengths change, pad batches at their end, labels with -100",
-            )
+            hint = f"ShardedSequence(..., length={length}) pads it, and with pad=False shards it unequally; "
+            hint += "if lengths change, pad batches at their end, labels with -100"
+            refuse("sequence length", f"a multiple of {multiple}", length, hint)
         return -(-length // multiple) * multiple
 
     def _len_of_local(self, local_len: int) -> int:
@@ -353,62 +344,51 @@ class ShardedSequence:
         return seq_len
 
     def _pad(self, x: Tensor, dim: int, value: int, seq_len: int | None) -> Tensor:
+        if x.dtype == torch.uint8 and value == EXCLUDED:  # it has no negative value
+            x = x.to(torch.int16)
         if self.length is None or seq_len is None or x.shape[dim] == seq_len:
             return x
         if x.shape[dim] != self.length:
-            refuse(
-                f"length of dim {dim}",
-                self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding",
-                x.shape[dim],
-                "pass the whole sequence, and shard it once; if lengths change, leave length= out, and pad batches",
-            )
+            expected = self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding"
+            hint = "pass the whole sequence, and shard it once; if lengths change, leave length= out, and pad batches"
+            refuse(f"length of dim {dim}", expected, x.shape[dim], hint)
         shape = list(x.shape)
         shape[dim] = seq_len - self.length
         return torch.cat([x, x.new_full(shape, value)], dim=dim)
 
-    def _pad_ids(self, ids: Tensor, seq_len: int | None) -> Tensor:
-        if ids.dtype == torch.uint8:  # it has no negative value for excluded tokens
-            ids = ids.to(torch.int16)
-        return self._pad(ids, -1, EXCLUDED, seq_len)
-
     def _shard_leaf(self, path: tuple, leaf: Any, dim: int, pad_value: int | None) -> Any:
         name = path[-1].key if path and isinstance(path[-1], MappingKey) else None
+        what = f"shard({name or ''})"
         if not isinstance(leaf, Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf
-            refuse(f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors")
+            refuse(what, "tensors and plain values", type(leaf).__name__, "convert it to tensors")
         if isinstance(leaf, DTensor):
-            refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
+            refuse(what, "local tensors", "a DTensor", "use full_tensor()")
         if not torch.compiler.is_compiling() and is_cut(leaf, self.mesh.get_group()):
             got, hint = "rows that shard has returned", "shard once; pass whole tensors to a ShardedModel"
-            refuse(f"shard({name or ''})", "a tensor of the whole sequence", got, hint)
+            refuse(what, "a tensor of the whole sequence", got, hint)
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
-        if name in ("documents", "blocks"):
-            return self._pad_ids(leaf, self.seq_len)
+        seq_len = self.seq_len
         if name in WHOLE:
-            return self._pad(leaf, -1, PADDING.get(str(name), 0), self.seq_len)
+            return self._pad(leaf, -1, PADDING[str(name)], seq_len)
         if leaf.ndim <= dim:
-            refuse(f"shard({name or ''})", f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
+            refuse(what, f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
         if self.length is None:
             self._sharded_len(leaf.shape[dim])
         padding = PADDING.get(str(name)) if pad_value is None else pad_value
         if padding is None:
             padding = 0
-            if self.seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
+            if seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
                 names = ", ".join(PADDING)
                 hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {names}; or pad=False"
-                refuse(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint)
-        whole = self._pad(leaf, dim, padding, self.seq_len)
-        if not torch.compiler.is_compiling() and self.cp_size > 1:
-            note_cut(str(name), leaf, self.layout, whole.shape[dim], self.mesh.get_group())
+                refuse(what, "a pad_value for an integer tensor", None, hint)
+        whole = self._pad(leaf, dim, padding, seq_len)
         rows = whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
         if not torch.compiler.is_compiling() and self.cp_size > 1:
-            own = state_of(self.mesh.get_group(), Cuts)
-            if rows.is_floating_point():
-                own.rows[rows] = dim, self.layout
-            elif padding == IGNORED and is_by_batch(self.layout):
-                own.labels[rows] = self.layout
+            group, labels = self.mesh.get_group(), padding == IGNORED
+            note_cut(str(name), leaf, self.layout, whole.shape[dim], group, rows, dim, labels)
         return rows
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
@@ -470,16 +450,15 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence, seq_len: int, scale: float) -> Tensor:
-        ctx.dim, ctx.sequence, ctx.seq_len, ctx.scale = dim, sequence, seq_len, scale
-        layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
+        layout, size, ctx.group_name = sequence.layout, sequence.cp_size, sequence.mesh.get_group().group_name
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
-        return gather(x, dim, lens, layout.inverse(seq_len, size).to(x.device), group.group_name, "unshard")
+        inverse = layout.inverse(seq_len, size).to(x.device)
+        ctx.save_for_backward(inverse)
+        ctx.dim, ctx.lens, ctx.rank, ctx.scale = dim, lens, sequence.cp_rank, scale
+        return gather(x, dim, lens, inverse, ctx.group_name, "unshard")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sequence, seq_len, dim = ctx.sequence, ctx.seq_len, ctx.dim
-        layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
-        lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
-        inverse = layout.inverse(seq_len, size).to(grad.device)
-        own = scatter_sum(grad, dim, lens, inverse, sequence.cp_rank, group.group_name, "unshard")
+        (inverse,) = ctx.saved_tensors
+        own = scatter_sum(grad, ctx.dim, ctx.lens, inverse, ctx.rank, ctx.group_name, "unshard")
         return own if ctx.scale == 1 else own * ctx.scale, None, None, None, None

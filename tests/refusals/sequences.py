@@ -18,7 +18,7 @@ CASES: Cases = {
         "2, as the mesh's second axis has, got 4|leave it out",
         lambda: ShardedSequence(cp_of_two_axes(), ulysses_degree=4)),
     "sequence without mesh": (ARGUMENT, "ShardedSequence.mesh|1-D DeviceMesh|None", lambda: ShardedSequence(None)),
-    "empty sequence": (ARGUMENT, "ShardedSequence.length|at least 1 token|got 0", lambda: sequence(length=0)),
+    "empty sequence": (ARGUMENT, "ShardedSequence.length|an int of 1 to|got 0", lambda: sequence(length=0)),
     "length that does not divide": (ARGUMENT, "sequence length|multiple of 8|got 21|length=21) pads",
         lambda: sequence().shard({"tokens": torch.zeros(B, 21)})),
     "length other than the sequence's": (ARGUMENT, "length|21, or 24 with padding|got 20",
