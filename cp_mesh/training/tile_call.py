@@ -1,4 +1,5 @@
-"""One call of a tiled module: what of it are rows, how some rows are computed, and whether they may be alone."""
+"""One call of a tiled module: reads its arguments, runs it on some tokens, and checks in the first call that tokens do
+not depend on one another."""
 
 from __future__ import annotations
 
@@ -126,22 +127,22 @@ class Call:
         num = min(length, max(2, min(max(num for _, num in self.tiles), length // 2)))
         among = torch.arange(0, length, max(1, length // max(1, num)), device=device)[:num]
         halves = [torch.arange(i, num, 2, device=device).flip(0) for i in range(min(2, num))]  # in another order
-        rows = [x.detach().requires_grad_(x.requires_grad) for x in rows]
+        leaves = [x.detach().index_select(self.dim, among).requires_grad_(x.is_floating_point()) for x in rows]
         random, training = random_state(rows), [x for x in self.module.modules() if x.training]
         # a checkpoint around the module counts what is saved
         with torch.enable_grad(), drawing(random), saved_tensors_hooks(lambda x: x, lambda x: x):
-            given = [x.index_select(self.dim, among) for x in rows]  # no leaves, which autograd forbids to write
+            given = [x.clone() for x in leaves]  # autograd forbids to write leaves
             before = self._state(given)
-            outs = self.run(given)
+            found = self.run(given)
             drawn = not all(map(torch.equal, random.states, random_state(rows).states))
         if self._state(given) != before:
             self.refuse("buffers, attributes and an input that stay", "a write", f"it would come twice; {_ALONE}")
-        self._check_graph(outs, rows)
+        self._check_graph(found, leaves)
         try:
             for part in training if drawn else ():
                 part.training = False  # without dropout, which is another for each place
             with torch.no_grad(), drawing(random):
-                outs = self.run(given) if drawn else [y.detach() for y in outs]
+                outs = self.run(given) if drawn else [y.detach() for y in found]
                 alone = [self.run([x.index_select(self.dim, half) for x in given]) for half in halves]
         finally:
             for part in training:
@@ -155,22 +156,16 @@ class Call:
             if (wrong := int((~same).sum())) > 16 * eps * same.numel():  # near ties of a router in half precision
                 got = f"{wrong} rows of {same.numel()} that depend on other rows, or on their place"
                 self.refuse("rows that are computed alone", got, _ALONE)
-        if not torch.is_inference_mode_enabled():
-            self._check_gradient(given, random)
+        self._check_gradient(found, leaves)
         self.kinds, self.flat = [], []  # of one row they may have been misread
 
-    def _check_gradient(self, rows: Sequence[Tensor], random: Random) -> None:
+    def _check_gradient(self, outs: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """One row of the outputs has a gradient in its own inputs alone: this sees less than rounding, too."""
-        rows = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in rows]
-        with torch.enable_grad(), drawing(random), saved_tensors_hooks(lambda x: x, lambda x: x):
-            outs = [y.flatten(0, self.dim) for y in self.run(rows) if y.requires_grad]
         number = rows[0].shape[: self.dim + 1].numel()
-        given, own = [x for x in rows if x.requires_grad], number // 2
-        for grad in (
-            torch.autograd.grad([y[own].sum() for y in outs], given, allow_unused=True)
-            if number and outs and given
-            else ()
-        ):
+        own = number // 2
+        given = [x for x in rows if x.requires_grad]
+        picked = [y.flatten(0, self.dim)[own].sum() for y in outs if number and y.requires_grad]
+        for grad in torch.autograd.grad(picked, given, allow_unused=True) if picked and given else ():
             if grad is not None:
                 moved = grad.reshape(number, -1).nan_to_num(0.0, 0.0, 0.0).ne(0).any(-1)
                 moved[own] = False
