@@ -11,8 +11,7 @@ import copy
 import copyreg
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial, partialmethod
 from types import CellType, FrameType, FunctionType
 from typing import Any, TypeGuard
@@ -20,6 +19,9 @@ from typing import Any, TypeGuard
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import COMPILED
 from cp_mesh.errors import UnsupportedError, describe, refuse
@@ -75,10 +77,6 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
         name: of the replacement, for messages.
         run: takes the module, its own forward, and the arguments of the call.
     """
-    check_plain(name, module)
-    if key != WATCH and type(module).forward is nn.Module.forward and "forward" not in vars(module):
-        hint = "name the modules that it holds, as in 'layers.*'"
-        refuse(name, "a module with a forward", f"a {type(module).__name__}, which is never called", hint)
     of_class: dict[str, Any] = getattr(type(module), _ALL, {})
     found = Replacement(name, run), module.__dict__.pop("forward", None)
     module.__dict__[_ALL] = of_class | module.__dict__.get(_ALL, {}) | {key: found}  # shallow copies keep the old one
@@ -92,29 +90,65 @@ def replaced(module: nn.Module, key: str) -> Replacement | None:
     return found
 
 
-@contextmanager
-def undone_if_refused(model: nn.Module) -> Iterator[None]:
-    """Inside, an error takes back every replacement of a forward in the model, but no change of a parameter."""
-    before = [(part, type(part), {**vars(part)}) for part in model.modules()]
-    try:
-        yield
-    except Exception:
-        for part, kind, own in before:
-            if vars(part).get(_ALL) is not own.get(_ALL):
-                part.__class__ = kind
-                vars(part).clear()
-                vars(part).update(own)
-        raise
+class Style(ParallelStyle):
+    """A style of this library; `parallelize` checks all modules of a plan before it applies the first style.
+
+    A module then calls `run` with what `bind` returned, the module, its own forward, and the arguments of the call.
+    """
+
+    key = STYLE
+    placements: Mapping[str, Placement] = {}  # of parameters that it shards, by name
+    alone = ""  # of a style whose module must have no other one but over tp: what to do instead
+    run: Callable[..., Any]
+
+    def parts(self, module: nn.Module) -> list[nn.Module]:
+        """The modules whose forward the style replaces."""
+        return [module]
+
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
+        """Refuse a module that the style cannot be applied to, and change nothing. ``where``: its name in the model."""
+        name = type(self).__name__
+        if mesh.ndim != 1:
+            refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"] or mesh["tp"]')
+        if self.alone and (other := style_over_cp(module)) is not None:
+            got = f"{type(module).__name__} with {other}"
+            refuse(name, "a module without a style over cp", got, self.alone, UnsupportedError)
+        for part in self.parts(module):
+            check_module(name + (where and f" at {where!r}"), part, self.key)
+
+    def bind(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
+        """Prepare a module that `check` took; the result is what `run` gets first."""
+        return ()
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Apply the style to a module that `check` took."""
+        replace_forward(module, self.key, type(self).__name__, partial(self.run, *self.bind(module, mesh)))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        self.apply(module, device_mesh)
+        return module
 
 
-def check_plain(what: str, module: nn.Module) -> None:
-    """Refuse a module whose forward cannot be replaced: one of torch.jit, or one that torch.compile returned."""
+def style_over_cp(module: nn.Module) -> str | None:
+    found = (replaced(module, key) for key in (STYLE, INPUT, OUTPUT, TILES, CHECKPOINT))
+    return next((each.name for each in found if each is not None), None)
+
+
+def check_module(what: str, module: nn.Module, key: str) -> None:
+    """Refuse a module whose forward is replaced already, or cannot be: of torch.jit, from torch.compile, or none."""
+    kind = type(module).__name__
+    if (other := replaced(module, key)) is not None:
+        refuse(what, "a module without a style", f"{kind} with {other.name}", "apply once")
     if isinstance(module, torch.jit.ScriptModule):
         hint = "apply the plan to the plain module; compile that with torch.compile, as torch.jit cannot"
         raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))
     if COMPILED in dict(module.named_children()):
         hint = "cp_mesh.parallelize applies it to the module inside; compile the module that holds all of the linears"
         refuse(what, "a plain module", "one that torch.compile made", hint)
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        hint = "name the modules that it holds, as in 'layers.*'"
+        refuse(what, "a module with a forward", f"a {kind}, which is never called", hint)
 
 
 def inside_checkpoint() -> bool:

@@ -33,8 +33,7 @@ from cp_mesh.geometry.layouts import Contiguous, Joint
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.checks.gradients import watch_first_step
-from cp_mesh.training.style_helpers import claim
-from cp_mesh.wrap import STYLE, asks_for, replace_forward, with_names
+from cp_mesh.wrap import STYLE, asks_for, check_module, replace_forward, with_names
 
 STREAMS = {
     "FluxTransformer2DModel": ("encoder_hidden_states", "hidden_states"),
@@ -177,7 +176,7 @@ def parallelize(
     processors = check_model(model)
     make_spec(**options)
     own = _Parallel(model, sequence, options)
-    claim(model, sequence.mesh, sequence, own)  # type: ignore[arg-type]
+    check_module("parallelize", model, STYLE)
     for processor in processors:
         kind: Any = type(processor)
         call = with_names(kind.__call__, kind.__call__.__globals__ | {_DISPATCH: attend})

@@ -6,16 +6,15 @@ DTensors over tp, like those of PyTorch's `ColwiseParallel` and `RowwiseParallel
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import is_view, times_written
 from cp_mesh.call.dtensor import local_part
@@ -28,7 +27,7 @@ from cp_mesh.tensor_parallel.colwise import column_linears
 from cp_mesh.tensor_parallel.matmul import LinearSpec, graded_names, refuse_transforms
 from cp_mesh.tensor_parallel.rowwise import row_linear, sum_rows
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, Head, embed
-from cp_mesh.wrap import LINEAR, check_plain, replace_forward, replaced
+from cp_mesh.wrap import LINEAR, Style, replace_forward
 
 Mode = Literal["reduce_scatter", "all_reduce"]
 """How tp shards the rows between the linears: along the sequence, or not at all (all rows on every rank)."""
@@ -41,8 +40,13 @@ _TOGETHER = "_cp_mesh_together"  # of a module and its linears, so that a deep c
 _announced = announced_over(lambda style, where, *_: where.group_name)
 
 
-class _OverTP(ParallelStyle):
+class _OverTP(Style):
     """Base of the styles: their options, and the check of modules."""
+
+    key = LINEAR
+    placements: Mapping[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+    kind: type[nn.Module] = nn.Linear
+    vocabulary = ""  # the attribute of a module that says how many tokens it has
 
     def __init__(self, mode: str, **options: Any) -> None:
         super().__init__()
@@ -56,31 +60,46 @@ class _OverTP(ParallelStyle):
         self.options = options
         vars(self).update(options)
 
-    def check(self, mesh: DeviceMesh, module: nn.Module, kind: type[nn.Module]) -> _Where:
-        """Refuse a module that is no ``kind``, has a style already, or has a forward of its own."""
-        style = type(self).__name__
-        if mesh.ndim != 1:
-            refuse(f"{style}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["tp"]')
-        if (other := replaced(module, LINEAR)) is not None:
-            refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
-        check_plain(style, module)
-        if not isinstance(module, kind):
-            refuse(style, f"nn.{kind.__name__}", type(module).__name__, "name the linears, or leave the module out")
-        if type(module).forward is not kind.forward or "forward" in module.__dict__:
-            got = f"{type(module).__name__}, which has a forward of its own"
-            hint = "PyTorch's styles pass DTensors to such a forward"
-            refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
-        group, sharded = mesh.get_group(), self.mode == "reduce_scatter"
-        return _Where(mesh, group.group_name, group.size(), group.rank(), style, sharded, **self.options)
+    def linears(self, module: nn.Module) -> dict[str, Any]:
+        """The modules whose parameters the style shards, by their names in the module."""
+        return {"": module}
 
-    def replace(
-        self, module: nn.Module, run: Callable[..., Any], where: _Where, *first: Any, **placements: Placement
-    ) -> nn.Module:
-        """Make ``module(x)`` run ``run(where, *first, module, forward, x)``, with parameters placed over tp."""
-        for name, placement in placements.items():
-            _shard(module, name, where.mesh, placement, self.src_data_rank)
-        replace_forward(module, LINEAR, where.style, functools.partial(run, where, *first))
-        return module
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
+        """Refuse modules of another kind, with a forward of their own, or sharded in another way."""
+        super().check(module, mesh, where)
+        style, kind = type(self).__name__, self.kind
+        for linear in self.linears(module).values():
+            if not isinstance(linear, kind):
+                hint = "name the linears, or leave the module out"
+                refuse(style, f"nn.{kind.__name__}", type(linear).__name__, hint)
+            if type(linear).forward is not kind.forward or "forward" in vars(linear):
+                got = f"{type(linear).__name__}, which has a forward of its own"
+                hint = "PyTorch's styles pass DTensors to such a forward"
+                refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
+            for name, placement in self.placements.items():
+                sharded = _sharded(getattr(linear, name))
+                if sharded is not None and (sharded.device_mesh != mesh or sharded.placements != (placement,)):
+                    got = f"{written(sharded.placements)} on {written(sharded.device_mesh)}"
+                    expected = f"a plain tensor, or a DTensor {written((placement,))} over tp"
+                    hint = "apply the style to plain modules, before fully_shard"
+                    refuse(f"{type(linear).__name__}.{name}", expected, got, hint)
+        size, ranks = getattr(module, self.vocabulary, mesh.size()), mesh.size()
+        if -(-size // ranks) * (ranks - 1) >= size:
+            refuse(style, f"tokens for each of {ranks} tp ranks", f"a vocabulary of {size}", "use fewer tp ranks")
+
+    def bind(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
+        """Replace parameters by DTensors; modules that share a parameter share the DTensor."""
+        for linear in self.linears(module).values():
+            for name, placement in self.placements.items():
+                parameter: Any = getattr(linear, name)
+                sharded = _sharded(parameter)
+                if parameter is not None and sharded is None:
+                    values = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
+                    sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    setattr(parameter, _SHARD, sharded)
+                linear.register_parameter(name, sharded)
+        group, style, in_rows = mesh.get_group(), type(self).__name__, self.mode == "reduce_scatter"
+        return (_Where(mesh, group.group_name, group.size(), group.rank(), style, in_rows, **self.options),)
 
 
 class OverlappedColwise(_OverTP):
@@ -128,20 +147,25 @@ class OverlappedColwise(_OverTP):
             refuse("OverlappedColwise: recompute_all_gather", "False in mode 'all_reduce'", True, hint)
         self.names, self.recompute_all_gather = names, recompute_all_gather
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linears = [_submodule(module, name) for name in self.names] or [module]
-        for linear in linears:
-            where = self.check(device_mesh, linear, nn.Linear)
-        if len(kinds := {(linear.in_features, linear.weight.dtype) for linear in linears}) > 1:
+    def linears(self, module: nn.Module) -> dict[str, Any]:
+        return {name: _submodule(module, name) for name in self.names} or {"": module}
+
+    def parts(self, module: nn.Module) -> list[nn.Module]:
+        return [*dict.fromkeys((*self.linears(module).values(), module))]
+
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
+        super().check(module, mesh, where)
+        if len(kinds := {(x.in_features, x.weight.dtype) for x in self.linears(module).values()}) > 1:
             refuse(f"OverlappedColwise{self.names}", "one in_features and dtype", kinds, "give each a style of its own")
-        together = _Together()
-        for name, linear in zip(self.names or ("",), linears, strict=True):
-            self.replace(linear, self._run, where, name, weight=Shard(0), bias=Shard(0))
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        (where,), together = self.bind(module, mesh), _Together()
+        for name, linear in self.linears(module).items():
+            replace_forward(linear, LINEAR, where.style, partial(self.run, where, name))
         if self.names:
-            self.replace(module, self._run_parent, where)
-        for part in (module, *linears):
+            replace_forward(module, LINEAR, where.style, partial(self._run_parent, where))
+        for part in self.parts(module):
             vars(part)[_TOGETHER] = together
-        return module
 
     @_announced
     def _run_parent(
@@ -160,7 +184,7 @@ class OverlappedColwise(_OverTP):
         return result
 
     @_announced
-    def _run(self, where: _Where, name: str, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
+    def run(self, where: _Where, name: str, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
         together: Any = getattr(module, _TOGETHER)
         if not together.linears:  # a style without names, or a call from outside of the parent's forward
             return self._compute(where, input, {"": module})[0]
@@ -221,17 +245,15 @@ class OverlappedRowwise(_OverTP):
         UnsupportedError: for a linear with a forward of its own.
     """
 
+    placements: Mapping[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+
     def __init__(
         self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True, transport: Transport = "auto"
     ) -> None:
         super().__init__(mode, transport=transport, use_local_output=use_local_output)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        where = self.check(device_mesh, module, nn.Linear)
-        return self.replace(module, self._run, where, weight=Shard(1), bias=Replicate())
-
     @_announced
-    def _run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> Tensor:
+    def run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> Tensor:
         num_rows, x = input.shape[-2], where.read(input, Shard(input.ndim - 1))
         where.check_output(num_rows)
         weight, bias = where.given(module.weight), where.given(module.bias)
@@ -252,22 +274,26 @@ class VocabParallelEmbedding(_OverTP):
         UnsupportedError: for an embedding with max_norm, scale_grad_by_freq or sparse gradients.
     """
 
+    kind, vocabulary = nn.Embedding, "num_embeddings"
+    placements: Mapping[str, Placement] = {"weight": Shard(0)}
+
     def __init__(self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True) -> None:
         super().__init__(mode, use_local_output=use_local_output)
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        where = self.check(device_mesh, module, nn.Embedding)
+    def check(self, module: Any, mesh: DeviceMesh, where: str = "") -> None:
+        super().check(module, mesh, where)
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             got = f"max_norm={module.max_norm}, scale_grad_by_freq={module.scale_grad_by_freq}, sparse={module.sparse}"
             refuse("VocabParallelEmbedding", "none of these", got, "leave them out", UnsupportedError)
-        return self.replace(module, self._run, where, where.first_token(module.num_embeddings), weight=Shard(0))
 
     @_announced
-    def _run(self, where: _Where, begin: int, module: Any, forward: Any, /, input: Tensor) -> Tensor:
+    def run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> Tensor:
         num_rows, tokens, weight = input.shape[-1], where.read(input, Replicate()), where.given(module.weight, True)
         where.check_output(num_rows)
         with refusing(where.group_name, IndexError):  # of a token on this rank alone
-            found = embed(tokens, weight, begin, module.num_embeddings, module.padding_idx)
+            found = embed(
+                tokens, weight, where.first_token(module.num_embeddings), module.num_embeddings, module.padding_idx
+            )
         graded = graded_names(["weight"], [weight])
         return where.output(sum_rows(found, tokens, graded, where.group_name, where.sharded), num_rows)
 
@@ -286,21 +312,18 @@ class VocabParallelHead(_OverTP):
         UnsupportedError: for a linear with a forward of its own.
     """
 
+    vocabulary = "out_features"
+
     def __init__(self, *, mode: Mode = "reduce_scatter") -> None:
         super().__init__(mode)
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        where = self.check(device_mesh, module, nn.Linear)
-        begin = where.first_token(module.out_features)
-        return self.replace(module, self._run, where, begin, weight=Shard(0), bias=Shard(0))
-
     @_announced
-    def _run(self, where: _Where, begin: int, module: Any, forward: Any, /, input: Tensor) -> DeferredLogits:
+    def run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> DeferredLogits:
         num_rows, x = where.num_rows(input), where.read(input, where.rows(input))
         weight, bias = where.given(module.weight, True), where.given(module.bias, True)
         of_other = not torch.compiler.is_compiling() and is_view(x)  # FSDP2 warns if a model returns a view
         x = _Hidden.apply(x, weight, bias) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
-        head = Head(weight, bias, begin, module.out_features, where.group_name)
+        head = Head(weight, bias, where.first_token(module.out_features), module.out_features, where.group_name)
         return DeferredLogits(x, head, num_rows, where.sharded)
 
 
@@ -384,9 +407,6 @@ class _Where:
 
     def first_token(self, size: int) -> int:
         """The first token of this rank, of a vocabulary of ``size`` tokens."""
-        if -(-size // self.size) * (self.size - 1) >= size:
-            expected, got = f"tokens for each of {self.size} tp ranks", f"a vocabulary of {size}"
-            refuse(self.style, expected, got, "use fewer tp ranks")
         return chunk_bounds(size, self.size, self.rank)[0]
 
 
@@ -398,18 +418,6 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
         refuse("OverlappedColwise", "names of linears in the module", repr(name), f"it has {names}", ArgumentError)
 
 
-def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
-    """Replace a parameter by a DTensor; modules that share the parameter share the DTensor."""
-    parameter: Any = getattr(module, name)
-    if parameter is None:
-        return
-    sharded: Any = parameter if isinstance(parameter, DTensor) else getattr(parameter, _SHARD, None)
-    if sharded is None:
-        values = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        setattr(parameter, _SHARD, sharded)
-    if sharded.device_mesh != mesh or sharded.placements != (placement,):
-        got, expected = f"{written(sharded.placements)} on {written(sharded.device_mesh)}", written((placement,))
-        hint = "apply the style to plain modules, before fully_shard"
-        refuse(f"{type(module).__name__}.{name}", f"a plain tensor, or a DTensor {expected} over tp", got, hint)
-    module.register_parameter(name, sharded)
+def _sharded(parameter: Any) -> Any:
+    """The DTensor that a parameter is, or that replaced it in another module."""
+    return parameter if isinstance(parameter, DTensor) else getattr(parameter, _SHARD, None)

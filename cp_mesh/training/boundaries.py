@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.comm.agreement import compare_batch
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
@@ -25,16 +24,16 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sharded_model import POSITIONS
-from cp_mesh.training.style_helpers import announced, check_layout_of_root, check_sequence, claim, layout_of_call
-from cp_mesh.wrap import INPUT, OUTPUT, replace_forward
+from cp_mesh.training.style_helpers import OverCP, announced, check_layout_of_root, layout_of_call
+from cp_mesh.wrap import INPUT, OUTPUT
 
 
-class _Boundary(ParallelStyle):
+class _Boundary(OverCP):
     """The options that both styles share."""
 
     def __init__(self, sequence: ShardedSequence, dim: int, layout: Callable[..., Layout] | None) -> None:
-        check_sequence(type(self).__name__, sequence, layout)
-        self.sequence, self.dim, self.layout = sequence, dim, layout
+        super().__init__(sequence, layout)
+        self.dim = dim
 
     def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
         """Return the sequence with the layout of one call of the module, whose arguments these are."""
@@ -72,6 +71,8 @@ class ShardInput(_Boundary):
         ... }
     """
 
+    key = INPUT
+
     def __init__(
         self,
         sequence: ShardedSequence,
@@ -85,7 +86,12 @@ class ShardInput(_Boundary):
             refuse("ShardInput.inputs", "a tuple of argument names or positions", inputs, 'such as ("hidden_states",)')
         self.inputs = inputs
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
+        super().check(module, mesh, where)
+        self.bind(module, mesh)
+
+    def bind(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
+        """Names and positions of the inputs; refuses those that the module's forward does not have."""
         parameters = inspect.signature(module.forward).parameters.values()
         placed = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         names = [*placed, *(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)]
@@ -104,12 +110,10 @@ class ShardInput(_Boundary):
                 chosen.append((each, placed.index(each) if each in placed else NOWHERE))
             else:
                 chosen.append((placed[each] if known else "", each))
-        claim(module, device_mesh, self.sequence, self, INPUT)
-        replace_forward(module, INPUT, type(self).__name__, functools.partial(self._run, chosen))
-        return module
+        return (chosen,)
 
     @announced
-    def _run(
+    def run(
         self,
         chosen: list[tuple[str, int]],
         module: nn.Module,
@@ -176,6 +180,8 @@ class GatherOutput(_Boundary):
             its local length is not this rank's.
     """
 
+    key = OUTPUT
+
     def __init__(
         self,
         sequence: ShardedSequence,
@@ -192,13 +198,8 @@ class GatherOutput(_Boundary):
         self.gradient, self.outputs = gradient, outputs
         self.gather_output = gradient == "mean"  # the attribute of `ShardedModel`
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        claim(module, device_mesh, self.sequence, self, OUTPUT)
-        replace_forward(module, OUTPUT, type(self).__name__, self._run)
-        return module
-
     @announced
-    def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         sequence = self.of_call(*args, **kwargs)
         gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)

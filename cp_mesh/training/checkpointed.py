@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from cp_mesh._torch import (
@@ -32,11 +30,10 @@ from cp_mesh._torch import (
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.training.host_copies import CopyStream, OffloadedBlock
 from cp_mesh.training.parallelize import checkpoint_context_fn, is_attention
-from cp_mesh.training.tile_call import style_over_cp
-from cp_mesh.wrap import CHECKPOINT, replace_forward, replaced
+from cp_mesh.wrap import CHECKPOINT, Style, replaced
 
 
-class Checkpointed(ParallelStyle):
+class Checkpointed(Style):
     """Makes a block keep its input and what attention returns; the backward computes the rest again.
 
     Outputs, gradients and random numbers are those of the plain block. It is PyTorch's checkpoint without reentry.
@@ -69,18 +66,13 @@ class Checkpointed(ParallelStyle):
         >>> plan["layers.*"] = Checkpointed(offload=True)  # doctest: +SKIP
     """
 
+    key, alone = CHECKPOINT, "name the block around it"
+
     def __init__(self, *, offload: bool = False, keep_attention: bool = True) -> None:
         self.offload, self.keep_attention = offload, keep_attention
         self._streams: dict[torch.device, CopyStream] = {}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if (other := style_over_cp(module)) is not None:
-            got, hint = f"{type(module).__name__} with {other}", "name the block around it"
-            refuse("Checkpointed", "a module without a style over cp", got, hint, UnsupportedError)
-        replace_forward(module, CHECKPOINT, "Checkpointed", self._run)
-        return module
-
-    def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         at.sort(key=lambda i: not leaves[i].is_floating_point())

@@ -51,8 +51,8 @@ from cp_mesh.training.checks.config import (
 )
 from cp_mesh.training.checks.coverage import unwatched, watched
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
-from cp_mesh.training.style_helpers import Core, announced, ask, claim, has_axis
-from cp_mesh.wrap import STYLE, replace_forward, replaced
+from cp_mesh.training.style_helpers import Core, announced, ask, has_axis
+from cp_mesh.wrap import STYLE, replaced
 
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # dropout_p is an argument of the SDPA call
 
@@ -137,15 +137,14 @@ class ContextParallel(Core):
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
         check_choice("transport", transport, TRANSPORTS, "functional")
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if "cross" in type(module).__name__.lower():
-            raise UnsupportedError(cross_attention(type(module).__name__))
-        claim(module, device_mesh, self.sequence, self)
-        replace_forward(module, STYLE, type(self).__name__, self._run)
-        return module
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
+        for name in (where, type(module).__name__):
+            if "cross" in name.lower():
+                raise UnsupportedError(cross_attention(name))
+        super().check(module, mesh, where)
 
     @announced
-    def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with SDPA calls that attend over the whole sequence."""
         call, watch = self.prepare(module, *args, **kwargs), watched()
         if not torch.compiler.is_compiling():

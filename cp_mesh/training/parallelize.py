@@ -25,18 +25,16 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cp_mesh._torch import COMPILED, apply_style
 from cp_mesh.comm.agreement import note_styles
 from cp_mesh.comm.groups import as_mesh, link_groups
-from cp_mesh.errors import UnsupportedError, refuse, typed, written
+from cp_mesh.errors import refuse, typed, written
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.boundaries import GatherOutput, ShardInput
 from cp_mesh.training.checks.config import check_adapters
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.checks.inputs import watch_rootless
-from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
-from cp_mesh.training.style_helpers import SUMS, Core, groups_over_cp, groups_over_tp
-from cp_mesh.wrap import CHECKPOINT, STYLE, TILES, check_plain, plain_name, replaced, undone_if_refused
+from cp_mesh.training.style_helpers import SUMS, Core, OverCP, groups_over_cp, groups_over_tp
+from cp_mesh.wrap import Style, plain_name, replaced
 
-_OVER_CP = ShardedModel | Core | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
 """A parameter or buffer: its full name in the model, its module, and its name in the module."""
 
@@ -69,10 +67,13 @@ def parallelize(
     Raises:
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
             two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
-            ``layout`` and the other none, or the styles shard a tied parameter in two ways. The model is then as
-            before, but styles over tp may have sharded weights: build it again.
-        UnsupportedError: if `ContextParallel` matches a cross-attention module (by its name), or a cp style a module of
+            ``layout`` and the other none, or the styles shard a tied parameter in two ways.
+        UnsupportedError: if `ContextParallel` matches a cross-attention module (by its name), or a style a module of
             torch.jit.
+
+        All styles of cp_mesh check their modules before the first one is applied, so a refused plan leaves the model as
+        it was. PyTorch's own styles have no check: after an error of theirs, or of a tied parameter that they shard,
+        build the model again.
 
     Example:
         >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
@@ -97,31 +98,32 @@ def parallelize(
         for name in matches:
             if name in chosen:
                 refuse("parallelize", "one plan key a module", f"{chosen[name][0]!r}, {key!r} for {name!r}", "drop one")
-            if isinstance(style, ContextParallel) and "cross" in name.lower():
-                raise UnsupportedError(cross_attention(name))
-            if isinstance(style, _OVER_CP):
-                check_plain(f"{type(style).__name__} at {name!r}", modules[name])
             chosen[name] = (key, style)
     _check_modes(chosen)
-    if any(isinstance(style, _OVER_CP) for _, style in chosen.values()):
+    styles = [style for _, style in chosen.values()]
+    over_cp = any(isinstance(style, OverCP) for style in styles)
+    if over_cp:
         check_adapters(root)
     tied = _tied(module)
-    with undone_if_refused(module):
-        for name, (_, style) in chosen.items():
-            trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
-            apply_style(style, modules[name], mesh)
-            for wrapper in (STYLE, TILES, CHECKPOINT):
-                if (found := replaced(modules[name], wrapper)) is not None:
-                    found.where = name
-            for key, parameter in modules[name].named_parameters():
-                if parameter.requires_grad != trained.get(key, parameter.requires_grad):
-                    parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new, trainable parameters
-        for places in tied:
-            _tie(places)
+    _check({modules[name]: (name, style) for name, (_, style) in chosen.items()}, mesh, tied)
+    for name, (_, style) in chosen.items():
+        if isinstance(style, Style):
+            style.apply(modules[name], mesh)
+            if (found := replaced(modules[name], style.key)) is not None:
+                found.where = name
+            continue
+        trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
+        apply_style(style, modules[name], mesh)
+        for key, parameter in modules[name].named_parameters():  # PyTorch's SequenceParallel makes new, trainable ones
+            parameter.requires_grad_(trained.get(key, parameter.requires_grad))
+    _check_ties(tied, {}, ". The plan was applied: build the model again")
+    for (_, part, name), *others in tied:
+        for _, other, key in others:
+            if getattr(other, key) is not getattr(part, name):
+                setattr(other, key, getattr(part, name))
     note_styles(mesh.get_group(), module, {f"style at {key!r}": _told(style) for key, style in plan.items()})
     link_groups(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
-    styles = [style for _, style in chosen.values()]
-    if any(isinstance(style, _OVER_CP) for style in styles):
+    if over_cp:
         watch_first_step(root, cp=mesh.get_group())
     if modes := {mode for style in styles if (mode := _mode_over_tp(style))}:
         watch_first_step(root, tp=mesh.get_group(), rows="reduce_scatter" in modes)
@@ -235,21 +237,38 @@ def _tied(module: nn.Module) -> list[list[_Place]]:
     return [places for places in found.values() if len(places) > 1]
 
 
-def _tie(places: list[_Place]) -> None:
-    """Tie a tensor again: PyTorch's styles make a new tensor with the same values for each module."""
-    found = {path: getattr(part, name, None) for path, part, name in places}
-    kinds = {(x.shape, x.device_mesh, x.placements) if isinstance(x, DTensor) else id(x) for x in found.values()}
-    if len(kinds) > 1:
-        words = (f"{path} {written(x.placements) if isinstance(x, DTensor) else 'plain'}" for path, x in found.items())
-        hint = (
-            "give its modules, in one plan, styles with the same sharding, such as VocabParallelEmbedding() and "
-            "VocabParallelHead(), or leave them all out. The plan was applied: build the model again"
-        )
-        refuse("parallelize: a tied tensor", "the same sharding in all its modules", ", ".join(words), hint)
-    first = next(iter(found.values()))
-    for path, part, name in places:
-        if found[path] is not first:
-            setattr(part, name, first)
+def _check(plan: Mapping[nn.Module, tuple[str, ParallelStyle]], mesh: DeviceMesh, tied: list[list[_Place]]) -> None:
+    """Refuse, before anything is applied, what styles of cp_mesh refuse; others have no check."""
+    taken: dict[tuple[nn.Module, str], str] = {}
+    planned: dict[tuple[nn.Module, str], Any] = {}
+    unknown = set[nn.Module]()
+    for module, (name, style) in plan.items():
+        if not isinstance(style, Style):
+            unknown.update(module.modules())
+            continue
+        style.check(module, mesh, name)
+        for part in style.parts(module):
+            if (other := taken.setdefault((part, style.key), name)) != name:
+                refuse("parallelize", "one style for a linear", f"those of {other!r} and {name!r}", "drop one")
+            planned |= {(part, key): (mesh, (placement,)) for key, placement in style.placements.items()}
+    _check_ties([places for places in tied if unknown.isdisjoint(part for _, part, _ in places)], planned)
+
+
+def _check_ties(tied: list[list[_Place]], planned: Mapping[tuple[nn.Module, str], Any], more: str = "") -> None:
+    """Refuse a plan that shards a tied tensor in two ways."""
+    for places in tied:
+        found = dict[str, Any]()
+        for path, part, name in places:
+            x = getattr(part, name, None)
+            own = (x.device_mesh, x.placements) if isinstance(x, DTensor) else id(x)
+            found[path] = planned.get((part, name), own)
+        if len({*found.values()}) > 1:
+            words = (f"{path} {written(x[1]) if isinstance(x, tuple) else 'plain'}" for path, x in found.items())
+            hint = (
+                "give its modules, in one plan, styles with the same sharding, such as VocabParallelEmbedding() and "
+                f"VocabParallelHead(), or leave them all out{more}"
+            )
+            refuse("parallelize: a tied tensor", "the same sharding in all its modules", ", ".join(words), hint)
 
 
 def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:

@@ -20,8 +20,8 @@ from cp_mesh.mixers.rules import METHODS
 from cp_mesh.mixers.scope import SCOPE, Scope
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.training.foreign_functions import FUNCTIONS, ForeignFunctions, check_convolution
-from cp_mesh.training.style_helpers import Core, announced, claim, style_of
-from cp_mesh.wrap import FILE, STYLE, replace_forward, replaced
+from cp_mesh.training.style_helpers import Core, announced, style_of
+from cp_mesh.wrap import FILE, STYLE, replaced
 
 
 class RecurrentParallel(Core):
@@ -75,12 +75,10 @@ class RecurrentParallel(Core):
         self.method, self.kernel = method, kernel
         self.foreign = ForeignFunctions(self.functions, self.strict)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
         if isinstance(module, nn.Conv1d) and type(module).forward is nn.Conv1d.forward:
             check_convolution(module)
-        claim(module, device_mesh, self.sequence, self)
-        replace_forward(module, STYLE, type(self).__name__, self.run)
-        return module
+        super().check(module, mesh, where)
 
     def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Scope:
         """Return what calls in one forward of the module take, from the arguments of the forward."""

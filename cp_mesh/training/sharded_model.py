@@ -12,7 +12,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import constant_in_traces
 from cp_mesh.comm.agreement import compare_batch
@@ -27,8 +26,7 @@ from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequen
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.foreign_functions import refuse_unplanned
-from cp_mesh.training.style_helpers import announced, check_sequence, claim, cores_of, layout_of_call
-from cp_mesh.wrap import STYLE, replace_forward
+from cp_mesh.training.style_helpers import OverCP, announced, cores_of, layout_of_call
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
 """Names of forward arguments that take positions."""
@@ -36,7 +34,7 @@ OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
 """Names of output entries with the sequence along dim 1."""
 
 
-class ShardedModel(ParallelStyle):
+class ShardedModel(OverCP):
     """Makes a root module take whole batches: shards inputs, supplies positions, optionally gathers the output.
 
     Args:
@@ -91,21 +89,21 @@ class ShardedModel(ParallelStyle):
         layout: Callable[..., Layout] | None = None,
         probe: bool = False,
     ) -> None:
-        check_sequence("ShardedModel", sequence, layout)
+        super().__init__(sequence, layout)
         if not isinstance(inputs, tuple | list) or not all(isinstance(x, str) for x in inputs):
             refuse("ShardedModel.inputs", "a tuple of argument names", inputs, 'such as ("tokens",)')
         if not inputs and sequence.length is None:
             hint = "ShardedSequence(..., length=)"
             refuse("ShardedModel(inputs=())", "a sequence with a length, as no input has it", None, hint)
-        self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
+        self.inputs, self.positions, self.gather_output = inputs, positions, gather_output
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
-        self.watch, self.layout, self.position_dims, self.probe = watch, layout, position_dims, probe
+        self.watch, self.position_dims, self.probe = watch, position_dims, probe
         self._looked_at: frozenset[tuple[Any, ...]] = frozenset()
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        parameters = inspect.signature(module.forward).parameters
-        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
+        super().check(module, mesh, where)
+        names = names_of(module.forward)
         for name in (*self.inputs, *([self.positions] if self.positions else [])):
             if name not in names:
                 refuse(
@@ -114,16 +112,14 @@ class ShardedModel(ParallelStyle):
                     names,
                     "name the model's own arguments in inputs= and positions=",
                 )
-        claim(module, device_mesh, self.sequence, self)
-        own = ref(module)
-        check = constant_in_traces(lambda: None if (root := own()) is None else refuse_unplanned(root, traced=True))
-        replace_forward(module, STYLE, type(self).__name__, functools.partial(self._run, names, check))
+
+    def bind(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
         if self.watch:
             watch_encoders(module)
-        return module
+        return names_of(module.forward), check_traced(module)
 
     @announced
-    def _run(
+    def run(
         self,
         names: list[str],
         check: Callable[[], None],
@@ -157,7 +153,7 @@ class ShardedModel(ParallelStyle):
             if self.probe:
                 from cp_mesh.training.probe import probe_once
 
-                probe_once(self, module, named, functools.partial(self._run, names, check, module, forward))
+                probe_once(self, module, named, functools.partial(self.run, names, check, module, forward))
             output = self.run_eagerly(root, module, forward, arguments)
             if is_by_batch(root.sequence.layout):
                 note_output(output, root.sequence.layout, self.sequence.mesh.get_group())
@@ -345,6 +341,17 @@ def _refuse_compiled() -> None:
     hint = "compile its blocks, or call cp_mesh.probe(model, batch) before the first step"
     expected, got = "a root in eager mode", "one that is compiled as a whole"
     refuse("ShardedModel(probe=True)", expected, got, hint, UnsupportedError)
+
+
+def names_of(forward: Callable[..., Any]) -> list[str]:
+    """Names of a forward's arguments."""
+    return [name for name, x in inspect.signature(forward).parameters.items() if x.kind is not x.VAR_POSITIONAL]
+
+
+def check_traced(module: nn.Module) -> Callable[[], None]:
+    """Return what refuses recurrent layers outside of the plan while torch.compile traces the module."""
+    own = ref(module)
+    return constant_in_traces(lambda: None if (root := own()) is None else refuse_unplanned(root, traced=True))
 
 
 def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.comm.agreement import announced_over, refusing
 from cp_mesh.comm.groups import names_of_axes
@@ -20,20 +19,39 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.auto import Open
 from cp_mesh.sequence.cuts import note_mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
-from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, replaced
+from cp_mesh.wrap import INPUT, LINEAR, OUTPUT, STYLE, Style, replaced
 
 SUMS = "_cp_mesh_sums"  # attribute of FSDP2 modules that sum gradients
 
 
-class Core(ParallelStyle):
+class OverCP(Style):
+    """A style of modules that run on this rank's rows of a sequence."""
+
+    def __init__(self, sequence: ShardedSequence, layout: Callable[..., Layout] | None) -> None:
+        name = type(self).__name__
+        if not isinstance(sequence, ShardedSequence):
+            refuse(f"{name}: sequence", "a ShardedSequence", sequence, "ShardedSequence(mesh) makes one")
+        if layout is not None and not callable(layout):
+            hint = "a layout for all batches is the sequence's, ShardedSequence(..., layout=)"
+            refuse(f"{name}.layout", "a function that returns a Layout", layout, hint)
+        self.sequence, self.layout = sequence, layout
+
+    def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
+        super().check(module, mesh, where)
+        if not has_axis(mesh, self.sequence.mesh):
+            expected = f"the axis of the ShardedSequence, {written(self.sequence.mesh)}"
+            refuse("mesh", expected, mesh, "apply the style to that axis")
+
+
+class Core(OverCP):
     """A style of modules that mix tokens, which has a mask."""
 
     def __init__(self, sequence: ShardedSequence, mask: Any, layout: Callable[..., Layout] | None) -> None:
         name = type(self).__name__
         if not isinstance(mask, Mask) and not callable(mask):
             refuse(f"{name}.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
-        check_sequence(name, sequence, layout)
-        self.sequence, self.mask, self.layout = sequence, mask, layout
+        super().__init__(sequence, layout)
+        self.mask = mask
 
     def of_call(self, /, *args: Any, **kwargs: Any) -> tuple[Mask, Layout]:
         """Return the mask and the layout of a module's call, whose arguments these are."""
@@ -62,14 +80,6 @@ def layout_of_call(style: Any, mask: Mask | None, /, *args: Any, **kwargs: Any) 
         name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"
         refuse(f"{name}.layout", "a function that returns a Layout", type(found).__name__, hint)
     return found
-
-
-def check_sequence(style: str, sequence: Any, layout: Any) -> None:
-    if not isinstance(sequence, ShardedSequence):
-        refuse(f"{style}: sequence", "a ShardedSequence", sequence, "ShardedSequence(mesh) makes one")
-    if layout is not None and not callable(layout):
-        hint = "a layout for all batches is the sequence's, ShardedSequence(..., layout=)"
-        refuse(f"{style}.layout", "a function that returns a Layout", layout, hint)
 
 
 def ask(style: Any, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -155,21 +165,6 @@ def gathers(model: nn.Module) -> bool:
 
 
 announced = announced_over(lambda style, *_: style.sequence.mesh.get_group())
-
-
-def claim(
-    module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle, key: str = STYLE
-) -> None:
-    """Check that the style can be applied, as the last check. ``key`` is the one for `replace_forward`."""
-    name = type(style).__name__
-    if mesh.ndim != 1:
-        refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]')
-    if (other := replaced(module, key)) is not None:
-        got = f"{type(module).__name__} with {other.name}"
-        refuse(name, "a module without a style", got, "apply once")
-    if not has_axis(mesh, sequence.mesh):
-        expected = f"the axis of the ShardedSequence, {written(sequence.mesh)}"
-        refuse("mesh", expected, mesh, "apply the style to that axis")
 
 
 def has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:

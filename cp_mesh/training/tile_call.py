@@ -17,7 +17,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from cp_mesh._torch import hooks_of_module, hooks_of_tensor, times_written, tree_flatten, tree_unflatten
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.wrap import CHECKPOINT, INPUT, OUTPUT, STYLE, TILES, replaced
+from cp_mesh.wrap import style_over_cp
 
 _KNOWN = ("torch.distributed.tensor", "cp_mesh.")  # hooks of styles over tp, and of checks
 _ALONE = "leave it out of the plan, or tile a module within it that computes each token alone"
@@ -212,8 +212,3 @@ def drawing(random: Random) -> Iterator[None]:
         torch.set_rng_state(random.states[0])
         set_device_states(random.devices, random.states[1:])
         yield
-
-
-def style_over_cp(module: nn.Module) -> str | None:
-    found = (replaced(module, key) for key in (STYLE, INPUT, OUTPUT, TILES, CHECKPOINT))
-    return next((each.name for each in found if each is not None), None)

@@ -7,7 +7,6 @@ and DistributedDataParallel require. The idea is that of DeepSpeed's ALST (arXiv
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -17,17 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh._torch import tree_unflatten, untraced
 from cp_mesh.comm.agreement import exchange, refusing
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.training.tile_call import Call, drawing, random_state, style_over_cp
-from cp_mesh.wrap import TILES, replace_forward, replaced
+from cp_mesh.training.tile_call import Call, drawing, random_state
+from cp_mesh.wrap import TILES, Style, replaced
 
 
-class TiledMLP(ParallelStyle):
+class TiledMLP(Style):
     """Makes a module that computes each token alone, such as an MLP, run on a few rows at a time.
 
     The module keeps its inputs and nothing else for the backward, which computes each tile again. Outputs and gradients
@@ -56,6 +54,8 @@ class TiledMLP(ParallelStyle):
         >>> plan["layers.*.mlp"] = TiledMLP(tile_rows=8192)  # doctest: +SKIP
     """
 
+    key, alone = TILES, "apply TiledMLP first, and not to attention"
+
     def __init__(self, *, tiles: int | None = None, tile_rows: int | None = None, dim: int = 1) -> None:
         given = [x for x in (tiles, tile_rows) if x is not None]
         if len(given) != 1 or not isinstance(given[0], int) or given[0] < 1:
@@ -64,15 +64,11 @@ class TiledMLP(ParallelStyle):
         self.tiles, self.tile_rows, self.dim = tiles, tile_rows, dim
         self._looked_at: set[tuple[ref[nn.Module], bool, bool]] = set()
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if (other := style_over_cp(module)) is not None:
-            got, hint = f"{type(module).__name__} with {other}", "apply TiledMLP first, and not to attention"
-            refuse("TiledMLP", "a module without a style over cp", got, hint, UnsupportedError)
-        replace_forward(module, TILES, "TiledMLP", functools.partial(self._run, device_mesh.get_group()))
-        return module
+    def bind(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
+        return (mesh.get_group(),)
 
     @untraced
-    def _run(
+    def run(
         self, group: dist.ProcessGroup, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         where = getattr(replaced(module, TILES), "where", "")

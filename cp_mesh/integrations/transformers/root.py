@@ -31,8 +31,7 @@ from cp_mesh.training.checks.coverage import unwatched, watch_encoders, watched
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.parallelize import parallelize as apply_plan
 from cp_mesh.training.sharded_model import ShardedModel
-from cp_mesh.training.style_helpers import claim
-from cp_mesh.wrap import INPUT, STYLE, replace_forward
+from cp_mesh.wrap import INPUT, STYLE, check_module, replace_forward
 
 _LAST = "_cp_mesh_sequence"
 OF_IMAGES = ("image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states", "rope_deltas")
@@ -122,7 +121,7 @@ def parallelize(
             refuse("data", "ranks that hold distinct tokens", f"{shared} of one tp group", hint)
         replica = replica * tp.size() + tp.get_local_rank()
     adapter = _Adapter(facts, losses, style, gather_output, options, dropout_seed, replica, tp is not None)
-    claim(model, sequence.mesh, sequence, style)
+    check_module("parallelize", model, STYLE)
     if plan is not None:
         apply_plan(model, tp, plan)  # type: ignore[arg-type]
     register()

@@ -7,15 +7,12 @@ Attention outside of the plan is checked as in a `ShardedModel`.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from cp_mesh._torch import constant_in_traces
 from cp_mesh.comm.agreement import exchange, refusing
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import REFUSALS, refuse, warn
@@ -23,7 +20,7 @@ from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE
 from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
 from cp_mesh.training.foreign_functions import refuse_unplanned
-from cp_mesh.training.sharded_model import POSITIONS, refuse_counted
+from cp_mesh.training.sharded_model import POSITIONS, check_traced, names_of, refuse_counted
 from cp_mesh.training.style_helpers import cores_of
 from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 
@@ -31,9 +28,7 @@ from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
 def watch_rootless(module: nn.Module) -> None:
     """Check the first forward of ``module``, which contains attention cores."""
     if replaced(module, STYLE) is None and replaced(module, WATCH) is None:
-        own = ref(module)
-        check = constant_in_traces(lambda: None if (root := own()) is None else refuse_unplanned(root, traced=True))
-        replace_forward(module, WATCH, "Watch", functools.partial(_run, set(), check))
+        replace_forward(module, WATCH, "Watch", functools.partial(_run, set(), check_traced(module)))
         watch_encoders(module)
 
 
@@ -58,8 +53,7 @@ def _run(
 
     is_first = all(known[0] != look[0] for known in looked_at)
     styles = cores_of(module)
-    parameters = inspect.signature(forward).parameters
-    names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
+    names = names_of(forward)
     with refusing(styles[0].sequence.mesh.get_group if styles else None, REFUSALS):
         whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a ShardInput takes whole tokens
         given = dict(zip(names, args, strict=False)) | kwargs
