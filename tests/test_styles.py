@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_dropout, dense_mask, make_qkv
 from inside import inner, replaced
-from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
+from model import Core, DenseCore, Model, V, batch, overlapped_plan, tensor_parallel_plan
 from ranks import mesh, num_collectives, on_ranks, refused, rejoin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,18 +22,23 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import (
     ArgumentError,
+    Checkpointed,
     ContextParallel,
     Contiguous,
     Mask,
+    RecurrentParallel,
     ShardedModel,
     ShardedSequence,
     Striped,
+    TiledMLP,
     UnsupportedError,
     ZigZag,
     parallelize,
     verify_model,
 )
+from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 from cp_mesh.tools import verify
+from cp_mesh.training import GatherOutput, ShardInput
 
 STYLE = inner("wrap", "STYLE")
 
@@ -404,21 +410,69 @@ def test_a_plan_whose_group_is_gone_is_told(rank: int, axis: DeviceMesh) -> None
         rejoin(rank)
 
 
-@pytest.mark.parametrize("style", ["ContextParallel", "ShardedModel"])
-@on_ranks(4)
-def test_a_refused_style_can_be_corrected(style: str) -> None:
-    cp, other = mesh((2, 2), ("cp", "tp"))["cp"], mesh((2, 2), ("cp", "tp"))["tp"]
-    sequence, model = ShardedSequence(cp), Model()
-    wrong, right = {
-        "ContextParallel": (ContextParallel(ShardedSequence(other)), ContextParallel(sequence)),
-        "ShardedModel": (ShardedModel(sequence, positions="position_ids"), ShardedModel(sequence)),
-    }[style]
-    key, before = "layers.0.core" if style == "ContextParallel" else "", {"layers.1.core": ContextParallel(sequence)}
-    own = model.layers[1].core.forward = Core().forward
-    with pytest.raises(ArgumentError):
-        parallelize(model, cp, before | {key: wrong})
-    assert type(model.layers[1].core) is Core and model.layers[1].core.forward is own  # as before the plan
-    parallelize(model, cp, before | {key: right})
+class CrossCore(Core):
+    pass
+
+
+def elsewhere() -> ShardedSequence:
+    return ShardedSequence(mesh((2, 1), ("cp", "other"))["other"])
+
+
+REFUSED: dict[str, tuple[Callable[[ShardedSequence], dict[str, Any]], str]] = {
+    "ContextParallel": (lambda own: {"cross": ContextParallel(own)}, "'cross' is cross-attention"),
+    "over another axis": (lambda own: {"core": ContextParallel(elsewhere())}, "the axis of the ShardedSequence"),
+    "RecurrentParallel": (lambda own: {"conv": RecurrentParallel(own)}, "causal by padding"),
+    "ShardedModel": (lambda own: {"": ShardedModel(own, inputs=("nope",))}, "argument named 'nope'"),
+    "ShardInput": (lambda own: {"norm": ShardInput(own, ("nope",))}, "argument 'nope'"),
+    "GatherOutput": (lambda own: {"layers": GatherOutput(own, gradient="sum")}, "never called"),
+    "TiledMLP": (lambda own: {"layers": TiledMLP(tiles=2)}, "never called"),
+    "Checkpointed": (lambda own: {"layers": Checkpointed()}, "never called"),
+}
+OF_TP = {"mode": "all_reduce"}
+REFUSED_OVER_TP: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "OverlappedColwise": (lambda: {"": OverlappedColwise("head", "layers.1.ff.2", **OF_TP)}, "one in_features"),
+    "OverlappedRowwise": (lambda: {"norm": OverlappedRowwise(**OF_TP)}, "expected nn.Linear"),
+    "VocabParallelEmbedding": (lambda: {"small": VocabParallelEmbedding(**OF_TP)}, "a vocabulary of 1"),
+    "VocabParallelHead": (lambda: {"norm": VocabParallelHead(**OF_TP)}, "expected nn.Linear"),
+    "two for one linear": (lambda: {"layers.1.wq": OverlappedRowwise(**OF_TP)}, "'layers.1' and 'layers.1.wq'"),
+    "a tied tensor": (lambda: {"twin": OverlappedRowwise(**OF_TP)}, r"twin.weight \(Shard\(1\),\)"),
+}
+
+
+def all_of(model: nn.Module) -> list[Any]:
+    """Classes, attributes and hooks of modules, and tensors by identity with their attributes."""
+    tensors = [(name, id(x), [*vars(x)]) for name, x in (*model.named_parameters(), *model.named_buffers())]
+    hooks = [len(x) for part in model.modules() for name, x in vars(part).items() if name.endswith("hooks")]
+    return [[(name, type(part), [*vars(part)]) for name, part in model.named_modules()], tensors, hooks]
+
+
+@pytest.mark.parametrize("style", [*REFUSED, *REFUSED_OVER_TP])
+@on_ranks(2)
+def test_a_refused_plan_leaves_the_model_as_it_was(axis: DeviceMesh, style: str) -> None:
+    """The styles before the refused one are not applied; without it the plan computes what one rank computes."""
+    model, own, over_tp = Model(), ShardedSequence(axis), style in REFUSED_OVER_TP
+    model.core, model.cross, model.conv, model.small = Core(), CrossCore(), nn.Conv1d(2, 2, 3), nn.Embedding(1, 2)
+    model.layers[0].core.forward = Core().forward  # which a style takes off
+    if over_tp:
+        axis, good, (make, words) = mesh((2,), ("tp",)), overlapped_plan("all_reduce"), REFUSED_OVER_TP[style]
+        model.twin = nn.Linear(*reversed(model.head.weight.shape), bias=False)
+        model.twin.weight = model.head.weight if style == "a tied tensor" else model.twin.weight
+        good["twin"] = VocabParallelHead(mode="all_reduce")
+        bad = good | make()
+    else:
+        good, (of_sequence, words) = {"layers.*.core": ContextParallel(own)}, REFUSED[style]
+        bad = good | of_sequence(own)
+    before, tokens = all_of(model), batch(B, S)["tokens"]
+    with refused(words):
+        parallelize(model, axis, bad)
+    assert all_of(model) == before
+    parallelize(model, axis, good)
+    want = Model(DenseCore)(tokens, torch.arange(S))
+    if over_tp:
+        got = model(tokens, torch.arange(S)).whole()
+    else:
+        got = own.unshard(model(own.shard(tokens, pad_value=0), own.positions(S)))
+    torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 class Rowwise(Model):
