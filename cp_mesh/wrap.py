@@ -169,12 +169,13 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
-def check_class(module: nn.Module) -> None:
-    """Refuse a module whose class was changed after it got a style: it would run without the style."""
-    style = replaced(module, STYLE)
-    if style is not None and STYLE not in getattr(type(module), _ALL, ()):
-        what, hint = f"{type(module).__name__} with {style.name}", "change module.__class__ before parallelize"
-        refuse(what, "the class that the style gave it", "another one", hint)
+def check_classes(root: nn.Module) -> None:
+    """Refuse modules whose class was changed after they got a style: they would run without the style."""
+    for module in root.modules():
+        style = replaced(module, STYLE) if _ALL in vars(module) else None
+        if style is not None and STYLE not in getattr(type(module), _ALL, ()):
+            what, hint = f"{type(module).__name__} with {style.name}", "change module.__class__ before parallelize"
+            refuse(what, "the class that the style gave it", "another one", hint)
 
 
 def _subclass(base: type[nn.Module], key: str) -> type[nn.Module]:

@@ -152,7 +152,7 @@ class ContextParallel(Core):
             if checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
                 forward = checked(where=found.where)(forward)
         sdpa, flex = functools.partial(self.sdpa, call), functools.partial(self.flex, call)
-        mode = SDPAMode(sdpa, flex, None if watch is None else watch.look)
+        mode = SDPAMode(sdpa, flex, watch)
         with unwatched(), mode:
             result = forward(*args, **kwargs)
         if mode.calls == 0:

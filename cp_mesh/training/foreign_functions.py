@@ -140,16 +140,12 @@ def _unknown(name: str, *_: Any, **__: Any) -> Any:
     refuse("RecurrentParallel", "functions that cp_mesh has", name, hint, UnsupportedError)
 
 
-def _is_other(where: str) -> bool:
-    return where.startswith(_OTHERS) and not where.startswith(_HELPERS)
-
-
 def runs_alone(frame: FrameType) -> str | None:
     """The file of a frame, if it is a function of another package that mixes tokens, and not called by our kernels."""
     file = frame.f_globals.get("__name__") or ""
-    if not _is_other(file) or any(x.f_globals.get("__name__") == "cp_mesh.mixers.fla" for x, _ in walk_stack(frame)):
+    if not file.startswith(_OTHERS) or file.startswith(_HELPERS):
         return None
-    return file
+    return None if any(x.f_globals.get("__name__") == "cp_mesh.mixers.fla" for x, _ in walk_stack(frame)) else file
 
 
 def check_convolution(module: nn.Conv1d) -> None:
@@ -296,8 +292,8 @@ class ForeignFunctions:
 
     def _far(self, own: FunctionType) -> set[str]:
         """Foreign functions that a function reads from other objects than its file."""
-        ours = {*mixers.__all__} if _reads_ours(own) else set()
-        names = names_read(own.__code__, of_file=False) & (self.functions.keys() - ours)
+        names = names_read(own.__code__, of_file=False) & self.functions.keys()
+        names = names.difference(mixers.__all__) if names and _reads_ours(own) else names
         return {f"{name} of another object" for name in names}
 
     def _file(self, file: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -324,7 +320,8 @@ class ForeignFunctions:
             return None
         if (own := self.functions.get(name)) is not None:
             return partial(call_ours, name, own, value, self.strict)
-        return partial(_unknown, name) if self.strict and _is_other(where) else None
+        is_other = self.strict and where.startswith(_OTHERS) and not where.startswith(_HELPERS)
+        return partial(_unknown, name) if is_other else None
 
 
 @untraced  # after a graph break in its callers Dynamo would trace this function by itself

@@ -41,14 +41,12 @@ class SDPAMode(TorchFunctionMode):
     Args:
         attend: called instead of `F.scaled_dot_product_attention`.
         attend_by_functions: called by `cp_mesh.flex_attention`, which looks up this mode.
-        look: in a watched forward, called with every other function.
+        watch: that of a watched forward, which looks at functions other than attention.
     """
 
-    def __init__(
-        self, attend: Callable[..., Any], attend_by_functions: Callable[..., Any], look: Callable[..., None] | None
-    ) -> None:
+    def __init__(self, attend: Callable[..., Any], attend_by_functions: Callable[..., Any], watch: Any) -> None:
         super().__init__()
-        self.attend, self.attend_by_functions, self.look = attend, attend_by_functions, look
+        self.attend, self.attend_by_functions, self.watch = attend, attend_by_functions, watch
         self.calls, self.graded = 0, torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,8 +56,8 @@ class SDPAMode(TorchFunctionMode):
                 self.count(in_checkpoint=True)
             if _asked_by_flex(func, name):
                 _refuse_flex()
-            if self.look is not None:
-                self.look(name, args, kwargs)
+            if self.watch is not None and name in self.watch.tells:
+                self.watch.look(name, args, kwargs)
             return call_function(func, args, kwargs)
         if name == "flex_attention":
             _refuse_flex()

@@ -23,7 +23,7 @@ from cp_mesh.call.passes import check_length, length_of_call
 from cp_mesh.errors import refuse, warn
 from cp_mesh.training.foreign_functions import runs_alone
 from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, ROWS, call_function, keep_uncompiled
-from cp_mesh.wrap import STYLE, WATCH, check_class, replace_forward, replaced
+from cp_mesh.wrap import STYLE, WATCH, check_classes, replace_forward, replaced
 
 
 class Watch(TorchFunctionMode):
@@ -70,14 +70,14 @@ class Watch(TorchFunctionMode):
                 check_length(seq_len, self.seq_len)
         elif name == "conv1d" and self.tokens is not None:
             _look_at_convolution(self.tokens, self.root, *args, **kwargs)
-        else:
+        elif name in self.tells:
             self.look(name, args, kwargs)
         return call_function(func, args, kwargs)
 
     def look(self, name: str, args: Any, kwargs: Any) -> None:
         """Warn, once, if the model counts positions from 0 up to the local length, or slices a table so."""
         rows = self.local_rows
-        if rows is None or name not in self.tells or torch.compiler.is_compiling():  # the rest breaks graphs
+        if rows is None or torch.compiler.is_compiling():  # the rest breaks graphs
             return
         if sys._getframe(2).f_globals.get("__name__", "").startswith("cp_mesh."):
             return  # recurrent layers count rows of documents
@@ -201,9 +201,8 @@ def watching(
     """
     keep_uncompiled(Watch.__torch_function__, Watch.look)
     watch = Watch(local_rows=local_rows, counts=counts, root=root, tokens=tokens)
+    check_classes(root)
     with ExitStack() as stack:
-        for part in root.modules():
-            check_class(part)
         for part, entry in _compiled_parts(root):
             inner = part.get_submodule(COMPILED) if entry == "forward" else part
             assert isinstance(inner, nn.Module)
