@@ -745,17 +745,20 @@ def test_half_precision() -> None:
         (OverlappedRowwise(), True, False),
         (OverlappedColwise(recompute_all_gather=True), False, True),
         (OverlappedRowwise(mode="all_reduce"), True, True),
+        (VocabParallelEmbedding(mode="all_reduce"), True, True),
     ],
 )
 @on_ranks(2)
 def test_second_backwards_are_refused(style: Any, square: bool, of_weight: bool) -> None:
     """A penalty on a gradient; where a loss is linear the gradient of the output has none itself."""
-    linear = parallelize(nn.Linear(C, C), alone_and_tp()[1], {"": style})
-    x = torch.ones(2, 4, C // 2 if isinstance(style, OverlappedRowwise) else C, requires_grad=True)
-    out = linear(x).square() if square else linear(x)
-    (grad,) = torch.autograd.grad(out.sum(), linear.weight if of_weight else x, create_graph=True)
+    kind, x = nn.Linear, torch.ones(2, 4, C // 2 if isinstance(style, OverlappedRowwise) else C, requires_grad=True)
+    if isinstance(style, VocabParallelEmbedding):
+        kind, x = nn.Embedding, torch.arange(4)
+    module: Any = parallelize(kind(C, C), alone_and_tp()[1], {"": style})
+    out = module(x).square() if square else module(x)
+    (grad,) = torch.autograd.grad(out.sum(), module.weight if of_weight else x, create_graph=True)
     with pytest.raises(REFUSALS, match="can be differentiated once"):
-        (local(grad).square().sum() + linear(x).sum()).backward()
+        (local(grad).square().sum() + module(x).sum()).backward()
 
 
 @on_ranks(2)
