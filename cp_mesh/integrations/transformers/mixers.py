@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from cp_mesh._torch import untraced
+from cp_mesh._torch import apply_style, untraced
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.integrations.transformers.masks import BatchAttention
@@ -78,7 +78,7 @@ def apply(model: nn.Module, sequence: ShardedSequence) -> None:
     style = RecurrentLayers(sequence, mask=mask_of)
     for module in model.modules():
         if is_mixer(module):
-            style._apply(module, sequence.mesh)
+            apply_style(style, module, sequence.mesh)
         elif "create_recurrent_attention_mask" in _names(module) and not _takes_masks(module):
             replace_forward(module, INPUT, "cp_mesh.integrations.transformers.parallelize", style.run_with_mask)
 
