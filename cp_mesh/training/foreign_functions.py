@@ -39,6 +39,7 @@ _HELPERS = (
     "fla.ops.utils", "fla.ops.kda.gate", "fla.ops.gated_delta_rule.gate", "mamba_ssm.ops.triton.layer",
     "mamba_ssm.ops.triton.k_activations",
 )  # fmt: skip
+_GATED = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
 _HOLD = dict.fromkeys((staticmethod, classmethod, MethodType), "__func__") | {property: "fget"}
 _HOLD |= dict.fromkeys((partial, partialmethod, cached_property), "func")
 """Where objects that hold a function have it."""
@@ -63,9 +64,6 @@ def _rule(
             g = -decay * F.softplus(g)  # type: ignore[operator]
     own = (q, k, v, *{"delta_rule": (beta,), "gla": (g,)}.get(rule, (g, beta)))
     return getattr(mixers, rule)(*own, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, mask=mask)[0], None
-
-
-_GATED = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"
 
 
 def _of_fla(

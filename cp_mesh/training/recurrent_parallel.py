@@ -80,17 +80,13 @@ class RecurrentParallel(Core):
             check_convolution(module)
         super().check(module, mesh, where)
 
-    def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Scope:
-        """Return what calls in one forward of the module take, from the arguments of the forward."""
-        mask, layout = self.of_call(*args, **kwargs)
-        sequence = self.sequence if layout is self.sequence.layout else replace(self.sequence, layout=layout)
-        return Scope(sequence, mask, self.method, self.kernel)
-
     @untraced
     @announced
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with functions that mix the whole sequence."""
-        scope = self.prepare(module, *args, **kwargs)
+        mask, layout = self.of_call(*args, **kwargs)
+        sequence = self.sequence if layout is self.sequence.layout else replace(self.sequence, layout=layout)
+        scope = Scope(sequence, mask, self.method, self.kernel)
         token = SCOPE.set(scope)
         try:
             with self.foreign.within(module, lambda part: style_of(part) is not None):
@@ -108,7 +104,7 @@ class RecurrentParallel(Core):
         return result
 
     def _own(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a module that calls stand-ins."""
+        """Return the forward of a module that calls foreign functions."""
         made = self.foreign.of_class(type(module))[0].get("forward")
         if made is None:
             return forward
