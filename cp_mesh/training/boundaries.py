@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,7 +23,8 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.coverage import unwatched, watched
-from cp_mesh.training.sharded_model import POSITIONS
+from cp_mesh.training.compare_inputs import kind_of
+from cp_mesh.training.sharded_model import POSITIONS, gather_entries
 from cp_mesh.training.style_helpers import OverCP, announced, check_layout_of_root, layout_of_call
 from cp_mesh.wrap import INPUT, OUTPUT
 
@@ -92,25 +93,17 @@ class ShardInput(_Boundary):
 
     def bind(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
         """Names and positions of the inputs; refuses those that the module's forward does not have."""
-        parameters = inspect.signature(module.forward).parameters.values()
-        placed = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        names = [*placed, *(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)]
-        more = {x.kind for x in parameters}
-        chosen: list[tuple[str, int]] = []
+        parameters = inspect.signature(module.forward).parameters
+        placed = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        alone = [name for name, x in parameters.items() if x.kind is x.KEYWORD_ONLY]
+        known: dict[str | int, tuple[str, int]] = {name: (name, NOWHERE) for name in alone}
+        known |= {key: (name, place) for place, name in enumerate(placed) for key in (name, place)}
         for each in self.inputs:
-            is_name = isinstance(each, str)
-            known = each in names if is_name else each in range(len(placed))
-            if (
-                not known
-                and (inspect.Parameter.VAR_KEYWORD if is_name else inspect.Parameter.VAR_POSITIONAL) not in more
-            ):
+            others = inspect.Parameter.VAR_KEYWORD if isinstance(each, str) else inspect.Parameter.VAR_POSITIONAL
+            if each not in known and all(x.kind is not others for x in parameters.values()):
                 what, hint = f"ShardInput({type(module).__name__})", "name them as the module's forward does"
-                refuse(what, f"a forward argument {each!r}", names, hint)
-            if isinstance(each, str):
-                chosen.append((each, placed.index(each) if each in placed else NOWHERE))
-            else:
-                chosen.append((placed[each] if known else "", each))
-        return (chosen,)
+                refuse(what, f"a forward argument {each!r}", [*placed, *alone], hint)
+        return ([known.get(x, (x, NOWHERE) if isinstance(x, str) else ("", x)) for x in self.inputs],)
 
     @announced
     def run(
@@ -127,9 +120,12 @@ class ShardInput(_Boundary):
         sequence = self.of_call(*args, **kwargs)
         present = [(name, place if place in given else name) for name, place in chosen]
         present = [(name, key) for name, key in present if given.get(key) is not None]
+        whole = {name or f"input {key}": given[key] for name, key in present if isinstance(given[key], Tensor)}
+        if whole and not torch.compiler.is_compiling():
+            compare_batch(sequence.mesh.get_group(), ("ShardInput", *kind_of(whole)), whole, _content)
         with unwatched():  # layouts call torch.arange, which the watch would report
             for name, key in present:
-                given[key] = self._shard(sequence, name, given[key])
+                given[key] = sequence.shard({name: given[key]}, dim=self.dim)[name]
         if not present:
             got = f"{len(args)} positional arguments and {[*kwargs]} by name"
             refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
@@ -141,13 +137,10 @@ class ShardInput(_Boundary):
         if (watch := watched()) is not None and ROOT.get() is None and not local.keys() & {*POSITIONS}:
             watch.local_rows = next(iter(local.values())).shape[self.dim] if self.sequence.cp_size > 1 else None
 
-    def _shard(self, sequence: ShardedSequence, name: str, whole: Any) -> Any:
-        """Return this rank's rows of a tensor, after ranks compare its shape and, for a new shape, its integers."""
-        if isinstance(whole, Tensor) and not torch.compiler.is_compiling():
-            group, kind = sequence.mesh.get_group(), ("ShardInput", name, whole.shape, whole.dtype)
-            contents = shape_of if whole.is_floating_point() else fingerprint
-            compare_batch(group, kind, {name or "input": whole}, contents)
-        return sequence.shard({name: whole}, dim=self.dim)[name]
+
+def _content(x: Tensor | None) -> str:
+    """What ranks compare of an input: of hidden states the shape alone."""
+    return shape_of(x) if x is None or x.is_floating_point() else fingerprint(x)
 
 
 NOWHERE = 1 << 30
@@ -204,21 +197,4 @@ class GatherOutput(_Boundary):
         sequence = self.of_call(*args, **kwargs)
         gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
         with unwatched():
-            return self._gather(type(module).__name__, gather, output)
-
-    def _gather(self, where: str, gather: Callable[[Tensor], Tensor], output: Any) -> Any:
-        if self.outputs is None:
-            if not isinstance(output, Tensor):
-                hint = "name the entries that hold rows: outputs=(0,) or names"
-                refuse(f"GatherOutput({where})", "one tensor as output", type(output).__name__, hint)
-            return gather(output)
-        entries: dict[Any, Any] = dict(output if isinstance(output, Mapping) else enumerate(output))
-        for name in self.outputs:
-            if not isinstance(entries.get(name), Tensor):
-                got = [x for x, entry in entries.items() if isinstance(entry, Tensor)]
-                refuse(f"GatherOutput({where}).outputs", f"a tensor at {name!r}", f"tensors at {got}", "name one")
-            entries[name] = gather(entries[name])
-        if isinstance(output, Mapping):
-            return type(output)(entries)  # type: ignore[call-arg]
-        made = type(output)
-        return made(*entries.values()) if hasattr(made, "_fields") else made(entries.values())
+            return gather_entries(f"GatherOutput({type(module).__name__})", output, self.outputs, gather)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 from weakref import ref
@@ -281,24 +281,13 @@ class ShardedModel(OverCP):
 
         In a mapping, such as an output of Transformers, the entries named in `OUTPUTS`; scalars stay as they are.
         """
-        if isinstance(output, Mapping):
-            return type(output)({name: self._gather_entry(sequence, name, x) for name, x in output.items()})  # type: ignore[call-arg]
-        if not isinstance(output, Tensor):
-            got, hint = type(output).__name__, "gather it yourself, by sequence.gather"
-            refuse("ShardedModel.gather_output", "one tensor as output", got, hint)
-        return sequence.gather(output, dim=1)
-
-    def _gather_entry(self, sequence: ShardedSequence, name: str, entry: Any) -> Any:
-        if name in OUTPUTS and isinstance(entry, tuple):
-            return tuple(sequence.gather(x) for x in entry)
-        if name in OUTPUTS and isinstance(entry, Tensor):
-            return sequence.gather(entry)
-        if not isinstance(entry, Tensor) or entry.ndim > 0:
-            expected = f"entries of the output named {', '.join(OUTPUTS)}, and scalars"
-            refuse(
-                "gather_output", expected, f"{name}, a {type(entry).__name__}", "leave it out, or gather_output=False"
-            )
-        return entry
+        found = None if not isinstance(output, Mapping) else [name for name in OUTPUTS if output.get(name) is not None]
+        for name, x in () if found is None else output.items():
+            if name not in (found or ()) and (not isinstance(x, Tensor) or x.ndim > 0):
+                expected = f"entries of the output named {', '.join(OUTPUTS)}, and scalars"
+                hint = "leave it out, or gather_output=False"
+                refuse("gather_output", expected, f"{name}, a {type(x).__name__}", hint)
+        return gather_entries("ShardedModel.gather_output", output, found, sequence.gather)
 
     def shard_inputs(self, arguments: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
         """Return the `Root` of one forward, and its arguments by name with inputs and positions sharded."""
@@ -352,6 +341,27 @@ def check_traced(module: nn.Module) -> Callable[[], None]:
     """Return what refuses recurrent layers outside of the plan while torch.compile traces the module."""
     own = ref(module)
     return constant_in_traces(lambda: None if (root := own()) is None else refuse_unplanned(root, traced=True))
+
+
+def gather_entries(
+    what: str, output: Any, names: Sequence[str | int] | None, gather: Callable[[Tensor], Tensor]
+) -> Any:
+    """Gather one tensor, or these entries of a tuple or mapping, which may be tuples of tensors."""
+    if names is None:
+        if not isinstance(output, Tensor):
+            hint = "gather entries that hold rows by GatherOutput(outputs=), or by sequence.gather"
+            refuse(what, "one tensor as output", type(output).__name__, hint)
+        return gather(output)
+    made, entries = type(output), dict[Any, Any](output if isinstance(output, Mapping) else enumerate(output))
+    for name in names:
+        x = entries.get(name)
+        if not isinstance(x, Tensor | tuple):
+            got = [key for key, entry in entries.items() if isinstance(entry, Tensor)]
+            refuse(f"{what}: outputs", f"a tensor at {name!r}", f"tensors at {got}", "name one")
+        entries[name] = gather(x) if isinstance(x, Tensor) else tuple(gather(y) for y in x)
+    if isinstance(output, Mapping):
+        return made(entries)
+    return made(*entries.values()) if hasattr(made, "_fields") else made(entries.values())
 
 
 def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:
