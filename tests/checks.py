@@ -109,7 +109,7 @@ def forget_plans() -> None:
 
 def forget_kept(*kinds: type) -> None:
     """Nothing of these kinds is kept of any group."""
-    for of_group in room("group_state")._KEPT.values():
+    for of_group in room("group_state")._STATES.values():
         for kind in kinds:
             of_group.pop(kind, None)
     room("call.known")._calls.clear()

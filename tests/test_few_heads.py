@@ -52,7 +52,7 @@ def scores_of(name: str, H: int, keys: int) -> Scores:
 
 def by_heads(forward: Any, backward: Any) -> tuple[Any, Any]:
     """The tile functions of a kernel that takes these, for tiles of all rows."""
-    kernel = replace(reference.REFERENCE, forward=forward, backward=backward, large=False)
+    kernel = replace(reference.REFERENCE, forward=forward, backward=backward, int64_offsets=False)
 
     def tile_of(q: Tensor, k: Tensor, cover: Any) -> KernelTile:
         return KernelTile((0, q.shape[2]), (0, k.shape[2]), cover)
@@ -140,7 +140,7 @@ def test_a_tensor_that_spans_much_is_large() -> None:
             assert asked == ([1, 1] if name else [2]) * (1 + (name not in ("dout", "out"))), name
             asked.clear()
     assert (few_heads.FAR, few_heads.PART) == (2**31, 2**29)  # of 32 bits with a sign; a size that was timed
-    assert {name for name, kernel in KERNELS.items() if not kernel.large} == {"fa4", "cudnn", "flex"}
+    assert {name for name, kernel in KERNELS.items() if not kernel.int64_offsets} == {"fa4", "cudnn", "flex"}
 
 
 @pytest.mark.parametrize("shape", [(S, D), (1, D), (2 * S, D // 2), (S // 2, 2 * D)])

@@ -129,7 +129,7 @@ class Plan:
 
     def _make_tiles(self, stage: Stage | None, stream: int | None) -> list[KernelTile]:
         tiles = self.schedule.local_tiles if stage is None else stage.tiles
-        tiles = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.features) else tiles
+        tiles = enclosing(tiles) if takes_one_tile(self.kernel, self.schedule, self.features) else tiles
         return [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in tiles]
 
     @cached_property
@@ -188,7 +188,7 @@ def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
     return frozenset({"pairs"}) if positional else schedule.covers
 
 
-def as_one_tile(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
+def takes_one_tile(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
     """Whether the tiles of a step are passed to the kernel as one tile with positions; equal on all ranks."""
     return kernel.one_tile and "pairs" in covers_of(schedule, features)
 

@@ -76,7 +76,7 @@ def _empty_results(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     else:
         lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=dtype))
     kept = [q.new_empty(shape, dtype=x.dtype) for shape, x in zip(shapes, (q, q, lse), strict=False)]
-    return *call.as_asked(dense_like(q, v.shape[-1])), lse, *(kept or nothing_kept(q, lse))
+    return *call.in_callers_format(dense_like(q, v.shape[-1])), lse, *(kept or nothing_kept(q, lse))
 
 
 def _empty_gradients(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
@@ -85,7 +85,7 @@ def _empty_gradients(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: 
     read = [x for i, x in enumerate(call.captured) if name_of_captured(i) in wanted]
     dtype = reduce(torch.promote_types, (x.dtype for x in read), accumulation_dtype(q.dtype))
     return (
-        *call.as_asked(*(dense_like(x, num_rows=dout.shape[2]) for x in qkv)),
+        *call.in_callers_format(*(dense_like(x, num_rows=dout.shape[2]) for x in qkv)),
         *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
         q.new_empty(sum(x.numel() for x in read), dtype=dtype),
     )

@@ -153,7 +153,7 @@ def run_forward(
         end_by(group, error)
         raise
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
-    return *call.as_asked(out), lse, *kept
+    return *call.in_callers_format(out), lse, *kept
 
 
 def backward(
@@ -220,7 +220,7 @@ def run_backward(
     except BaseException as error:
         end_by(group, error)
         raise
-    dq, dk, dv = call.as_asked(*grads)
+    dq, dk, dv = call.in_callers_format(*grads)
     return dq, dk, dv, of_scores
 
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.method import Backward, Method, Plan, as_one_tile
+from cp_mesh.call.method import Backward, Method, Plan, takes_one_tile
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.comm.contract import Freight
 from cp_mesh.comm.exchange import Transport, transport_maker
@@ -70,7 +70,7 @@ class StageSettings(NamedTuple):
 
 def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
     """Whether dk and dv are sent as the kernel rounded them: a message has at most one contribution to a row."""
-    return kernel.rounds and (as_one_tile(kernel, schedule, features) or not schedule.overlapping)
+    return kernel.rounds and (takes_one_tile(kernel, schedule, features) or not schedule.overlapping)
 
 
 def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
@@ -156,12 +156,12 @@ def backward_of_heads(
     scores: Scores,
     plan: Plan,
     group: dist.ProcessGroup,
-    as_computed: torch.dtype | None = None,
+    round_to: torch.dtype | None = None,
 ) -> tuple[tuple[Tensor, ...], ScoreGradients]:
     """dq, dk and dv of these heads, written to ``into`` or to new tensors. Fetches keys and delivers their gradients.
 
-    ``as_computed`` is for a caller that copies the results: they may then have the kernel's dtype and any strides, and
-    dk and dv that are summed are rounded to the dtype ``as_computed``.
+    ``round_to`` is for a caller that copies the results: they may then have the kernel's dtype and any strides, and
+    dk and dv that are summed are rounded to the dtype ``round_to``.
     """
     transport = _open_transport(plan, group, k, v)
     try:
@@ -185,8 +185,8 @@ def backward_of_heads(
             dk_sum.add(begin, dk)
             dv_sum.add(begin, dv)
         dq_sum = backward.dq
-        if as_computed is not None:
-            results = dq_sum.result(q, q.dtype), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
+        if round_to is not None:
+            results = dq_sum.result(q, q.dtype), dk_sum.result(k, round_to), dv_sum.result(v, round_to)
             return results, backward.of_scores
         if not any(plan.schedule.serve):  # each piece is a kernel's own tensor
             dq, dk, dv = into or (dq_sum.ready(q), dk_sum.ready(k), dv_sum.ready(v))

@@ -83,7 +83,7 @@ class AttentionSpec(NamedTuple):
     def text(self) -> str:
         """The spec as JSON, an argument of the ops."""
         # Not cached in a trace: Dynamo would warn of the cache.
-        return _text(self) if torch.compiler.is_compiling() else _kept_text(self)
+        return _text(self) if torch.compiler.is_compiling() else _cached_text(self)
 
     def with_scale(self, head_dim: int) -> AttentionSpec:
         """The spec with a scale that is not 0."""
@@ -118,7 +118,7 @@ def _read(text: str) -> AttentionSpec:
     return AttentionSpec(**found)
 
 
-_kept_text, _kept_spec = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_read)
+_cached_text, _cached_spec = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_read)
 
 
 def make_spec(
@@ -144,7 +144,7 @@ def make_spec(
     given = layout, mask.spec(), return_lse, fixed, graded
     if not torch.compiler.is_compiling() and {*map(type, others.values())} <= _PLAIN:
         with suppress(TypeError):  # a value without a hash
-            return _kept_make(*given, **others)
+            return _cached_make(*given, **others)
     return _make_spec(*given, **others)
 
 
@@ -173,7 +173,7 @@ def _make_spec(
     return AttentionSpec(spec, mask, differentiable_lse=others.pop("return_lse") and graded, **others)
 
 
-_kept_make = lru_cache(maxsize=256, typed=True)(_make_spec)
+_cached_make = lru_cache(maxsize=256, typed=True)(_make_spec)
 
 
 def _number(x: Any) -> Any:
@@ -294,7 +294,7 @@ class Call(NamedTuple):
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> Call:
         captured, seq_len, seq_dim, group_name, text = arguments[NUM_TENSORS:]
-        spec = _read(text) if torch.compiler.is_compiling() else _kept_spec(text)
+        spec = _read(text) if torch.compiler.is_compiling() else _cached_spec(text)
         return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, spec, captured)
 
     def scores(self, q: Operand | Tensor) -> Scores:
@@ -311,7 +311,7 @@ class Call(NamedTuple):
         """The cp group."""
         return resolve_group(self.group_name)
 
-    def as_asked(self, *results: Tensor) -> Sequence[Tensor]:
+    def in_callers_format(self, *results: Tensor) -> Sequence[Tensor]:
         """[B, H, S, D] results in the caller's format; contiguous unless the spec has ``as_inputs``."""
         found = results if self.seq_dim == 2 else self.format.from_bhsd(*results)
         return found if self.options.as_inputs else [x.contiguous() for x in found]

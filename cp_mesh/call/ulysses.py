@@ -325,7 +325,7 @@ class Ulysses(Stages):
                 rows = begin_backward(of_heads, kernel)
                 of_sinks.extend(rows.of_scores.values())
                 scores, inputs_h = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
-            return backward_of_heads(*inputs_h, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
+            return backward_of_heads(*inputs_h, scores=scores, plan=call.plan, group=call.outer, round_to=dtype)
 
         asked = scores if own is None else own.scores
         if own is None and wanted:

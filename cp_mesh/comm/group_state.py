@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 # Keyed by the group itself, as names are reused after a group is destroyed. No value holds its group, so that an entry
 # is dropped with the group.
-_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[Callable[[], Any], Any]] = WeakKeyDictionary()
+_STATES: WeakKeyDictionary[dist.ProcessGroup, dict[Callable[[], Any], Any]] = WeakKeyDictionary()
 
 
 def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
     """Return the group's state of this kind: one instance, made by ``kind()`` in the first call."""
-    if (kinds := _KEPT.get(group)) is None:
-        kinds = _KEPT.setdefault(group, {})
+    if (kinds := _STATES.get(group)) is None:
+        kinds = _STATES.setdefault(group, {})
     if (own := kinds.get(kind)) is None:
         own = kinds.setdefault(kind, kind())
     return own
@@ -27,8 +27,8 @@ def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
 def groups_with(kind: Callable[[], T]) -> list[tuple[dist.ProcessGroup, T]]:
     """Return the groups that have an instance, with the instance."""
     found = []
-    for ref in _KEPT.keyrefs():  # a copy: other threads may add groups
-        if (group := ref()) is not None and kind in (kinds := _KEPT.get(group, {})):
+    for ref in _STATES.keyrefs():  # a copy: other threads may add groups
+        if (group := ref()) is not None and kind in (kinds := _STATES.get(group, {})):
             found.append((group, kinds[kind]))
     return found
 

@@ -86,7 +86,7 @@ CPU_FLASH = Kernel(
     Capability(devices=("cpu",), dtypes=(torch.float64, torch.float32, *_HALF)),
     _cpu_flash_forward,
     _cpu_flash_backward,
-    large=True,
+    int64_offsets=True,
     squares=True,
     rounds=False,
 )
@@ -117,6 +117,6 @@ FA2 = Kernel(
     ),
     _fa2_forward,
     _fa2_backward,
-    large=True,
+    int64_offsets=True,
     squares=True,
 )

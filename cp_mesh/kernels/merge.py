@@ -71,7 +71,7 @@ class Kernel:
     Attributes:
         name, capability: what the kernel is called, and what it supports.
         forward, backward: the tile functions.
-        large: these functions count elements in 64 bits; others get tensors of `few_heads`.
+        int64_offsets: these functions count elements in 64 bits; others get tensors of `few_heads`.
         bind: two functions that bind a tile: (tile, q, k, v, scores) -> a `BoundForward`, and (tile, dout, q, k, v,
             out, lse, scores, dk, dv) -> a `BoundBackward`; None: the tile function is called.
         squares: the functions take only full tiles and square causal tiles.
@@ -85,7 +85,7 @@ class Kernel:
     capability: Capability
     forward: TileForward
     backward: TileBackward
-    large: bool = False
+    int64_offsets: bool = False
     bind: tuple[Callable[..., BoundForward | None], Callable[..., BoundBackward | None]] | None = None
     squares: bool = False
     uses_delta: bool = False
@@ -96,7 +96,7 @@ class Kernel:
     def bind_forward(self, tile: KernelTile, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> BoundForward:
         """The forward of a tile, for tensors of these shapes and strides."""
         of_q, of_k, cover, compute = tile.q, tile.k, tile.cover, self.forward
-        if not self.large and are_far(*_rows(of_q, q), *_rows(of_k, k, v)):
+        if not self.int64_offsets and are_far(*_rows(of_q, q), *_rows(of_k, k, v)):
             compute = partial(forward_of_parts, compute)
         elif self.bind is not None and (found := self.bind[0](tile, q, k, v, scores)) is not None:
             return found
@@ -112,7 +112,7 @@ class Kernel:
     ) -> BoundBackward:
         """As `bind_forward`; others: lse, scores, dk, dv."""
         of_q, of_k, cover, compute = tile.q, tile.k, tile.cover, self.backward
-        if not self.large and are_far(*_rows(of_q, q), *_rows(of_k, k, v), *_rows(of_q, dout, out)):
+        if not self.int64_offsets and are_far(*_rows(of_q, q), *_rows(of_k, k, v), *_rows(of_q, dout, out)):
             compute = partial(backward_of_parts, compute)
         elif self.bind is not None and (found := self.bind[1](tile, dout, q, k, v, out, *others)) is not None:
             return found

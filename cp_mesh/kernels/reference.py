@@ -159,7 +159,7 @@ REFERENCE = Kernel(
     ),
     _forward,
     _backward,
-    large=True,
+    int64_offsets=True,
     uses_delta=True,
     rounds=False,
 )

@@ -96,7 +96,7 @@ def triton_kernel(config: Config | None = None) -> Kernel:
         ),
         partial(_forward, config),
         partial(_backward, config),
-        large=True,
+        int64_offsets=True,
         uses_delta=True,
         one_tile=True,
     )

@@ -57,7 +57,7 @@ class Planned:
         losses: since it had no gradients, of all models, as a loss does not tell which one it is of.
         wrapper: the DistributedDataParallel or FSDP1 in whose forward its attention was called, if any.
         staged: a stage of torch.distributed.pipelining called it; such a stage may have no loss.
-        told: warnings of earlier steps.
+        warned: warnings of earlier steps.
     """
 
     cp: dist.ProcessGroup | None = None
@@ -69,7 +69,7 @@ class Planned:
     losses: Losses = field(default_factory=Losses)
     wrapper: weakref.ref[nn.Module] | None = None
     staged: bool = False
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     @property
     def is_due(self) -> bool:

@@ -74,11 +74,11 @@ class ShardedSequence:
     pad: bool = True
     ulysses_degree: int | None = None
 
-    _kept: ClassVar[dict[Any, Tensor]]
+    _positions: ClassVar[dict[Any, Tensor]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
-        object.__setattr__(self, "_kept", {})  # of `_rows`; no field, as FSDP2 rebuilds objects from fields
+        object.__setattr__(self, "_positions", {})  # of `_rows`; no field, as FSDP2 rebuilds objects from fields
         object.__setattr__(self, "ulysses_degree", as_int(self.ulysses_degree))
         if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):
             hint = 'pass the cp axis alone, mesh["cp"], or two axes with such names, mesh["cp_ring", "cp_ulysses"]'
@@ -293,11 +293,11 @@ class ShardedSequence:
         """Return the positions of this rank's rows, cached for a few lengths: each tensor of a batch needs them."""
         if torch.compiler.is_compiling():
             return self.layout.positions(seq_len, self.cp_size, self.cp_rank).to(device)
-        if (rows := self._kept.get((seq_len, device))) is None:
+        if (rows := self._positions.get((seq_len, device))) is None:
             with lasting():
                 rows = self.layout.positions(seq_len, self.cp_size, self.cp_rank).to(device)
-            if not isinstance(rows, FakeTensor) and len(self._kept) < MOST_LENGTHS:
-                self._kept[seq_len, device] = rows
+            if not isinstance(rows, FakeTensor) and len(self._positions) < MOST_LENGTHS:
+                self._positions[seq_len, device] = rows
         return rows
 
     def mask(self, mask: Mask, layout: Layout | None = None) -> Mask:

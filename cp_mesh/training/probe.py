@@ -281,7 +281,7 @@ class _Probe:
             if isinstance(own.get("mask"), Mask):
                 own["mask"] = _cut_mask(own["mask"], self.length)
         for own in (sequence.__dict__ for sequence in self.sequences):
-            own["_kept"] = {}  # cached positions depend on the mesh
+            own["_positions"] = {}  # cached positions depend on the mesh
             own["layout"] = ZigZag() if is_by_batch(own["layout"]) else own["layout"]
             own.update({} if own["length"] is None else {"length": self.length})
             own.update({} if mesh is None else {"mesh": mesh, "ulysses_degree": None})

@@ -55,7 +55,7 @@ def _(complete: Any) -> Any:
     return lambda self, q, scored: complete(self, q, first.setdefault(id(self), [x.detach().clone() for x in scored]))
 
 
-plant("the scale is lost in the op's string", "spec:_kept_spec", "scores of DTensors")(
+plant("the scale is lost in the op's string", "spec:_cached_spec", "scores of DTensors")(
     lambda parse: with_result(parse, lambda options: options._replace(scale=1.0))
 )
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cp_mesh.call.method import as_one_tile
+from cp_mesh.call.method import takes_one_tile
 from cp_mesh.call.plan import METHODS, choose_schedule, request_of
 from cp_mesh.call.spec import AttentionSpec, Operand
 from cp_mesh.errors import UnsupportedError, refuse
@@ -255,7 +255,7 @@ class Setting:
 
     def _figures(self, schedule: Schedule, setup: Setup, rank: int, rows: int, work: float) -> RankFigures:
         stages, kernel = schedule.route.stages, setup.kernel
-        one_tile = as_one_tile(kernel, schedule, self.features)
+        one_tile = takes_one_tile(kernel, schedule, self.features)
         visits = [schedule.local_tiles, *(stage.tiles for stage in stages)]
         calls = setup.head_chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
         moves = received(schedule, setup.method.inner_size(setup.degree))

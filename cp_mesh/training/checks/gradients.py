@@ -167,8 +167,8 @@ def _warn_of_averages(planned: Planned, by: str, num_ranks: int, hint: str) -> N
 
 
 def _warn_once(planned: Planned, text: str) -> None:
-    if text not in planned.told:
-        planned.told.add(text)
+    if text not in planned.warned:
+        planned.warned.add(text)
         warn(text)
 
 

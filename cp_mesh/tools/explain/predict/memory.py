@@ -116,7 +116,7 @@ def extra_memory(
         sizes: of its tensors.
         head_chunks: number of chunks in which heads are computed.
         transport: "symmetric_memory" or "functional".
-        one_tile: whether the kernel gets the tiles of a step as one tile (`cp_mesh.call.method.as_one_tile`).
+        one_tile: whether the kernel gets the tiles of a step as one tile (`cp_mesh.call.method.takes_one_tile`).
         rounds: whether the kernel returns gradients in the inputs' dtype.
         made_last: whether results are allocated after the last tile if there is one head chunk. False if there is only
             one tile, whose outputs are the results.

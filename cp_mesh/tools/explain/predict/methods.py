@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cp_mesh.call.method import Method, as_one_tile
+from cp_mesh.call.method import Method, takes_one_tile
 from cp_mesh.call.ring_loop import StageSettings
 from cp_mesh.call.spec import Operand
 from cp_mesh.geometry.schedule import Schedule
@@ -47,7 +47,7 @@ class Setup(NamedTuple):
 
 def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
     """Memory beyond inputs and results on the schedule's rank."""
-    one_tile, kernel = as_one_tile(setup.kernel, schedule, setup.features), setup.kernel
+    one_tile, kernel = takes_one_tile(setup.kernel, schedule, setup.features), setup.kernel
     if not setup.exchanges:
         return extra_memory(schedule, setup.sizes, setup.head_chunks, setup.transport, one_tile, kernel.rounds)
     of_call = setup.degree, setup.sizes, setup.head_chunks, setup.inner_transport
