@@ -104,17 +104,6 @@ def tensor_parallel_plan(
     return {".".join("*" if x.isdigit() else x for x in path.split(".")): style for path, style in styles.items()}
 
 
-class _Norm(SequenceParallel):
-    """PyTorch's style, but frozen parameters stay frozen."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        trained = [x.requires_grad for x in module.parameters()]
-        super()._apply(module, device_mesh)
-        for parameter, is_trained in zip(module.parameters(), trained, strict=True):
-            parameter.requires_grad_(is_trained)
-        return module
-
-
 class _Found:
     """The modules of a model that are recognized so far, by path.
 
@@ -184,11 +173,11 @@ class _Found:
         elif name in _HEADS and self._plain(path, nn.Linear):
             style = VocabParallelHead(mode=self.rows["mode"])
         elif name in _OF_HEADS and shapes == {(self.head_dims.get(parent),)}:
-            style = _Norm(use_local_output=True)  # it shards dim 1, which is rows or heads
+            style = SequenceParallel(use_local_output=True)  # it shards dim 1, which is rows or heads
         elif name in (*_BEFORE, _AFTER, _EITHER) and shapes == {(self.widths.get(parent),)}:
-            style = _Norm(use_local_output=is_after and self.local) if self.sharded else None
+            style = SequenceParallel(use_local_output=is_after and self.local) if self.sharded else None
         elif name == _LAST and parent not in self.widths and shapes <= {(x,) for x in self.widths.values()}:
-            style = _Norm() if self.sharded else None
+            style = SequenceParallel() if self.sharded else None
         else:
             got = f"{_kind(module)} with parameters of {', '.join(map(str, sorted(shapes)))}"
             _refuse(path, "linears, norms and embeddings of a Llama, by their names", got)
