@@ -36,7 +36,7 @@ class _Boundary(OverCP):
         super().__init__(sequence, layout)
         self.dim = dim
 
-    def of_call(self, *args: Any, **kwargs: Any) -> ShardedSequence:
+    def sequence_of(self, *args: Any, **kwargs: Any) -> ShardedSequence:
         """Return the sequence with the layout of one call of the module, whose arguments these are."""
         mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, Mask)), None)
         sequence, layout = self.sequence, layout_of_call(self, mask, *args, **kwargs)
@@ -117,7 +117,7 @@ class ShardInput(_Boundary):
     ) -> Any:
         """Run the module's forward on this rank's rows; ``chosen`` has the names and positions of its inputs."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        sequence = self.of_call(*args, **kwargs)
+        sequence = self.sequence_of(*args, **kwargs)
         present = [(name, place if place in given else name) for name, place in chosen]
         present = [(name, key) for name, key in present if given.get(key) is not None]
         whole = {name or f"input {key}": given[key] for name, key in present if isinstance(given[key], Tensor)}
@@ -194,7 +194,7 @@ class GatherOutput(_Boundary):
     @announced
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        sequence = self.of_call(*args, **kwargs)
+        sequence = self.sequence_of(*args, **kwargs)
         gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
         with unwatched():
             return gather_entries(f"GatherOutput({type(module).__name__})", output, self.outputs, gather)

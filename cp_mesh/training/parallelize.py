@@ -121,7 +121,7 @@ def parallelize(
         for _, other, key in others:
             if getattr(other, key) is not getattr(part, name):
                 setattr(other, key, getattr(part, name))
-    note_styles(mesh.get_group(), module, {f"style at {key!r}": _told(style) for key, style in plan.items()})
+    note_styles(mesh.get_group(), module, {f"style at {key!r}": _options(style) for key, style in plan.items()})
     link_groups(dict.fromkeys(groups_over_cp(module), "cp") | dict.fromkeys(groups_over_tp(module), "tp"))
     if over_cp:
         watch_first_step(root, cp=mesh.get_group())
@@ -207,11 +207,11 @@ def _matches(key: str, name: str) -> bool:
     return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
 
 
-def _told(style: ParallelStyle) -> str:
+def _options(style: ParallelStyle) -> str:
     """The style with its options that are plain values, to compare over ranks."""
     options = {**vars(style), **getattr(style, "options", {})}
-    told = [f"{name}={x!r}" for name, x in options.items() if x is None or isinstance(x, bool | int | float | str)]
-    return f"{type(style).__name__}({', '.join(told)})"
+    plain = [f"{name}={x!r}" for name, x in options.items() if x is None or isinstance(x, bool | int | float | str)]
+    return f"{type(style).__name__}({', '.join(plain)})"
 
 
 def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
