@@ -183,7 +183,7 @@ def watch_encoders(root: nn.Module) -> None:
             replace_forward(module, WATCH, "Watch", _encode)
 
 
-def _encode(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _encode(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() and not module.training:
         _refuse("nn.TransformerEncoderLayer")
     return forward(*args, **kwargs)
@@ -239,6 +239,7 @@ def _run_watched(
     seq_len: int | None,
     tokens: int | None,
     body: Callable[..., Any],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -246,11 +247,11 @@ def _run_watched(
         return body(*args, **kwargs)
 
 
-def _watched(tokens: int | None, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _watched(tokens: int | None, _: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return _run_watched(None, None, tokens, forward, *args, **kwargs)
 
 
-def _run_unwatched(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_unwatched(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with unwatched():
         return call(*args, **kwargs)
 
