@@ -314,6 +314,28 @@ def test_compiled_forwards_of_a_watched_root_are_one_graph() -> None:
     model(tokens_of())
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.compile(Entry(), backend="eager", fullgraph=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(**dict.fromkeys(("tokens", "module", "forward", "body", "call"), x))
+
+
+class Entry(nn.Module):
+    def forward(self, **given: Tensor) -> Tensor:
+        return given["tokens"]
+
+
+@on_ranks(2)
+def test_arguments_of_compiled_modules_have_any_names() -> None:
+    model = parallel(Core(), planned="layers.0.core")
+    want = model(tokens_of())
+    model.layers[0].out = nn.Sequential(model.layers[0].out, Named())
+    torch.testing.assert_close(model(tokens_of()), want)
+
+
 # Cores whose rows are not those of the root.
 
 
