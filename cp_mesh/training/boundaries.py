@@ -22,7 +22,7 @@ from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
-from cp_mesh.training.checks.coverage import unwatched, watched
+from cp_mesh.training.checks.coverage import current_mode, suspended
 from cp_mesh.training.compare_inputs import kind_of
 from cp_mesh.training.sharded_model import POSITIONS, gather_entries
 from cp_mesh.training.style_helpers import OverCP, announced, check_layout_of_root, layout_of_call
@@ -123,7 +123,7 @@ class ShardInput(_Boundary):
         whole = {name or f"input {key}": given[key] for name, key in present if isinstance(given[key], Tensor)}
         if whole and not torch.compiler.is_compiling():
             compare_batch(sequence.mesh.get_group(), ("ShardInput", *kind_of(whole)), whole, _content)
-        with unwatched():  # layouts call torch.arange, which the watch would report
+        with suspended():  # layouts call torch.arange, which the watch would report
             for name, key in present:
                 given[key] = sequence.shard({name: given[key]}, dim=self.dim)[name]
         if not present:
@@ -134,7 +134,7 @@ class ShardInput(_Boundary):
 
     def _watch_positions(self, local: dict[str, Any]) -> None:
         """Give the watch the number of local rows, in a model without a root. A root has already set it."""
-        if (watch := watched()) is not None and ROOT.get() is None and not local.keys() & {*POSITIONS}:
+        if (watch := current_mode()) is not None and ROOT.get() is None and not local.keys() & {*POSITIONS}:
             watch.local_rows = next(iter(local.values())).shape[self.dim] if self.sequence.cp_size > 1 else None
 
 
@@ -196,5 +196,5 @@ class GatherOutput(_Boundary):
         output = forward(*args, **kwargs)
         sequence = self.sequence_of(*args, **kwargs)
         gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
-        with unwatched():
+        with suspended():
             return gather_entries(f"GatherOutput({type(module).__name__})", output, self.outputs, gather)

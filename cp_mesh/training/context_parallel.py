@@ -49,7 +49,7 @@ from cp_mesh.training.checks.config import (
     check_scores_stated,
     stated_reach,
 )
-from cp_mesh.training.checks.coverage import unwatched, watched
+from cp_mesh.training.checks.coverage import current_mode, suspended
 from cp_mesh.training.sdpa_mode import PUT_BACK, SDPAMode, keep_uncompiled, replaced_sdpa
 from cp_mesh.training.style_helpers import Core, announced, ask, has_axis
 from cp_mesh.wrap import STYLE, replaced
@@ -131,7 +131,7 @@ class ContextParallel(Core):
         self.options = {name: x for name, x in locals().items() if name in EXECUTION}
         if method == "hybrid" and ulysses_degree is None:
             self.options["ulysses_degree"] = sequence.ulysses_degree
-        self._looked_at: set[ref[nn.Module]] = set()
+        self._checked: set[ref[nn.Module]] = set()
         make_spec(**self.options)
         choose_method(method)
         check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
@@ -146,14 +146,14 @@ class ContextParallel(Core):
     @announced
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with SDPA calls that attend over the whole sequence."""
-        call, watch = self.prepare(module, *args, **kwargs), watched()
+        call, watch = self.prepare(module, *args, **kwargs), current_mode()
         if not torch.compiler.is_compiling():
             keep_uncompiled()
             if checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
                 forward = checked(where=found.where)(forward)
         sdpa, flex = functools.partial(self.sdpa, call), functools.partial(self.flex, call)
         mode = SDPAMode(sdpa, flex, watch)
-        with unwatched(), mode:
+        with suspended(), mode:
             result = forward(*args, **kwargs)
         if mode.calls == 0:
             got = "none"
@@ -172,7 +172,7 @@ class ContextParallel(Core):
             scores = self.scores
         else:
             scores = _check_scores(ask(self, "scores", self.scores, module, *args, **kwargs))
-        first = torch.compiler.is_compiling() or ref(module) not in self._looked_at
+        first = torch.compiler.is_compiling() or ref(module) not in self._checked
         stated = self._first(module, (*args, *kwargs.values())) if first else None
         sequence = self.sequence
         given: dict[str, Any] = dict(
@@ -186,7 +186,7 @@ class ContextParallel(Core):
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
         if not torch.compiler.is_compiling():
-            self._looked_at = {known for known in self._looked_at if known() is not None} | {ref(module)}
+            self._checked = {known for known in self._checked if known() is not None} | {ref(module)}
         return module, stated_reach(module)
 
     def sdpa(

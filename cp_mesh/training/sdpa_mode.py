@@ -56,7 +56,7 @@ class SDPAMode(TorchFunctionMode):
                 self.count(in_checkpoint=True)
             if _asked_by_flex(func, name):
                 _refuse_flex()
-            if self.watch is not None and name in self.watch.tells:
+            if self.watch is not None and name in self.watch.position_calls:
                 self.watch.look(name, args, kwargs)
             return call_function(func, args, kwargs)
         if name == "flex_attention":

@@ -23,7 +23,7 @@ from cp_mesh.sequence.auto import PLAIN, is_by_batch
 from cp_mesh.sequence.cuts import note_documents, note_output
 from cp_mesh.sequence.losses import any_ran, note_callers
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
-from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
+from cp_mesh.training.checks.coverage import first_forward, look_of, run_in_mode, watch_encoders
 from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.foreign_functions import refuse_unplanned
 from cp_mesh.training.style_helpers import OverCP, announced, cores_of, layout_of_call
@@ -99,7 +99,7 @@ class ShardedModel(OverCP):
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
         self.watch, self.position_dims, self.probe = watch, position_dims, probe
-        self._looked_at: frozenset[tuple[Any, ...]] = frozenset()
+        self._checked_modes: frozenset[tuple[Any, ...]] = frozenset()
 
     def check(self, module: nn.Module, mesh: DeviceMesh, where: str = "") -> None:
         super().check(module, mesh, where)
@@ -164,8 +164,8 @@ class ShardedModel(OverCP):
         _check_masks(module, arguments)
         if not self.watch:
             return forward(**arguments)
-        with Watch(root.sequence.mesh.get_group().group_name, root.seq_len, tokens=self._tokens(arguments)):
-            return forward(**arguments)
+        group_name = root.sequence.mesh.get_group().group_name
+        return run_in_mode(group_name, root.seq_len, self._tokens(arguments), forward, **arguments)
 
     @announced
     def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -185,7 +185,7 @@ class ShardedModel(OverCP):
         A watch costs a Python call for every operation. So later ones are watched only if modules were added or
         replaced.
         """
-        if not self.watch or (look := look_of(module)) in self._looked_at:
+        if not self.watch or (look := look_of(module)) in self._checked_modes:
             return forward(**arguments)
         _check_masks(module, arguments)
         try:
@@ -194,7 +194,7 @@ class ShardedModel(OverCP):
                 if self.positions is None:
                     own = {name: x for name, x in arguments.items() if name not in self.inputs}
                     refuse_counted(root.sequence, cores_of(module), own, self._local_rows(arguments))
-            with watching(module, self._local_rows(arguments), self.positions is None, self._tokens(arguments)):
+            with first_forward(module, self._local_rows(arguments), self.positions is None, self._tokens(arguments)):
                 result = forward(**arguments)
         except IndexError as error:
             if self.sequence.length in (None, self.sequence.seq_len):
@@ -203,7 +203,7 @@ class ShardedModel(OverCP):
             hint = "make the table of learned positions that long, or use ShardedSequence(..., pad=False)"
             raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
         self._warn_of_losses(arguments, result)
-        self._looked_at |= {look}
+        self._checked_modes |= {look}
         return result
 
     def _tokens(self, arguments: dict[str, Any]) -> int | None:

@@ -62,7 +62,7 @@ class TiledMLP(Style):
             got = f"tiles={tiles}, tile_rows={tile_rows}"
             refuse("TiledMLP", "one of tiles= and tile_rows=, at least 1", got, "tile_rows=8192 suits most GPUs")
         self.tiles, self.tile_rows, self.dim = tiles, tile_rows, dim
-        self._looked_at: set[tuple[ref[nn.Module], bool, bool]] = set()
+        self._checked: set[tuple[ref[nn.Module], bool, bool]] = set()
 
     def bind(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
         return (mesh.get_group(),)
@@ -77,12 +77,12 @@ class TiledMLP(Style):
             call = Call(f"TiledMLP({type(module).__name__}{where and f' at {where}'})", module, forward, self.dim)
             rows = call.read(args, kwargs)
             call.cut_into(self.tiles, self.tile_rows)
-            if first := key not in self._looked_at:
+            if first := key not in self._checked:
                 call.look(rows)
         if first:
             if torch.is_grad_enabled():  # one rank may evaluate alone; ranks that refused have told the others
                 exchange(group, {"call": "TiledMLP", "module": where})
-            self._looked_at = {known for known in self._looked_at if known[0]() is not None} | {key}
+            self._checked = {known for known in self._checked if known[0]() is not None} | {key}
         outs = _Tiles.apply(call, *_Keep.apply(call, *rows), *call.weights)
         return tree_unflatten([None if i is None else outs[i] for i in call.places], call.out_spec)
 

@@ -22,7 +22,7 @@ from cp_mesh.call.function import attention
 from cp_mesh.errors import UnsupportedError, describe, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ROOT, Root, ShardedSequence
-from cp_mesh.training.checks.coverage import Watch, unwatched, watched
+from cp_mesh.training.checks.coverage import UnplannedAttentionMode, current_mode, suspended
 
 NAME = "cp_mesh"
 """Name of the attention implementation."""
@@ -105,7 +105,7 @@ class Batch(Root):
     loss: Tensor | None = None
     version: int = 0
     cores: int = 0
-    watch: Watch | None = None
+    watch: UnplannedAttentionMode | None = None
 
     @classmethod
     def now(cls) -> Batch | None:
@@ -282,7 +282,7 @@ def attend(
         seed = attention_mask.seed + layer
     if not torch.compiler.is_compiling() and (batch := Batch.now()) is not None:
         batch.cores += 1
-    with unwatched() if watched() else nullcontext():
+    with suspended() if current_mode() else nullcontext():
         out = attention(
             query, key, value, mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len, layout=sequence.layout,
             mask=mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout, dropout_seed=seed,

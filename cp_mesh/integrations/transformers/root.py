@@ -27,7 +27,7 @@ from cp_mesh.integrations.transformers.masks import NAME, Batch, Said, register
 from cp_mesh.integrations.transformers.mixers import apply as apply_mixers
 from cp_mesh.integrations.transformers.mixers import masks_of_layers
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.training.checks.coverage import unwatched, watch_encoders, watched
+from cp_mesh.training.checks.coverage import current_mode, suspended, watch_encoders
 from cp_mesh.training.checks.gradients import watch_first_step
 from cp_mesh.training.parallelize import parallelize as apply_plan
 from cp_mesh.training.sharded_model import ShardedModel
@@ -222,8 +222,8 @@ class _Adapter:
         has_loss = self.facts.has_loss or fused
         labels = arguments.get("labels") if has_loss else arguments.pop("labels", None)
         if self.facts.text is not None:  # the image towers attend to whole images, so only the text tower is watched
-            batch.watch = watched()
-        with unwatched() if batch.watch else nullcontext():
+            batch.watch = current_mode()
+        with suspended() if batch.watch else nullcontext():
             output = forward(**arguments)
         if labels is not None and not has_loss:
             output["loss"] = self.losses.of_labels(output["logits"], labels, None, whole.get("num_items_in_batch"))

@@ -25,8 +25,11 @@ from cp_mesh.training.foreign_functions import runs_alone
 from cp_mesh.training.sdpa_mode import ATTENTION, CHECKPOINTS, ROWS, call_function, keep_uncompiled
 from cp_mesh.wrap import STYLE, WATCH, check_classes, replace_forward, replaced
 
+POSITION_CALLS = ("__getitem__", "narrow", "arange")
+"""Names of functions by which models count positions, or slice tables of them."""
 
-class Watch(TorchFunctionMode):
+
+class UnplannedAttentionMode(TorchFunctionMode):
     """Refuses self-attention outside of cores, where it would see one shard only.
 
     Args:
@@ -50,7 +53,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.group_name, self.seq_len, self.local_rows, self.root = group_name, seq_len, local_rows, root
         self.tokens = tokens
-        self.tells = ("__getitem__", "narrow", "arange")[: 2 + counts]
+        self.position_calls = POSITION_CALLS[: 2 + counts]
         self.buffers = {id(x) for x in root.buffers()} if root is not None else set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +65,7 @@ class Watch(TorchFunctionMode):
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
                 _refuse(name, self.root)
         elif name in CHECKPOINTS:  # only in traces: Dynamo hides the body from modes outside of it
-            body = functools.partial(_run_watched, self.group_name, self.seq_len, self.tokens, args[0])
+            body = functools.partial(run_in_mode, self.group_name, self.seq_len, self.tokens, args[0])
             return func(body, *args[1:], **kwargs)
         elif func is attention_op and self.seq_len is not None:
             group_name, seq_len = length_of_call(args)
@@ -70,7 +73,7 @@ class Watch(TorchFunctionMode):
                 check_length(seq_len, self.seq_len)
         elif name == "conv1d" and self.tokens is not None:
             _look_at_convolution(self.tokens, self.root, *args, **kwargs)
-        elif name in self.tells:
+        elif name in self.position_calls:
             self.look(name, args, kwargs)
         return call_function(func, args, kwargs)
 
@@ -190,7 +193,7 @@ def _encode(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwa
 
 
 @contextmanager
-def watching(
+def first_forward(
     root: nn.Module, local_rows: int | None = None, counts: bool = True, tokens: int | None = None
 ) -> Iterator[None]:
     """Refuse attention outside of the plan in one eager forward of ``root``.
@@ -199,34 +202,34 @@ def watching(
     without this watch, since torch.compile would compile them for this forward and again for the next one. A traced
     watch costs nothing at run time.
     """
-    keep_uncompiled(Watch.__torch_function__, Watch.look)
-    watch = Watch(local_rows=local_rows, counts=counts, root=root, tokens=tokens)
+    keep_uncompiled(UnplannedAttentionMode.__torch_function__, UnplannedAttentionMode.look)
+    watch = UnplannedAttentionMode(local_rows=local_rows, counts=counts, root=root, tokens=tokens)
     check_classes(root)
     with ExitStack() as stack:
         for part, entry in _compiled_parts(root):
             inner = part.get_submodule(COMPILED) if entry == "forward" else part
             assert isinstance(inner, nn.Module)
             if replaced(inner, WATCH) is None and replaced(inner, STYLE) is None:
-                replace_forward(inner, WATCH, "Watch", functools.partial(_watched, tokens))
+                replace_forward(inner, WATCH, "Watch", functools.partial(_run_traced, tokens))
             stack.callback(part.__dict__.__setitem__, entry, part.__dict__[entry])
-            part.__dict__[entry] = functools.partial(_run_unwatched, part.__dict__[entry])
+            part.__dict__[entry] = functools.partial(_run_suspended, part.__dict__[entry])
         stack.enter_context(watch)
         yield
 
 
-def watched() -> Watch | None:
+def current_mode() -> UnplannedAttentionMode | None:
     """Return the watch of an eager root if it is the innermost mode, else None."""
     mode = None if torch.compiler.is_compiling() else function_mode()
-    return mode if isinstance(mode, Watch) else None
+    return mode if isinstance(mode, UnplannedAttentionMode) else None
 
 
-def unwatched() -> AbstractContextManager[None]:
+def suspended() -> AbstractContextManager[None]:
     """Suspend the watch of an eager root if it is the innermost mode: in a core, which intercepts its attention."""
-    return nullcontext() if (watch := watched()) is None else _without(watch)
+    return nullcontext() if (watch := current_mode()) is None else _outside_of(watch)
 
 
 @contextmanager
-def _without(watch: Watch) -> Iterator[None]:
+def _outside_of(watch: UnplannedAttentionMode) -> Iterator[None]:
     watch.__exit__(None, None, None)
     try:
         yield
@@ -234,25 +237,21 @@ def _without(watch: Watch) -> Iterator[None]:
         watch.__enter__()
 
 
-def _run_watched(
-    group_name: str | None,
-    seq_len: int | None,
-    tokens: int | None,
-    body: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    with Watch(group_name, seq_len, tokens=tokens):
+def run_in_mode(
+    group_name: str | None, seq_len: int | None, tokens: int | None, body: Callable[..., Any], /,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Call ``body`` in an `UnplannedAttentionMode`, while torch.compile traces it."""
+    with UnplannedAttentionMode(group_name, seq_len, tokens=tokens):
         return body(*args, **kwargs)
 
 
-def _watched(tokens: int | None, _: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return _run_watched(None, None, tokens, forward, *args, **kwargs)
+def _run_traced(tokens: int | None, _: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return run_in_mode(None, None, tokens, forward, *args, **kwargs)
 
 
-def _run_unwatched(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with unwatched():
+def _run_suspended(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with suspended():
         return call(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import REFUSALS, refuse, warn
 from cp_mesh.sequence.cuts import is_cut
 from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE
-from cp_mesh.training.checks.coverage import Watch, look_of, watch_encoders, watching
+from cp_mesh.training.checks.coverage import first_forward, look_of, run_in_mode, watch_encoders
 from cp_mesh.training.foreign_functions import refuse_unplanned
 from cp_mesh.training.sharded_model import POSITIONS, check_traced, names_of, refuse_counted
 from cp_mesh.training.style_helpers import cores_of
@@ -33,7 +33,7 @@ def watch_rootless(module: nn.Module) -> None:
 
 
 def _run(
-    looked_at: set[tuple[Any, ...]],
+    checked_modes: set[tuple[Any, ...]],
     check: Callable[[], None],
     module: nn.Module,
     forward: Callable[..., Any],
@@ -45,13 +45,12 @@ def _run(
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         check()
-        with Watch():
-            return forward(*args, **kwargs)
-    if ROOT.get() is not None or (look := look_of(module)) in looked_at:
+        return run_in_mode(None, None, None, forward, *args, **kwargs)
+    if ROOT.get() is not None or (look := look_of(module)) in checked_modes:
         return forward(*args, **kwargs)
     from cp_mesh.mixers.scope import SCOPE, Scope  # recurrent layers, which a model with a root needs not
 
-    is_first = all(known[0] != look[0] for known in looked_at)
+    is_first = all(known[0] != look[0] for known in checked_modes)
     styles = cores_of(module)
     names = names_of(forward)
     with refusing(styles[0].sequence.mesh.get_group if styles else None, REFUSALS):
@@ -63,11 +62,11 @@ def _run(
         try:
             if outside is not None:
                 refuse_unplanned(module)
-            with watching(module, rows, tokens=rows if outside is not None else None):
+            with first_forward(module, rows, tokens=rows if outside is not None else None):
                 result = forward(*args, **kwargs)
         finally:
             SCOPE.reset(token)
-    looked_at.add(look)
+    checked_modes.add(look)
     return result
 
 
