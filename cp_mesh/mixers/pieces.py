@@ -214,7 +214,7 @@ def pieces_of(sequence: ShardedSequence | None, mask: Mask | None, batch: int, r
     mask = Mask() if mask is None else mask
     if sequence is None:
         return pieces_in(Contiguous(), mask, rows, rows if mask.length is None else min(mask.length, rows), 1, 0, batch)
-    seq_len, mask = sequence._len_of_local(rows), sequence.mask(mask)
+    seq_len, mask = sequence.len_of_local(rows), sequence.mask(mask)
     length = min(x for x in (mask.length, sequence.length, seq_len) if x is not None)
     return pieces_in(sequence.layout, mask, seq_len, length, sequence.cp_size, sequence.cp_rank, batch)
 

@@ -222,7 +222,7 @@ class ShardedSequence:
         what = "unshard" if scale == 1 else "gather"
         if not torch.compiler.is_compiling():
             check_output(what, x, self.layout, self.mesh.get_group())
-        seq_len = self._len_of_local(x.shape[dim])
+        seq_len = self.len_of_local(x.shape[dim])
         shape = list(x.shape)
         shape[dim] = -1
         self._agree(what, x, f"{shape} of {seq_len} in {self.layout.spec()}")
@@ -271,8 +271,8 @@ class ShardedSequence:
             int64 [1], for ``dropout_seed`` of `cp_mesh.attention` and of ``ContextParallel(scores=...)``.
         """
         given = {"seed": seed, "replica": replica, "step": step}
-        told = repr(tuple(check_int(f"dropout_seed: {name}", x, -(2**63), 2**63) for name, x in given.items())).encode()
-        return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device or "cpu")
+        key = repr(tuple(check_int(f"dropout_seed: {name}", x, -(2**63), 2**63) for name, x in given.items())).encode()
+        return torch.tensor([int.from_bytes(hashlib.sha256(key).digest()[:7])], device=device or "cpu")
 
     @typed
     def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:
@@ -336,10 +336,10 @@ class ShardedSequence:
             refuse("sequence length", f"a multiple of {multiple}", length, hint)
         return -(-length // multiple) * multiple
 
-    def _len_of_local(self, local_len: int) -> int:
-        seq_len = local_len * self.cp_size if self.seq_len is None else self.seq_len
-        expected = self.layout.shard_len(seq_len, self.cp_size, self.cp_rank)
-        if local_len != expected:
+    def len_of_local(self, local_len: int) -> int:
+        """Return the length of the whole sequence, with padding, for the number of this rank's rows."""
+        seq_len = local_len * self.cp_size if self.length is None else self._sharded_len(self.length)
+        if local_len != (expected := self.layout.shard_len(seq_len, self.cp_size, self.cp_rank)):
             refuse("local rows", expected, local_len, "shard with this ShardedSequence, or set its length")
         return seq_len
 
@@ -370,25 +370,20 @@ class ShardedSequence:
             refuse(what, "a tensor of the whole sequence", got, hint)
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
-        seq_len = self.seq_len
         if name in WHOLE:
-            return self._pad(leaf, -1, PADDING[str(name)], seq_len)
+            return self._pad(leaf, -1, PADDING[str(name)], self.seq_len)
         if leaf.ndim <= dim:
             refuse(what, f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
-        if self.length is None:
-            self._sharded_len(leaf.shape[dim])
+        seq_len = self._sharded_len(leaf.shape[dim] if self.length is None else self.length)
         padding = PADDING.get(str(name)) if pad_value is None else pad_value
-        if padding is None:
-            padding = 0
-            if seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
-                names = ", ".join(PADDING)
-                hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {names}; or pad=False"
-                refuse(what, "a pad_value for an integer tensor", None, hint)
-        whole = self._pad(leaf, dim, padding, seq_len)
-        rows = whole.index_select(dim, self._rows(whole.shape[dim], leaf.device))
+        if padding is None and seq_len != leaf.shape[dim] and not leaf.is_floating_point():
+            hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {', '.join(PADDING)}; or pad=False"
+            refuse(what, "a pad_value for an integer tensor", None, hint)
+        whole = self._pad(leaf, dim, padding or 0, seq_len)
+        rows = whole.index_select(dim, self._rows(seq_len, leaf.device))
         if not torch.compiler.is_compiling() and self.cp_size > 1:
             group, labels = self.mesh.get_group(), padding == IGNORED
-            note_cut(str(name), leaf, self.layout, whole.shape[dim], group, rows, dim, labels)
+            note_cut(str(name), leaf, self.layout, seq_len, group, rows, dim, labels)
         return rows
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
