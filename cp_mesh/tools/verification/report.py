@@ -85,22 +85,15 @@ class ModelReport:
 
     def print(self) -> None:
         """Print the table, then the verdict; in colors if stdout is a terminal and the package rich is installed."""
-        screen = console()
-        if screen is None:
+        if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
             print(self, flush=True)
             return
+        screen = importlib.import_module("rich.console").Console(highlight=False, markup=False)
         table = importlib.import_module("rich.table").Table(*HEADER, "where")
         for finding in self.findings:
             table.add_row(*_cells(finding), _text(finding), style=STYLES[finding.passed])
         screen.print(table)
         screen.print(self.verdict, style=STYLES[self.passed])
-
-
-def console(**options: Any) -> Any:
-    """The console of the package rich if it is installed and stdout is a terminal, else None."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        return None
-    return importlib.import_module("rich.console").Console(highlight=False, markup=False, **options)
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
