@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = _lazy(__name__)
 
 _OPS = (
     "call.op",
+    "latent.ops",
     "tensor_parallel.colwise",
     "tensor_parallel.rowwise",
     "tensor_parallel.losses_in_chunks",

@@ -4,6 +4,7 @@ from cp_mesh import flex as flex
 from cp_mesh import geometry as geometry
 from cp_mesh import inference as inference
 from cp_mesh import integrations as integrations
+from cp_mesh import latent as latent
 from cp_mesh import mixers as mixers
 from cp_mesh import tensor_parallel as tensor_parallel
 from cp_mesh import tools as tools

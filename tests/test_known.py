@@ -36,7 +36,7 @@ def calls(rank: int) -> list[str]:
         return [out, *torch.autograd.grad(out, inputs, dout[:, :, at].to(out.dtype))]
 
     def compare(what: str, mask: Mask, is_known: bool, **options: Any) -> None:
-        with mock.patch.object(function, "_make_call", wraps=function._make_call) as made:
+        with mock.patch.object(function, "make_call", wraps=function.make_call) as made:
             out, *_ = call(mask, **options)
         want, _ = dense_attention(q, k, v, mask.allowed(torch.arange(S), torch.arange(S)), scale=8**-0.5)
         at = options.get("layout", ZigZag()).positions(S, 2, rank)
@@ -153,7 +153,7 @@ def scored(rank: int) -> list[str]:
             whole = torch.rand(shape, dtype=torch.float64, generator=draw)
             own = (whole[:, :, rows] if name == "bias" else whole).clone().requires_grad_()
             inputs = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
-            with mock.patch.object(function, "_make_call", wraps=function._make_call) as made:
+            with mock.patch.object(function, "make_call", wraps=function.make_call) as made:
                 out = attention(*inputs, mesh=axis, mask=mask, method=method, **{name: own})
             *_, dv, got = torch.autograd.grad(out, [*inputs, own], dout[:, :, rows])
             wanted = [x.clone().requires_grad_() for x in (q, k, v, whole)]

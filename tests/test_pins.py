@@ -92,7 +92,7 @@ def pin(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 # The public API.
 
-ROOMS = ("flex", "geometry", "inference", "mixers", "tensor_parallel", "tools", "training")
+ROOMS = ("flex", "geometry", "inference", "latent", "mixers", "tensor_parallel", "tools", "training")
 PACKAGES = {"": cp_mesh} | {room: importlib.import_module(f"cp_mesh.{room}") for room in ROOMS}
 """Packages that have public names."""
 SUBMODULES = {

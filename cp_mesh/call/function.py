@@ -173,7 +173,7 @@ def attend(
     """`attention`, which also takes the keywords that styles set.
 
     Args:
-        others: keywords of `attention`, with layout, and those of `_make_call`.
+        others: keywords of `attention`, with layout, and those of `make_call`.
     """
     if torch.compiler.is_compiling():
         known_by = None
@@ -184,7 +184,7 @@ def attend(
     with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         query, key, value = autocast(query, key, value)
-        call = _make_call(query, key, value, axis, mask=mask, return_lse=return_lse, **with_degree(mesh, others))
+        call = make_call(query, key, value, axis, mask=mask, return_lse=return_lse, **with_degree(mesh, others))
     if isinstance(query, DTensor) and (call.seq_len < axis.size or call.options.score_mod or call.options.mask_mod):
         # DTensor gathers a dim shorter than its mesh axis, and has no rule for lists of tensors. Other DTensors go
         # through its dispatch. `ContextParallel` unwraps those of a core over tp alone, which have no cp axis.
@@ -209,7 +209,7 @@ def with_degree(mesh: DeviceMesh | dist.ProcessGroup | None, given: Mapping[str,
     return {**given, "ulysses_degree": inner}
 
 
-def _make_call(
+def make_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -104,6 +104,7 @@ class Plan:
         method: how rows move and in which order tiles are computed.
         settings: the settings that the method decided for this call; see its file.
         kind: sizes and dtype that are equal on all ranks.
+        v_head_dim: the head dim of out.
         prepared: tiles as passed to kernels, and masks and positions on the device, by CUDA stream. Plans of equal
             calls share it, so that a copy to the device happens once per batch, not once per layer.
     """
@@ -119,6 +120,7 @@ class Plan:
     method: Method
     settings: Any
     kind: tuple[Any, ...] = ()
+    v_head_dim: int = 0
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def tiles(self, stage: Stage | None) -> list[KernelTile]:

@@ -103,9 +103,9 @@ def _one_row(plan: Plan, call: Call) -> bool:
 
 
 def begin(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, group: dist.ProcessGroup
+    query: Tensor, key: Tensor, value: Tensor, call: Call, group: dist.ProcessGroup, **said: str
 ) -> tuple[Plan, Scores, tuple[Any, ...]]:
-    """Plan a call and compare it between ranks; return the plan, the scores and the call's kind."""
+    """Plan a call and compare it between ranks, with what is ``said``; return the plan, the scores, the call's kind."""
     q, k, v = call.format.to_bhsd(query, key, value)
     with refusing(group):
         root = ROOT.get()
@@ -121,9 +121,9 @@ def begin(
         note_callers()
         check_mark(query, call.seq_dim, plan.layout, group)
         own = _what_must_agree(plan, q, k, v, call) | field_of_tokens(group, root is None)
-        return {PASS: "forward", **own, ORDER: order_of("forward")}
+        return {PASS: "forward", **own, **said, ORDER: order_of("forward")}
 
-    kind = kind_of(plan, call)
+    kind = *kind_of(plan, call), *said.items()
     compare(group, kind, fields)
     return plan, scores, kind
 
@@ -180,18 +180,23 @@ def backward(
     rows = of_dout.shape[2]  # with ``kept`` q, k and v have no rows
     of_q, of_k, of_v = (Operand(torch.Size((*x.shape[:2], rows, x.shape[3])), x.dtype, x.device) for x in qkv)
     plan = make_plan(of_q, of_k, of_v, call, group, scores.features)
+    compare_backward(call, group, qkv, wanted)
+    names = wanted.split(",") if wanted else ()
+    given = Backward(dout, q, k, v, out, lse, dlse, kept, scores, names)
+    dq, dk, dv, of_scores = run_backward(plan, call, group, given)
+    read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
+    flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
+    return dq, dk, dv, *graded_of(call, of_scores, q), flat
+
+
+def compare_backward(call: Call, group: dist.ProcessGroup, qkv: Sequence[Tensor], wanted: str) -> None:
+    """In check mode, compare a backward between ranks; ``wanted`` as in `backward`."""
 
     def fields() -> dict[str, str]:
         own = {**_in_words(call, qkv[0], qkv[1], qkv[2]), "gradients wanted of": wanted}
         return {PASS: "backward", ORDER: order_of("backward"), **own}
 
     compare(group, None, fields)
-    names = wanted.split(",") if wanted else ()
-    given = Backward(dout, q, k, v, out, lse, dlse, kept, scores, names)
-    dq, dk, dv, of_scores = run_backward(plan, call, group, given)
-    read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
-    flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
-    return dq, dk, dv, *_graded(call, of_scores, q), flat
 
 
 def run_backward(
@@ -224,7 +229,7 @@ def run_backward(
     return dq, dk, dv, of_scores
 
 
-def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:
+def graded_of(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:
     """The gradients of `GRADED` as the op returns them: new tensors, empty if not wanted."""
     found = []
     for name in GRADED:

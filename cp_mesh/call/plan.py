@@ -158,7 +158,9 @@ def _resolve(
     settings = method.settings(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
     kind = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    return Plan(options, layout, mask, seq_len, schedule, kernel, features, q.device, method, settings, kind)
+    return Plan(
+        options, layout, mask, seq_len, schedule, kernel, features, q.device, method, settings, kind, v.shape[3]
+    )
 
 
 class Plans:

@@ -98,7 +98,7 @@ def forward_of_heads(
     """out and lse of these heads, written to ``into`` or to new tensors."""
     transport = _open_transport(plan, group, k, v)
     try:
-        forward = MergingForward(plan.kernel, q, v.shape[3], scores)
+        forward = MergingForward(plan.kernel, q, plan.v_head_dim, scores)
         if local_tiles := plan.tiles(None):
             forward.step(k, v, local_tiles)
         for stage in plan.schedule.route.stages:
@@ -257,7 +257,7 @@ class Stages(Method):
         """See `Method`."""
         if plan.settings.head_chunks == 1:
             return forward_of_heads(q, k, v, scores, plan, group, None)
-        out = dense_like(q, v.shape[3])
+        out = dense_like(q, plan.v_head_dim)
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
         for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan.settings.head_chunks):
             forward_of_heads(q_c, k_c, v_c, scores.heads(*heads), plan, group, (out_c, lse_c))

@@ -260,7 +260,7 @@ class Ulysses(Stages):
             return super().forward(q, k, v, scores, plan, group)
         keeps, chunks = plan.options.keeps and plan.settings.repeats == 1, plan.settings.head_chunks
         brings_lse = not keeps or plan.options.differentiable_lse
-        out = dense_like(q, v.shape[3])
+        out = dense_like(q, plan.v_head_dim)
         lse = q.new_empty(q.shape[:3] if brings_lse else 0, dtype=accumulation_dtype(q.dtype))
         kept: list[Tensor] = []
 

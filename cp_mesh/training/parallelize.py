@@ -179,7 +179,7 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def is_attention(op: Any) -> bool:
-    return bool(op == torch.ops.cp_mesh.attention.default)
+    return str(op) in ("cp_mesh.attention.default", "cp_mesh.latent_attention.default")
 
 
 def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
