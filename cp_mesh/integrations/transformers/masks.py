@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from cp_mesh.call.function import attention
 from cp_mesh.errors import UnsupportedError, describe, refuse
 from cp_mesh.geometry.mask import Mask
+from cp_mesh.integrations.transformers.latents import attention_of
 from cp_mesh.sequence.sharded_sequence import ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import UnplannedAttentionMode, current_mode, suspended
 
@@ -250,7 +250,7 @@ def attend(
     """Attend over the whole sequence; `AttentionInterface` calls this in every layer.
 
     Args:
-        query, key, value: [B, H or K, S_local, D].
+        query, key, value: [B, H or K, S_local, D]; of a layer whose latent travels, query, latent and rotary keys.
         attention_mask: the result of `make_mask`.
         dropout, scaling, is_causal, sliding_window, softcap, s_aux: as Transformers passes them.
 
@@ -283,8 +283,9 @@ def attend(
     if not torch.compiler.is_compiling() and (batch := Batch.now()) is not None:
         batch.cores += 1
     with suspended() if current_mode() else nullcontext():
-        out = attention(
-            query, key, value, mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len, layout=sequence.layout,
+        run, tensors = attention_of(module, query, key, value)
+        out = run(
+            *tensors, mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len, layout=sequence.layout,
             mask=mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout, dropout_seed=seed,
             **attention_mask.options,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
+from cp_mesh.integrations.transformers.latents import leave_latents
 from cp_mesh.integrations.transformers.losses import Losses
 from cp_mesh.integrations.transformers.masks import NAME, Batch, Said, register
 from cp_mesh.integrations.transformers.mixers import apply as apply_mixers
@@ -55,6 +56,7 @@ def parallelize(
     gather_output: bool = False,
     dropout_seed: int = 0,
     watch: bool = True,
+    latent_keys: bool | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Make a model of Transformers take whole batches and compute this rank's rows of them.
@@ -91,6 +93,9 @@ def parallelize(
         dropout_seed: seed of attention's dropout, equal on all ranks. The dropped weights depend on the seed, the
             layer, the forward, the pair of positions, and the index of the cp group within ``data``.
         watch: as in `ShardedModel`.
+        latent_keys: whether layers with MLA send their latent in place of the keys and values of all heads, as
+            `cp_mesh.latent.latent_attention` does. None: where fewer numbers travel, without ``tp`` and with several
+            ranks. Layers whose kv_b_proj is not a plain linear always send keys and values.
         **options: kernel, method, transport, ulysses_degree, head_chunks, deterministic, as in `cp_mesh.attention`.
 
     Returns:
@@ -129,6 +134,9 @@ def parallelize(
         config: Any = getattr(part, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
+    if latent_keys or (latent_keys is None and tp is None and sequence.cp_size > 1):
+        exchanging = sequence.cp_size if options.get("method") in ("ulysses", "hybrid") else 1
+        leave_latents(facts.attending, exchanging, latent_keys)
     model.loss_function = losses.of_labels
     apply_mixers(facts.attending, sequence)
     if facts.text is not None:
