@@ -23,6 +23,7 @@ import test_decoding
 import test_faults
 import test_gradients
 import test_known
+import test_latent_attention
 import test_masks
 import test_mixers
 import test_parity
@@ -147,6 +148,8 @@ CHECKS: dict[str, Check] = {
     "recurrent layers": of(test_mixers.test_a_few, "states"),
     "convolutions": of(test_mixers.test_convolutions_and_shifts_are_those_of_one_rank, 2, "zigzag"),
     "mixers over heads": of(test_mixers.test_dtensors_over_heads, test_mixers.CONVOLUTION, "both"),
+    "latent keys": on(3, test_latent_attention.few),
+    "latent keys of layers": test_latent_attention.test_equal_layers_share_a_plan_and_not_the_projection,
     "linears": of(test_tensor_parallel.test_loss_and_gradients_are_those_of_one_rank, 3),
     "order of linears": of(test_tensor_parallel.test_products_run_while_rows_travel, *test_tensor_parallel.ORDERS[0]),
     "decoding": test_decoding.test_a_few,

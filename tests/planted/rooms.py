@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.tensor import Replicate
@@ -44,6 +45,37 @@ plant("rows beside a piece lose their gradient", "mixers.moving:scatter_sum", "c
 plant("the gradient of a parameter of heads is that of one rank", "mixers.tensors:Partial", "mixers over heads")(
     lambda partial: Replicate
 )
+
+
+# --- latent keys
+plant = in_area("latent keys")
+
+plant("keys lose their rotary part", "latent_passes:matrices", "latent keys")(
+    lambda matrices: with_result(matrices, lambda whole: whole * (whole != 1))
+)
+plant("a tile expands rows beside its own", "latent.expand:_rows_of", "latent keys")(
+    lambda rows_of: with_result(rows_of, lambda rows: rows.roll(1, 0))
+)
+plant("tiles of documents expand the first rows", "latent.expand:_rows_of", "latent keys")(
+    lambda rows_of: with_arguments(rows_of, tile=lambda tile: replace(tile, k=(0, tile.k[1] - tile.k[0])))
+)
+plant("gradients of latents stay where they were computed", "functional:FunctionalTransport.collect", "latent keys")(
+    lambda collect: lambda self: [x for x in collect(self) if x is None]
+)
+plant("the projection gets no gradient of fetched rows", "latent_passes:of_matrices", "latent keys")(
+    lambda of_matrices: with_arguments(of_matrices, grad=lambda grad: grad * 0.5)
+)
+
+
+@plant("every part of the heads is expanded as the first", "latent.expand:LatentScores.heads", "latent keys")
+def _(heads: Any) -> Any:
+    return lambda self, begin, end: replace(heads(self, begin, end), up=self.up[: end - begin])
+
+
+@plant("a layer's keys are those of the layer before", "latent_passes:matrices", "latent keys of layers")
+def _(matrices: Any) -> Any:
+    kept: dict[Any, Any] = {}
+    return lambda up, *sizes: kept.setdefault((up.shape, *sizes), matrices(up, *sizes))
 
 
 # --- linears over tp

@@ -1,0 +1,129 @@
+"""MLA layers of Transformers: their latent travels, and logits, loss and gradients are those of one rank, in fp64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from families import OLD, build  # noqa: E402
+from inside import room  # noqa: E402
+from oracle import Case, batch, compare  # noqa: E402
+from ranks import on_ranks  # noqa: E402
+from test_transformers import BOUND  # noqa: E402
+from transformers_families import FAMILIES, small_model  # noqa: E402
+
+from cp_mesh import Striped, ZigZag  # noqa: E402
+from cp_mesh.integrations.transformers import parallelize  # noqa: E402
+
+pytestmark = pytest.mark.skipif(OLD, reason="Transformers 4 expands the latent in the forward")
+WITH_MLA = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
+"""Beside these kimi_linear and bailing_hybrid, of test_hybrids.py."""
+latents = room("latents")
+
+
+def made(family: str, implementation: str) -> Any:
+    return small_model(FAMILIES[family], family, implementation)
+
+
+def calls(run: Any) -> int:
+    """Calls of `latent_attention`."""
+    attend, counted = latents.latent_attention, list[int]()
+
+    def counting(*tensors: Any, **options: Any) -> Any:  # not a mock, which Dynamo cannot trace
+        counted.append(1)
+        return attend(*tensors, **options)
+
+    with mock.patch.object(latents, "latent_attention", counting):
+        run()
+    return len(counted)
+
+
+def steps(rank: int, *cases: Case) -> tuple[int, list[Any]]:
+    found: list[Any] = []
+    return calls(lambda: found.extend(compare(rank, *cases))), found
+
+
+def exact(pool: Any, num_ranks: int, *cases: Case) -> None:
+    for num_calls, each in pool(num_ranks).run(steps, *cases, timeout=120.0):
+        assert num_calls, "keys travelled"
+        for case, found in each:
+            assert max(found.values()) < BOUND, (case, found)
+
+
+@pytest.mark.parametrize("family", WITH_MLA)
+def test_families(pool: Any, family: str) -> None:
+    exact(pool, 2, Case(family, "plain", ZigZag(), made), Case(family, "packed", Striped(), made))
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid"])
+@on_ranks(2)
+def test_hybrids(rank: int, axis: Any, family: str) -> None:
+    model = parallelize(build(family, "eager"), axis)
+    assert calls(lambda: model(**batch("plain"))) == 1
+
+
+def test_steps(pool: Any) -> None:
+    """Under FSDP2, in layers that are recomputed or compiled."""
+    ways: tuple[dict[str, Any], ...] = ({"fsdp": True}, {"checkpoint": False}, {"checkpoint": True})
+    compiled = Case("minicpm3", "packed", "auto", made, compiled=True)  # experts of others are no single graph
+    exact(pool, 2, compiled, *(Case("deepseek_v3", "packed", "auto", **way) for way in ways))
+
+
+@on_ranks(2)
+def test_when_the_latent_travels(rank: int, axis: Any) -> None:
+    """Where that is fewer numbers, if not told; and never past what a projection does beside its product."""
+    given = batch("plain")
+
+    def calls_of(change: Any = None, rank: int = 16, **options: Any) -> tuple[int, Any]:
+        model = parallelize(build("deepseek_v3", "eager", kv_lora_rank=rank), axis, **options)
+        for layer in model.model.layers if change else ():
+            change(layer.self_attn)
+        found: list[Any] = []
+        return calls(lambda: found.append(model(**given).logits)), found[0]
+
+    # 16 + 8 features of a latent row, 4 · (24 + 12) of keys and values
+    num, logits = calls_of()
+    assert num == 2
+    for num_calls, options in ((0, {"latent_keys": False}), (2, {"method": "ulysses"}), (2, {"latent_keys": True})):
+        num, other = calls_of(**options)
+        assert num == num_calls and torch.allclose(other, logits, rtol=0, atol=1e-10), options
+    # 128 + 8, and twice as many for Ulysses
+    assert [calls_of(rank=128, **x)[0] for x in ({}, {"method": "ulysses"}, {"latent_keys": True})] == [2, 0, 2]
+    assert calls_of(rank=144)[0] == 0
+
+    def hooked(layer: Any) -> None:
+        layer.kv_b_proj.register_forward_hook(lambda module, given, out: 2 * out)
+
+    def doubled(layer: Any) -> None:
+        with torch.no_grad():
+            layer.kv_b_proj.weight.mul_(2)
+
+    (num, other), (num_doubled, want) = calls_of(hooked), calls_of(doubled)
+    assert (num, num_doubled) == (0, 2) and torch.allclose(other, want, rtol=0, atol=1e-10)
+
+
+@on_ranks(2)
+def test_copies(rank: int, axis: Any) -> None:
+    """A copy of a layer expands by its own projection."""
+    model = parallelize(build("deepseek_v3", "eager"), axis)
+    own = model.model.layers[1].self_attn
+    other = copy.deepcopy(own)
+    assert pickle.loads(pickle.dumps(vars(other)["expand_kv"])) is vars(own)["expand_kv"]
+    x = torch.ones(1, dtype=torch.float64)
+    _, tensors = latents.attention_of(other, x, x, x)
+    assert tensors[3] is other.kv_b_proj.weight is not own.kv_b_proj.weight
+
+
+@on_ranks(1)
+def test_one_rank_expands_once(rank: int, axis: Any) -> None:
+    for wanted, num in ((None, 0), (True, 2)):
+        model = parallelize(build("deepseek_v3", "eager"), axis, latent_keys=wanted)
+        assert calls(partial(model, **batch("plain"))) == num
