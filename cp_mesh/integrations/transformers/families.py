@@ -16,12 +16,23 @@ from transformers import PreTrainedModel, masking_utils
 from cp_mesh._torch import Convolution
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Striped
+from cp_mesh.integrations.transformers.indexed import is_indexer, unknown_core
 from cp_mesh.integrations.transformers.mixers import is_mixer, unknown_functions
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
 from cp_mesh.training.checks.config import check_adapters
 
-KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid"))
+KINDS = frozenset(
+    (
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "indexed_attention",
+        "linear_attention",
+        "conv",
+        "hybrid",
+    )
+)
 """Layer types, by their names in configs, that mix tokens by attention or by functions of `mixers`."""
 ALONE = frozenset(("moe", "mlp"))
 """Layer types that mix no tokens."""
@@ -127,6 +138,8 @@ def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
         yield "a part of a model with images", f"classes named ...{_CAUSAL[2]} are available"
     if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS - ALONE):
         yield f"layer_types {', '.join(found)}", f"{', '.join(sorted(KINDS))} are supported"
+    if pools := [x for x in ("index_kpool", "indexer_compress_ratio") if hasattr(text, x)]:
+        yield f"{pools[0]}: an indexer that pools keys", "documents and shards would have to begin with a pool"
     if not name.endswith(HEADS) and not has_images(config):
         yield "a class whose outputs may not be rows", f"classes named ...{', ...'.join(HEADS)} are available"
 
@@ -149,9 +162,11 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
                 yield f"{path}, a {kind} that calls {unknown[0]}", hint
         if module in inside:
             continue
+        if why := unknown_core(module):
+            yield f"{path}, a {kind} that {why}", "this model is not supported"
         named = any(word in kind.lower() for word in _WORDS) and "norm" not in kind.lower()
         named = named and "ALL_ATTENTION_FUNCTIONS" not in _used(module)
-        named = named and not any(map(is_mixer, module.modules()))
+        named = named and not any(map(is_mixer, module.modules())) and not is_indexer(module)
         if isinstance(module, _MIXERS) or named:
             yield f"{path or 'the model'}, a {kind}", "it mixes rows of one shard only; this model is not supported"
         if getattr(module, "layerdrop", 0):

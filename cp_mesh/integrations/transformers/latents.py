@@ -6,6 +6,7 @@ they are. In a layer that is told to, the method passes latent and rotary keys o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,21 +32,35 @@ def _as_latent(latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rope
 
 
+def expands_latents(module: nn.Module) -> bool:
+    """Whether a layer has the known method."""
+    code = getattr(getattr(type(module), _EXPAND, None), "__code__", None)
+    return code is not None and {*code.co_names} == _READS
+
+
+def is_plain(linear: Any) -> bool:
+    """Whether a projection is a product with its weight, and nothing more."""
+    known = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
+    return known and not has_forward_hooks(linear)
+
+
 def leave_latents(model: nn.Module, degree: int, wanted: bool | None) -> None:
     """Let the latent travel in the MLA layers of a model: in all, in none, or where that moves fewer numbers.
+
+    In layers that attend to keys that an indexer picked it always does.
 
     Args:
         degree: ranks that exchange heads, to each of which the latent is sent; 1 for a ring.
         wanted: True, False, or None to count numbers.
     """
     for part in model.modules():
-        code = getattr(getattr(type(part), _EXPAND, None), "__code__", None)
-        if code is None or {*code.co_names} != _READS:
+        if not expands_latents(part):
             continue
         layer: Any = part
+        picks = "indexer" in inspect.unwrap(type(part).forward).__code__.co_names
         latent = layer.kv_b_proj.in_features + layer.qk_rope_head_dim
         expanded = layer.kv_b_proj.out_features + layer.num_heads * layer.qk_rope_head_dim
-        if wanted or (wanted is None and degree * latent < expanded):
+        if picks or wanted or (wanted is None and degree * latent < expanded):
             vars(part)[_EXPAND] = _as_latent
 
 
@@ -58,7 +73,6 @@ def attention_of(module: Any, *qkv: Tensor) -> tuple[Callable[..., Any], tuple[T
     if vars(module).get(_EXPAND) is not _as_latent:
         return attention, qkv
     (query, latent, rope), linear = qkv, module.kv_b_proj
-    plain = type(linear) is nn.Linear and linear.bias is None and not isinstance(linear.weight, DTensor)
-    if not plain or has_forward_hooks(linear):
+    if not is_plain(linear):
         return attention, (query, *getattr(type(module), _EXPAND)(module, latent, rope))
     return latent_attention, (query, latent, rope.to(latent.dtype), linear.weight)

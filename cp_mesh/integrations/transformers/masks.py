@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from cp_mesh.call.function import attention
 from cp_mesh.errors import UnsupportedError, describe, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.integrations.transformers.latents import attention_of
+from cp_mesh.latent.indexed import indexed_attention
 from cp_mesh.sequence.sharded_sequence import ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import UnplannedAttentionMode, current_mode, suspended
 
@@ -59,6 +61,8 @@ class BatchAttention:
 
     def __getitem__(self, index: Any) -> BatchAttention:
         parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) > 1 and parts[1] == 0:
+            parts = (parts[0], *parts[2:])  # of [B, 1, S, S], as layers give it to their indexer
         if all(isinstance(x, slice) and (x.start or 0, x.stop, x.step) == (0, None, None) for x in parts):
             return self  # all rows, as Gemma-4 keeps them before layers that share keys and values
         self.__getattr__("__getitem__")
@@ -245,6 +249,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend over the whole sequence; `AttentionInterface` calls this in every layer.
@@ -253,6 +258,8 @@ def attend(
         query, key, value: [B, H or K, S_local, D]; of a layer whose latent travels, query, latent and rotary keys.
         attention_mask: the result of `make_mask`.
         dropout, scaling, is_causal, sliding_window, softcap, s_aux: as Transformers passes them.
+        indices: [B, S_local, K], keys that an indexer picked (`indexed`); ``key`` is then the latent, ``value`` its
+            rotary part.
 
     Returns:
         [B, S_local, H, D], and None for the attention weights.
@@ -282,7 +289,18 @@ def attend(
         seed = attention_mask.seed + layer
     if not torch.compiler.is_compiling() and (batch := Batch.now()) is not None:
         batch.cores += 1
+    if indices is not None and (dropout or softcap):
+        hint = "set attention_dropout = 0 in the config"
+        refuse(where, "plain scores of picked keys", "dropout or softcap", hint, UnsupportedError)
     with suspended() if current_mode() else nullcontext():
+        if indices is not None:
+            run, tensors = attention_of(module, query, key, value)
+            if run is attention:
+                hint = "keep kv_b_proj a plain linear, and apply FSDP2 to whole layers"
+                refuse(where, "a latent for the keys that its indexer picked", "keys", hint, UnsupportedError)
+            query, latent, rope, up = tensors
+            given = query, latent, rope, up, indices
+            return indexed_attention(*given, sequence=sequence, scale=scaling, sinks=s_aux).transpose(1, 2), None
         run, tensors = attention_of(module, query, key, value)
         out = run(
             *tensors, mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len, layout=sequence.layout,

@@ -21,6 +21,7 @@ from cp_mesh.comm.groups import ranks_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
+from cp_mesh.integrations.transformers.indexed import apply as apply_indexers
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
 from cp_mesh.integrations.transformers.latents import leave_latents
 from cp_mesh.integrations.transformers.losses import Losses
@@ -134,11 +135,12 @@ def parallelize(
         config: Any = getattr(part, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
-    if latent_keys or (latent_keys is None and tp is None and sequence.cp_size > 1):
-        exchanging = sequence.cp_size if options.get("method") in ("ulysses", "hybrid") else 1
-        leave_latents(facts.attending, exchanging, latent_keys)
+    exchanging = sequence.cp_size if options.get("method") in ("ulysses", "hybrid") else 1
+    counted = None if tp is None and sequence.cp_size > 1 else False
+    leave_latents(facts.attending, exchanging, counted if latent_keys is None else latent_keys)
     model.loss_function = losses.of_labels
     apply_mixers(facts.attending, sequence)
+    apply_indexers(facts.attending, sequence)
     if facts.text is not None:
         replace_forward(facts.text, INPUT, "cp_mesh.integrations.transformers.parallelize", adapter.run_text)
     replace_forward(model, STYLE, "cp_mesh.integrations.transformers.parallelize", adapter.run)
