@@ -59,10 +59,18 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **{"index_topk": 5, "index_n_heads": 4, "index_head_dim": 16},
     **{"sliding_window": 10, "attention_chunk_size": 7, "first_k_dense_replace": 1, "rotary_dim": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
 }
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_DOTS3 = {
+    **dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads"), 4),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1),
+    **{"swa_q_lora_rank": 24, "swa_kv_lora_rank": 16, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16},
+    **{"swa_v_head_dim": 12, "num_experts_per_tok": 2},
+}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # fmt: off
 OWN: dict[str, dict[str, Any]] = {
@@ -74,6 +82,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
+    "dots3_note": _DOTS3,
+    "dots3_note_text": _DOTS3,
     "dots1": {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8},
     "gemma4_text": {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8},
