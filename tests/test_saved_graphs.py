@@ -30,6 +30,8 @@ def arguments(name: str) -> list[Any]:
     of_call = [*Tensors(), [], S, 2, group, options.text()]
     of_linear = [S, group, True, V, "auto"]
     of_head = [-100, 1.0, 0.0, 0.0, 0, V, S, group, True]
+    latent, up = [torch.randn(B, 1, S, 3), torch.randn(B, 1, S, 2)], torch.randn(H * (D - 2 + 4), 3)
+    of_latent = torch.randn(B, H, S, 4)
     return {
         "attention": [q, k, v, *of_call],
         "attention_backward": [dout, q, k, v, dout, torch.ones(B, H, S), None, None, *of_call, ""],
@@ -37,6 +39,8 @@ def arguments(name: str) -> list[Any]:
         "column_linears_backward": [[x @ weight.mT], x, [weight], [True, True, False], True, *of_linear],
         "compare_inputs": [[labels], "tokens", group, "zigzag"],
         "gather_rows": [x, S, group, True],
+        "latent_attention": [q, *latent, up, *of_call],
+        "latent_attention_backward": [of_latent, q, *latent, up, of_latent, torch.ones(B, H, S), None, *of_call, ""],
         "own": [labels, torch.int32],
         "row_linear": [x, weight, torch.randn(V), "none", *of_linear],
         "row_linear_awaited": [x, V, *of_linear],

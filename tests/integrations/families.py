@@ -22,6 +22,7 @@ _MLA = {
     **{"v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1},
     **{"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24},
 }
+_INDEXER = {"index_topk": 5, "index_n_heads": 4, "index_head_dim": 16}
 _NO_DROPOUT = dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0)
 
 
@@ -56,6 +57,9 @@ FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}),
     "phi3": _of("Phi3ForCausalLM", "Phi3Config", sliding_window=12),
     "deepseek_v3": _of("DeepseekV3ForCausalLM", "DeepseekV3Config", **_MLA),
+    "deepseek_v32": _of("DeepseekV32ForCausalLM", "DeepseekV32Config", **_MLA, **_INDEXER),
+    "glm_moe_dsa": _of(*("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig"), **_MLA, **_INDEXER,
+        indexer_types=["full", "shared"]),
     "llama4": _of(*("Llama4ForCausalLM", "Llama4TextConfig"), head_dim=8, attention_chunk_size=7,
         num_local_experts=2, intermediate_size_mlp=48, interleave_moe_layer_step=2, no_rope_layers=[1, 0]),
     "olmo3": _of("Olmo3ForCausalLM", "Olmo3Config", **_MIXED),

@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,12 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     assert dropout == 0 and attention_mask.dtype == torch.bool
+    if indices is not None:
+        attention_mask = attention_mask & torch.zeros_like(attention_mask).scatter(-1, indices[:, None].long(), True)
     out, _ = dense_attention(query, key, value, attention_mask[:, 0], scaling, softcap=softcap, sinks=s_aux)
     return out.transpose(1, 2).contiguous().to(query.dtype), None
 
@@ -54,6 +58,12 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor:
         ids = torch.atleast_2d(_documents[0])
         mask = mask & (ids[:, None, :, None] == ids[:, None, None, :])
     return mask
+
+
+def _topk(x: Tensor, k: int, dim: int = -1) -> Any:
+    """Of equal scores the first, as cp_mesh picks."""
+    found = x.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)))
 
 
 AttentionInterface.register(NAME, _attend)
@@ -72,7 +82,8 @@ def whole_loss(model: Any, documents: Tensor | None = None, **batch: Any) -> tup
     labels = batch.pop("labels")
     model.config.get_text_config().use_cache = False  # with a cache Transformers looks for no documents
     _documents[0] = documents
-    output = model(**batch)
+    with mock.patch.object(Tensor, "topk", _topk):  # of indexers
+        output = model(**batch)
     logits = output.logits
     _documents[0] = None
     loss = F.cross_entropy(logits.flatten(0, 1), shifted(model, labels).flatten(), ignore_index=-100)
