@@ -84,12 +84,18 @@ def indexed_attention(
     kind = {"call": "indexed_attention", "scale": str(scale)}
     compare(group, (*kind.values(),), lambda: kind)
     keys = sequence.unshard(torch.cat((latent, rope), -1), 2).squeeze(1)
-    offsets = torch.arange(len(query), device=query.device)[:, None, None] * keys.shape[1]
-    found = torch.where(indices < 0, -1, indices + offsets).flatten(0, 1)
     of_keys, of_values = up_projection.view(heads, of_head, -1).split([nope, of_head - nope], 1)
     q = torch.cat((query[..., :nope] @ of_keys, query[..., nope:]), -1).transpose(1, 2)
-    out = _Attend.apply(q.flatten(0, 1), keys.flatten(0, 1), found, sinks, latent.shape[-1], scale)
-    return out.unflatten(0, q.shape[:2]).transpose(1, 2) @ of_values.transpose(1, 2)
+    return attend_rows(q, keys, indices, sinks, latent.shape[-1], scale).transpose(1, 2) @ of_values.transpose(1, 2)
+
+
+def attend_rows(q: Tensor, keys: Tensor, indices: Tensor, sinks: Tensor | None, value_dim: int, scale: float) -> Tensor:
+    """Attention in latent space: [B, L, H, value_dim] from q [B, L, H, D], keys of the whole sequence [B, S, D] whose
+    first ``value_dim`` features are the values, and indices [B, L, K]."""
+    offsets = torch.arange(len(q), device=q.device)[:, None, None] * keys.shape[1]
+    found = torch.where(indices < 0, -1, indices + offsets).flatten(0, 1)
+    out: Tensor = _Attend.apply(q.flatten(0, 1), keys.flatten(0, 1), found, sinks, value_dim, scale)
+    return out.unflatten(0, q.shape[:2])
 
 
 class _Attend(torch.autograd.Function):

@@ -75,17 +75,20 @@ def select_keys(
     kind = {"call": "select_keys", "top_k": str(top_k), "scale": str(scale), "mask": mask.spec()}
     compare(group, (*kind.values(),), lambda: kind)
     keys = sequence.unshard(k)
-    seq_len, local = keys.shape[1], q.shape[1]
-    rows = sequence.positions(sequence.length or seq_len)
-    mask = sequence.mask(mask)
+    rows = sequence.positions(sequence.length or keys.shape[1])
+    return pick(q, keys, weights, top_k, rows, sequence.mask(mask), scale)
+
+
+def pick(q: Tensor, keys: Tensor, weights: Tensor, top_k: int, rows: Tensor, mask: Mask, scale: float) -> Tensor:
+    """`select_keys` from the keys of the whole sequence, [B, S, D]; ``rows``: positions of the queries, on the host."""
     on_device = mask.to(q.device)
-    found = []
-    for begin, end, first, last in _tiles(mask, rows, seq_len, len(q)):
+    found = [q.new_empty((len(q), 0, top_k), dtype=torch.int32)]
+    for begin, end, first, last in _tiles(mask, rows, keys.shape[1], len(q)):
         scores = index_scores(q[:, begin:end], keys[:, first:last], weights[:, begin:end], scale)
         positions = torch.arange(first, last, device=q.device)
         hidden = ~on_device.allowed(rows[begin:end].to(q.device), positions)
         found.append(best(scores.masked_fill_(hidden, -torch.inf), top_k, first))
-    return torch.cat(found, 1) if found else q.new_zeros((len(q), local, top_k), dtype=torch.int32)
+    return torch.cat(found, 1)
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
