@@ -221,11 +221,13 @@ def make_call(
     dropout_seed: int | Tensor | None = None,
     captured: tuple[Tensor, ...] = (),
     sources: Callable[[str, Layout, int], str] | None = None,
+    graded: bool = False,
     **others: Any,
 ) -> Call:
     """The record of a call; refuses wrong keywords, and tensors that do not fit one another.
 
     Args:
+        graded: whether a gradient is needed of what key and value were made from.
         captured: the tensors that score_mod and mask_mod read, in the order of `Call.captured`.
         sources: (group name, layout, seq_len) -> which ranks' keys mask_mod shows to which ranks; None: unknown.
         others: the tensors of `TERMS`, and the keywords of `make_spec`.
@@ -234,7 +236,7 @@ def make_call(
     check_format(query, key, value, form)
     if compiling and is_local:  # in eager mode planning checks them, and `check_dtensors` checks DTensors
         check_tensors(*form.to_bhsd(query, key, value))
-    graded, terms = query.requires_grad or key.requires_grad or value.requires_grad, []
+    graded, terms = graded or query.requires_grad or key.requires_grad or value.requires_grad, []
     for name in TERMS:
         terms.append(x := others.pop(name, None))
         graded = graded or (name in ADDED and isinstance(x, Tensor) and x.requires_grad)

@@ -77,11 +77,11 @@ def latent_attention(
         if not torch.compiler.is_compiling():
             refuse_tangents("latent_attention", given)
         key, value = expanded_like(FORMATS[axis.seq_dim], query, rope, up)
-        if torch.is_grad_enabled() and (latent.requires_grad or rope.requires_grad or up.requires_grad):
-            key = key.detach().requires_grad_()
+        graded = latent.requires_grad or rope.requires_grad or up.requires_grad
         call = make_call(
-            query, key, value, axis, layout=layout, mask=mask, return_lse=return_lse, **with_degree(mesh, options)
-        )
+            query, key, value, axis,
+            layout=layout, mask=mask, return_lse=return_lse, graded=graded, **with_degree(mesh, options),
+        )  # fmt: skip
     out, lse = latent_attention_op(*given, *call.arguments())
     return (out, lse) if return_lse else out
 
