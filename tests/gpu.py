@@ -63,6 +63,7 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
         "low precision": ([*torchrun, str(gpus), gate, *shared], {}, 2),
         "masks and scores": ([*torchrun, str(gpus), gate, "--scores", *shared], {}, 2),
         "functions of users": ([*torchrun, str(gpus), gate, "--flex", *shared], {}, 3),
+        "latent keys": ([*torchrun, str(gpus), str(TESTS / "latent_on_gpu.py"), *shared], {}, 1),
     }
     # of flex, each process compiles one kernel at a time
     whole |= {
