@@ -229,7 +229,7 @@ def test_commands_exist(name: str) -> None:
 
 # ---- code
 
-ONE_RANK = {f"docs/{name}.md" for name in ("concepts", "support", "kernels", "performance", "design", "api")}
+ONE_RANK = {f"docs/{name}.md" for name in ("concepts", "kernels", "performance", "api")}
 """Pages whose code needs nothing: no hidden block."""
 ELSEWHERE = {"docs/transformers.md", "docs/trainer.md", "docs/diffusers.md", "docs/torchtitan.md"}
 """Pages of other packages, whose code runs in tests/integrations."""
