@@ -166,10 +166,10 @@ def recording(axis: DeviceMesh, degree: int | None = None) -> Iterator[Recording
     parts: tuple[Any, ...] = ()
     if degree is not None:
         groups.parts_of(whole, degree)
-        parts = state_of(whole, groups._Parts)[degree]  # of which a planted bug has changed nothing
+        parts = state_of(whole, groups._PartsBySize)[degree]  # of which a planted bug has changed nothing
     recorders = {group: _Group(group, result) for group in (whole, *parts)}  # the registry holds them weakly
     if degree is not None:
-        state_of(recorders[whole], groups._Parts)[degree] = parts  # which are found by their names
+        state_of(recorders[whole], groups._PartsBySize)[degree] = parts  # which are found by their names
     ranks = dist.distributed_c10d._world.pg_group_ranks
     for group, recorder in recorders.items():
         ranks[recorder] = ranks[group]  # where DeviceMesh looks up the rank in the group

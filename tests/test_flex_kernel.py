@@ -32,7 +32,7 @@ from cp_mesh.flex import create_block_mask
 compiling, flex, flex_programs, flex_reads = (room(x) for x in ("compiling", "kernel", "programs", "reads"))
 blocks_of = inner("kernels.flex.blocks", "blocks_of")
 reference = room("kernels.reference")
-Steps, FLEX, Tile = inner("kernels.contract", "Steps"), inner("kernel", "FLEX"), inner("tiles", "Tile")
+Steps, FLEX, Tile = inner("kernels.contract", "Steps"), inner("kernel", "FLEX"), inner("tiles", "FlexTile")
 
 B, H, K, S, D = 2, 4, 2, 300, 8
 ROWS = torch.arange(S)

@@ -332,7 +332,7 @@ def test_float64_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_of_calls(rank: int) -> list[Tensor]:
     """A of every call that something still holds after its backward, while its output lives."""
     in_interpreter(setattr)
-    calls, seen = room("mixers.seam").Call, []
+    calls, seen = room("mixers.seam").RuleCall, []
     sequence = ShardedSequence(mesh((2,), ("cp",)), length=140, layout=ZigZag(), pad=False)
     shards = sequence.shard([x[None] for x in halves(140, "gated_delta_rule") if x is not None])
     made = calls.__init__

@@ -57,7 +57,7 @@ def _by_row(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
 
 
-class _Call:
+class _HeadsPass:
     """The state of one pass that computes this rank's heads; a context manager around the pass.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Call:
         self._bias_travels = bias is not None and (bias.shape[2] != 1 or self.exchange.fewest_rows < 2)
         self._bias = bias if self._bias_travels else None
 
-    def __enter__(self) -> _Call:
+    def __enter__(self) -> _HeadsPass:
         self.transport = self.exchange.make_transport(self._inner)
         if self._bias is not None:
             try:
@@ -279,7 +279,7 @@ class Ulysses(Stages):
                     kept.extend(parts)
             return [out_h, lse_h[..., None]] if brings_lse else [out_h]
 
-        with _Call(plan, group, q.shape[1], scores) as call:
+        with _HeadsPass(plan, group, q.shape[1], scores) as call:
             tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
             for chunk, (of_part, parts) in enumerate(call.by_parts((*tensors, *into))):
                 call.bring_home(compute(chunk, of_part, parts[:3]), parts[3:])
@@ -330,7 +330,7 @@ class Ulysses(Stages):
         asked = scores if own is None else own.scores
         if own is None and wanted:
             asked = replace(asked, wanted=frozenset(wanted) - {"sinks"})
-        with _Call(plan, group, q.shape[1], asked) as call:
+        with _HeadsPass(plan, group, q.shape[1], asked) as call:
             of_scores, heads = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype)), 0
             inputs: tuple[Tensor, ...]
             if own is None:

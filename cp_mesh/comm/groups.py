@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     inner: dist.ProcessGroup
 
 
-class _Parts(dict[int, Parts]):
+class _PartsBySize(dict[int, Parts]):
     """Parts of a group, by the size of inner groups."""
 
 
@@ -58,7 +58,7 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
         UnsupportedError: on every rank, where PyTorch would give new groups other names on some ranks, and in a CUDA
             graph capture.
     """
-    known = state_of(group, _Parts)
+    known = state_of(group, _PartsBySize)
     if inner_size not in known:
         known[inner_size] = _make(group, inner_size)
     return known[inner_size]
@@ -66,7 +66,7 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
 
 def known_parts(group: dist.ProcessGroup) -> list[Parts]:
     """Return all parts that `parts_of` has made."""
-    return [*state_of(group, _Parts).values()]
+    return [*state_of(group, _PartsBySize).values()]
 
 
 @constant_in_traces  # Dynamo cannot trace the look-up
@@ -109,7 +109,7 @@ def _keep_axes(mesh: DeviceMesh) -> bool:
         refuse("mesh", "ranks that rise along its axes", got, hint)
     axes.append(names)
     if 1 < mesh.size(1) < len(ranks):
-        state_of(group, _Parts)[mesh.size(1)] = parts
+        state_of(group, _PartsBySize)[mesh.size(1)] = parts
     return True
 
 

@@ -37,11 +37,11 @@ class Reached(NamedTuple):
 
 def reached_by(function: Any) -> Reached | None:
     """The fingerprint of a function; None if it may depend on anything else."""
-    found = _Found()
+    found = _ReachedParts()
     return Reached(tuple(found.key), found.tensors) if type(function) is FunctionType and found.add(function) else None
 
 
-class _Found:
+class _ReachedParts:
     def __init__(self) -> None:
         self.key: list[Hashable] = []
         self.tensors: list[Tensor] = []

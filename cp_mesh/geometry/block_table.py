@@ -32,7 +32,7 @@ PAIRS = -NONE
 _ZERO = np.zeros(1, dtype=np.int64)
 
 
-class Pieces(NamedTuple):
+class ShardPieces(NamedTuple):
     """Parts of shards, one entry each: a run of positions, or positions in any order between two bounds.
 
     Attributes:
@@ -60,15 +60,15 @@ class Pieces(NamedTuple):
     whole: NDArray[np.bool_]
     labels: Array
 
-    def at(self, index: Any) -> Pieces:
-        return Pieces._make(map(itemgetter(index), self))
+    def at(self, index: Any) -> ShardPieces:
+        return ShardPieces._make(map(itemgetter(index), self))
 
     @property
     def num(self) -> int:
         return len(self.rank)
 
 
-def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
+def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> ShardPieces:
     """Return the pieces of all shards, rank after rank in local order."""
     rows = []
     for rank in range(cp_size):
@@ -80,10 +80,10 @@ def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
     columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 7).T.copy()]
     unset, regular = np.zeros_like(columns[0]), columns[6].astype(np.bool_)
     labels = np.zeros((len(unset), 0, 2), dtype=np.int64)
-    return Pieces(*[unset, *columns[:6], regular, unset, unset, np.ones_like(regular), labels])
+    return ShardPieces(*[unset, *columns[:6], regular, unset, unset, np.ones_like(regular), labels])
 
 
-def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
+def cut(pieces: ShardPieces, edges: Array) -> tuple[ShardPieces, Array]:
     """Cut the pieces at the edges of the parts of a sequence; return them and the part in which each lies.
 
     Args:
@@ -105,7 +105,7 @@ def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
     return x.at(end > begin), part[end > begin]
 
 
-def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
+def keys_of(pieces: ShardPieces, mask: Mask, seq_len: int) -> ShardPieces:
     """Return the pieces that some query can see as keys, cut where the distances change at which they are seen.
 
     Blocks of a mask extend over several pieces. Keys are then also cut where the keys begin or end that a piece needs.
@@ -132,7 +132,7 @@ def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
     return keys._replace(nearest=nearest, farthest=farthest, whole=whole)
 
 
-def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
+def _ends_of_needed(pieces: ShardPieces, mask: Mask, seq_len: int) -> Array:
     """Return the positions where the keys begin or end that some piece's queries need, with 0 and ``seq_len``."""
     ends = [np.searchsorted(starts, pieces.high, side="right") for starts in mask.starts.numpy()]
     begins = [pieces.low - reach.farthest for reach in mask.reaches(seq_len)]
@@ -140,13 +140,13 @@ def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
     return every[every >= 0]
 
 
-def sees(q: Pieces, i: Array, k: Pieces, j: Array) -> NDArray[np.bool_]:
+def sees(q: ShardPieces, i: Array, k: ShardPieces, j: Array) -> NDArray[np.bool_]:
     """Return whether the distances let some query of q[i] see some key of k[j]."""
     seen: NDArray[np.bool_] = (q.high[i] - k.low[j] >= k.nearest[j]) & (q.low[i] - k.high[j] <= k.farthest[j])
     return seen
 
 
-def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own: bool = False) -> Array:
+def block_table(q: ShardPieces, i: Array, k: ShardPieces, j: Array, opaque: bool, keep_own: bool = False) -> Array:
     """Return the blocks of pairs of pieces, q[i] with k[j]: [n, 8], trimmed to the rows and keys in their bands.
 
     A pair in which no query sees a key has no block. The blocks are in the order of the pairs.
@@ -188,14 +188,14 @@ def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own
     return table if kept.all() else table.T[:, kept].T
 
 
-def _whole(q: Pieces, k: Pieces) -> Array:
+def _whole(q: ShardPieces, k: ShardPieces) -> Array:
     """Return blocks of all rows and keys without a band: only `Mask.allowed` tells their pairs."""
     ends = q.row + q.length, k.row + k.length
     pairs = np.full_like(q.row, PAIRS)
     return np.stack([q.rank, k.rank, q.row, ends[0], k.row, ends[1], pairs, np.zeros_like(pairs)]).T  # by columns
 
 
-def own_causal(pieces: Pieces) -> Array:
+def own_causal(pieces: ShardPieces) -> Array:
     """Return one causal block per document and rank: for masks that compare order alone, in shards of rising positions.
 
     Args:
@@ -210,7 +210,7 @@ def own_causal(pieces: Pieces) -> Array:
     return np.stack([rank, rank, begin, end, begin, end, np.full_like(begin, NONE), np.zeros_like(begin)], 1)
 
 
-def increasing(pieces: Pieces, cp_size: int) -> NDArray[np.bool_]:
+def increasing(pieces: ShardPieces, cp_size: int) -> NDArray[np.bool_]:
     """Return for each rank whether its local rows are in the order of their positions."""
     result = np.ones(cp_size, dtype=bool)
     result[pieces.rank[~pieces.regular]] = False

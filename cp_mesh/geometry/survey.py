@@ -29,8 +29,8 @@ from cp_mesh.geometry.block_table import (
     SOURCE,
     Array,
     K,
-    Pieces,
     Q,
+    ShardPieces,
     bands_of,
     block_table,
     ceil_div,
@@ -152,12 +152,12 @@ class Walk:
     """
 
     def __init__(
-        self, layout: Layout, pieces: Pieces, mask: Mask, seq_len: int, ranks: Seen, by_documents: bool
+        self, layout: Layout, pieces: ShardPieces, mask: Mask, seq_len: int, ranks: Seen, by_documents: bool
     ) -> None:
         self._size, self._by_documents, self._causal = len(ranks), by_documents, mask.causal
         shard_lens = np.bincount(pieces.rank, pieces.length, self._size).astype(int)
         self.shard_lens, self.overlapping = tuple(shard_lens.tolist()), False
-        self.rows: list[tuple[Pieces, Array, Array]] = []
+        self.rows: list[tuple[ShardPieces, Array, Array]] = []
         self._kinds, self._bands = set[str](), set[tuple[int, int]]()  # receiver, and both bounds in one number
         self._ranges: list[tuple[Array, Array, Array]] = []
         opaque = mask.elementwise and not by_documents
@@ -223,7 +223,7 @@ class Walk:
         return counts.astype(np.int64).reshape(self._size, self._size)
 
 
-def _groups(q: Pieces, k: Pieces, cp_size: int) -> tuple[Array, Array, Array, Array]:
+def _groups(q: ShardPieces, k: ShardPieces, cp_size: int) -> tuple[Array, Array, Array, Array]:
     """Group pieces of q, sorted by document and rank, by these two, with all pieces of k of the document.
 
     Returns:
@@ -236,7 +236,7 @@ def _groups(q: Pieces, k: Pieces, cp_size: int) -> tuple[Array, Array, Array, Ar
 
 
 def _pairs(
-    q: Pieces, k: Pieces, groups: tuple[Array, Array, Array, Array], rising: NDArray[np.bool_]
+    q: ShardPieces, k: ShardPieces, groups: tuple[Array, Array, Array, Array], rising: NDArray[np.bool_]
 ) -> Iterator[tuple[Array, Array]]:
     """Yield pairs of pieces that may see each other, except those of `own_causal`: indices in q and in k, in chunks.
 
@@ -259,7 +259,7 @@ def _pairs(
         yield i[meet], j[meet]
 
 
-def _by_pieces(blocks: Array, q: Pieces) -> Array:
+def _by_pieces(blocks: Array, q: ShardPieces) -> Array:
     """Sort blocks by the piece of q that holds their rows; those of a piece stay in order."""
     rows = q.rank * NONE + q.row
     order = rows.argsort()
@@ -284,15 +284,15 @@ def parse_sources(spec: str, cp_size: int) -> Seen | None:
     return bits.reshape(cp_size, cp_size).astype(np.bool_) if spec else None
 
 
-def _in_documents(pieces: Pieces, documents: Documents) -> Pieces:
+def _in_documents(pieces: ShardPieces, documents: Documents) -> ShardPieces:
     """Cut pieces where documents begin, sort them by document, and drop excluded tokens."""
     q, part = cut(pieces, documents.edges)
     order = part.argsort(kind="stable")
     return q._replace(document=part).at(order[documents.labels[part[order]] >= 0])
 
 
-def _labelled(pieces: Pieces, mask: Mask, shard_lens: tuple[int, ...], order: Array | None) -> Pieces:
-    """Return the pieces with `Pieces.labels`.
+def _labelled(pieces: ShardPieces, mask: Mask, shard_lens: tuple[int, ...], order: Array | None) -> ShardPieces:
+    """Return the pieces with `ShardPieces.labels`.
 
     Args:
         order: the positions of rank after rank; None: every piece is a run of stride 1.

@@ -47,7 +47,7 @@ UNUSED = NONE - 1
 """The position of a cache row that holds no token yet."""
 
 
-class Where(NamedTuple):
+class Visible(NamedTuple):
     """Which pairs are allowed: the mask (None: all), positions, and the number of key rows on the device."""
 
     mask: Mask | None
@@ -116,7 +116,7 @@ def decode(
     """
     given = {"mask": mask, "scale": scale, "softcap": softcap, "kernel": kernel, "return_lse": return_lse}
     tensors = Tensors(sinks=sinks, alibi_slopes=alibi_slopes)
-    where = Where(mask, q_positions, k_positions, num_keys)
+    where = Visible(mask, q_positions, k_positions, num_keys)
     out, lse = _decode(query, key, value, mesh, given, tensors, where, q_lens)
     return (out, lse) if return_lse else out
 
@@ -124,7 +124,7 @@ def decode(
 @untraced  # compiled code cannot keep the plans made here
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | dist.ProcessGroup | None, given: dict[str, Any],
-    tensors: Tensors, where: Where, q_lens: Sequence[int] | None,
+    tensors: Tensors, where: Visible, q_lens: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q_lens = [*map(as_int, q_lens)] if isinstance(q_lens, list | tuple) else q_lens
     with refusing(lambda: group_that_waits(None, mesh, None)):
@@ -188,8 +188,14 @@ def _check_ungraded(name: str, x: Tensor) -> None:
 
 
 def _prepare(
-    query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any], tensors: Tensors, where: Where, num_rows: int
-) -> tuple[Where, Kernel | None, Scores, AttentionSpec]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Any],
+    tensors: Tensors,
+    where: Visible,
+    num_rows: int,
+) -> tuple[Visible, Kernel | None, Scores, AttentionSpec]:
     """Return the allowed pairs and the kernel for so many queries (None: `attend_few`), or refuse the call."""
     options = make_spec(**given)
     check_tensors(query, key, value, decoding=True)
@@ -258,7 +264,7 @@ def _choose(name: str, request: Request) -> Kernel:
     return kernel
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, where: Where, kernel: Kernel | None, scores: Scores) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, where: Visible, kernel: Kernel | None, scores: Scores) -> Tensor:
     """Return out [B, H, n, Dv] and then lse [B, H, n] over this rank's keys, flat."""
     shape = (*query.shape[:3], value.shape[3])
     result = query.new_empty(math.prod(shape[:3]) * (shape[3] + 1), dtype=accumulation_dtype(query.dtype))

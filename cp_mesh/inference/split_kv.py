@@ -32,7 +32,7 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SplitBlocks:
     """Keys that a program reads together, number of blocks loaded ahead (pipeline stages), and warps."""
 
     k: int
@@ -40,11 +40,11 @@ class Blocks:
     num_warps: int = 4
 
 
-def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
+def blocks_for(dtype: torch.dtype, head_dim: int) -> SplitBlocks:
     """Return the block sizes: two programs of a processor share 227 KiB; products of fp32 are computed in registers."""
     if dtype == torch.float32:
-        return Blocks(32, 2, 8) if head_dim <= 128 else Blocks(16, 2, 8)
-    return Blocks(64, 3) if head_dim <= 128 else Blocks(32, 3)
+        return SplitBlocks(32, 2, 8) if head_dim <= 128 else SplitBlocks(16, 2, 8)
+    return SplitBlocks(64, 3) if head_dim <= 128 else SplitBlocks(32, 3)
 
 
 def attend_few(

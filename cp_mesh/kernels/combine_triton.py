@@ -96,7 +96,7 @@ _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(eq=False)
-class _Bound:
+class _BoundLaunch:
     """What integers decide in a launch: the number of blocks, which piece is at which place, and all numbers.
 
     Attributes:
@@ -117,12 +117,12 @@ class _Bound:
 @lasting()
 def _bound(
     make: Callable[..., Any], of_pieces: Any, likes: tuple[Like, ...], is_aligned: bool, device: torch.device
-) -> _Bound:
+) -> _BoundLaunch:
     num_blocks, numbers, pick = make(of_pieces, likes)
-    return _Bound(num_blocks, numbers, pick, is_aligned, torch.empty(4, dtype=torch.float32, device=device))
+    return _BoundLaunch(num_blocks, numbers, pick, is_aligned, torch.empty(4, dtype=torch.float32, device=device))
 
 
-def _bind(make: Callable[..., Any], of_pieces: Any, tensors: list[Tensor]) -> tuple[_Bound, list[Any], Any]:
+def _bind(make: Callable[..., Any], of_pieces: Any, tensors: list[Tensor]) -> tuple[_BoundLaunch, list[Any], Any]:
     """What integers decide, and what a launch is given of the tensors and of an empty piece. A compiled kernel takes
     pointers, which saves host time: Triton's launcher would ask the driver where each tensor lies."""
     pointers = [*map(Tensor.data_ptr, tensors)]
@@ -131,7 +131,7 @@ def _bind(make: Callable[..., Any], of_pieces: Any, tensors: list[Tensor]) -> tu
     return (bound, tensors, bound.nothing) if bound.runner is None else (bound, pointers, bound.nothing.data_ptr())
 
 
-def _launch(kernel: Any, bound: _Bound, on: Tensor, args: tuple[Any, ...]) -> None:
+def _launch(kernel: Any, bound: _BoundLaunch, on: Tensor, args: tuple[Any, ...]) -> None:
     """Run ``kernel[grid](*args)`` on the device of ``on``."""
     if bound.runner is None:
         with torch.cuda.device_of(on):

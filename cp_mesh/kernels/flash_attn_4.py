@@ -23,7 +23,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
 from cp_mesh.kernels.flash_attn_4_package import (
     MOST_SEQUENCES,
-    Call,
+    FlashCall,
     Kernels,
     Launches,
     backward_launches,
@@ -83,7 +83,7 @@ def _backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Ten
     return _narrow(dq, t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
 
 
-class _Bound:
+class _BoundTile:
     """A pass of a tile, as in `merge.BoundForward` and `merge.BoundBackward`.
 
     Args:
@@ -98,7 +98,7 @@ class _Bound:
     def __init__(
         self, tile: KernelTile, scores: Scores, reads: Sequence[tuple[Tensor, Rows, int]],
         writes: Sequence[tuple[Tensor, int | None, float | None]], run: Callable[..., Kernels],
-        launches_of: Callable[[Call], Launches],
+        launches_of: Callable[[FlashCall], Launches],
     ) -> None:  # fmt: skip
         cover = tile.cover
         assert isinstance(cover, Band | Segments), "choose_kernel gives tensor masks to kernels that read them"
@@ -129,7 +129,7 @@ class _Bound:
                 for kernel, arguments in zip(self.kernels, launches(views_bshd), strict=True):
                     kernel(*arguments)
             else:
-                call = Call(*views_bshd[:3], *self.factors, table)  # type: ignore[call-arg]
+                call = FlashCall(*views_bshd[:3], *self.factors, table)  # type: ignore[call-arg]
                 self.kernels = self.run(call, *views_bshd[3:])
                 self.launches[i] = self.launches_of(call) if self.kernels else None
         return (*every_bhsd[-len(self.results) :],)
@@ -156,7 +156,7 @@ def _gaps(tile: KernelTile) -> tuple[bool, bool]:
 
 
 def _bind_forward(tile: KernelTile, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Any:
-    """A `_Bound`; None for head dims that `_forward` pads."""
+    """A `_BoundTile`; None for head dims that `_forward` pads."""
     if _head_dims(q, k, v, backward=False) != (q.shape[3], v.shape[3]):
         return None
     (B, H, _, _), num = q.shape, tile.q[1] - tile.q[0]
@@ -164,7 +164,9 @@ def _bind_forward(tile: KernelTile, q: Tensor, k: Tensor, v: Tensor, scores: Sco
     lse = out.new_empty((B, H, num), dtype=accumulation_dtype(q.dtype))
     out_fill, lse_fill = (0.0, float("-inf")) if _gaps(tile)[0] else (None, None)  # these rows have no key
     reads = (q, tile.q, 0), (k, tile.k, 1), (v, tile.k, 2)
-    return _Bound(tile, scores, reads, ((out, None, out_fill), (lse, None, lse_fill)), run_forward, forward_launches)
+    return _BoundTile(
+        tile, scores, reads, ((out, None, out_fill), (lse, None, lse_fill)), run_forward, forward_launches
+    )
 
 
 def _bind_backward(
@@ -182,7 +184,7 @@ def _bind_backward(
         writes.append((grad, place if grad is buffer else None, 0.0 if has_gaps else None))
     reads = (q, tile.q, 1), (k, tile.k, 2), (v, tile.k, 3), (dout, tile.q, 0), (out, tile.q, 4), (lse, tile.q, 5)
     run = partial(run_backward, deterministic=True) if deterministic else run_backward
-    return _Bound(tile, scores, reads, writes, run, backward_launches)
+    return _BoundTile(tile, scores, reads, writes, run, backward_launches)
 
 
 def _by_batch_row(cover: Band | Segments, x: Tensor) -> Iterator[tuple[int | None, SequenceTable | None]]:

@@ -88,7 +88,7 @@ def lacks() -> str | None:
     return None
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """One call of either pass; q, k and v are [B, S, H, D], or [S, H, D] of packed sequences; bounds of a `Band`."""
 
     q: Tensor
@@ -141,14 +141,21 @@ _compiled: dict[tuple[Any, ...], Kernels] = {}
 _recording = threading.Lock()
 
 
-def run_forward(call: Call, out: Tensor, lse: Tensor) -> Kernels:
+def run_forward(call: FlashCall, out: Tensor, lse: Tensor) -> Kernels:
     """Launch the recorded kernels of this kind, or call the package; return the kernels to launch directly."""
     given = {"softcap": call.softcap, "return_lse": True, "out": out, "lse": lse}
     return _run("_flash_attn_fwd", call, given, partial(forward_launches, call), (out, lse))
 
 
 def run_backward(
-    call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, deterministic: bool = False
+    call: FlashCall,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    deterministic: bool = False,
 ) -> Kernels:
     """As `run_forward`."""
     given = {"out": out, "dout": dout, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "softcap": call.softcap or 0.0}
@@ -159,7 +166,7 @@ def run_backward(
 
 
 def _run(
-    name: str, call: Call, given: dict[str, Any], launches: Callable[[], Launches], tensors: tuple[Tensor, ...],
+    name: str, call: FlashCall, given: dict[str, Any], launches: Callable[[], Launches], tensors: tuple[Tensor, ...],
     *keeps_python: bool,
 ) -> Kernels:  # fmt: skip
     kind, given, every = call.kind(name, *keeps_python), call.keywords() | given, [*call[:3], *tensors]
@@ -312,13 +319,13 @@ class Launches(NamedTuple):
         return arguments
 
 
-def forward_launches(call: Call) -> Launches:
+def forward_launches(call: FlashCall) -> Launches:
     """Of tensors q, k, v, out, lse."""
     bounds, aux = (None, None) if call.causal else (call.left, call.right), _package().AuxData(None, None)
     return Launches([(itemgetter(*range(5)), (call.scale, *call.tables, None, *bounds, None, None, aux, None, None))])
 
 
-def backward_launches(call: Call) -> Launches:
+def backward_launches(call: FlashCall) -> Launches:
     """Of tensors q, k, v, dout, out, lse, dq, dk, dv: preparation, the main kernel, and rounding of fp32 sums.
 
     fp32 sums are dq's, cleared by the first kernel, and those of dk and dv if query heads share a kv head.

@@ -355,7 +355,7 @@ def _mask_rows(cover: Pairs, blocks: tuple[Blocks, ...]) -> _MaskRows:
     return rows
 
 
-class _Rows(NamedTuple):
+class _GrainRows(NamedTuple):
     """Rows of queries or of keys, and bounds of their grains: the arguments of `grains_kernel`."""
 
     positions: Tensor
@@ -379,7 +379,7 @@ class _MaskRows:
         self._k = self._bounded(cover.k_pos, firsts, lasts, k_ids)
         self._visits: dict[tuple[Blocks, bool, bool, int], tuple[Any, ...]] = {}
 
-    def _bounded(self, positions: Tensor, firsts: Tensor, lasts: Tensor, ids: Tensor | None) -> _Rows:
+    def _bounded(self, positions: Tensor, firsts: Tensor, lasts: Tensor, ids: Tensor | None) -> _GrainRows:
         from cp_mesh.kernels.triton_visits import grains_kernel
 
         num_masks, num_grains = self._num_masks, -(-len(positions) // self.grain)
@@ -387,7 +387,7 @@ class _MaskRows:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=positions.device)
 
-        rows = _Rows(
+        rows = _GrainRows(
             positions.contiguous(),  # kernels read all of these as contiguous
             firsts.contiguous(),
             lasts.contiguous(),

@@ -19,7 +19,7 @@ from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.geometry.host_tensors import is_owned
 from cp_mesh.mixers.moving import Group
 from cp_mesh.mixers.pieces import Pieces
-from cp_mesh.mixers.scope import Place
+from cp_mesh.mixers.scope import CallPlace
 from cp_mesh.mixers.tensors import Tensors, Wrap, to_local
 from cp_mesh.sequence.sharded_sequence import ROOT
 
@@ -29,7 +29,7 @@ Decided = tuple[Pieces, tuple[Any, ...], Any]
 
 
 def decide(
-    check: Callable[..., Decided], what: str, place: Place, tensors: Tensors, options: Any
+    check: Callable[..., Decided], what: str, place: CallPlace, tensors: Tensors, options: Any
 ) -> tuple[Pieces, Group, Any, Tensors, Wrap]:
     """Check a call that is not known by ``check(what, place, options, local tensors)``, and compare a first call.
 

@@ -24,10 +24,10 @@ from cp_mesh.mixers.moving import gather_rows, to_heads, to_rows
 from cp_mesh.mixers.pieces import Pieces
 from cp_mesh.mixers.reference import Inputs
 from cp_mesh.mixers.repeated import Decided, decide
-from cp_mesh.mixers.scope import Place, in_layout_of, place_of
+from cp_mesh.mixers.scope import CallPlace, in_layout_of, place_of
 from cp_mesh.mixers.states import by_states
 from cp_mesh.mixers.tensors import Tensors, check
-from cp_mesh.mixers.traffic import Sizes, choose_method
+from cp_mesh.mixers.traffic import StateSizes, choose_method
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -180,7 +180,7 @@ def causal_conv1d(
     return out, wrap.states(last_rows(own.flatten(0, 1), taps.shape[1], initial, pieces, group))
 
 
-def _convolution(what: str, place: Place, options: Mapping[str, Any], given: Tensors) -> Decided:
+def _convolution(what: str, place: CallPlace, options: Mapping[str, Any], given: Tensors) -> Decided:
     """Whether fla-core convolves, and the dtype of rows then."""
     (own, taps, bias, initial), activation = given.values(), options["activation"]
     autocast = own is not None and torch.is_autocast_enabled(own.device.type)
@@ -250,7 +250,7 @@ def mix(what: str, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor |
     return (out, states) if wrap.lead is None else (wrap.rows(out), wrap.states(states))
 
 
-def _rule(what: str, place: Place, options: Options, given: Tensors) -> Decided:
+def _rule(what: str, place: CallPlace, options: Options, given: Tensors) -> Decided:
     """What runs, the scale, what normalizes q and k if anything does, whether by heads, and whether states go out."""
     for name in options:
         if name not in Options.__annotations__ or (what == "ssd" and name in ("scale", "use_qk_l2norm_in_kernel")):
@@ -304,7 +304,7 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
         hint = "pass sequence=; of whole tokens torch.roll, or a ShardedSequence over a mesh of one rank"
         refuse(what, "the sequence of x, in a process that shards sequences", None, hint)
 
-    def checked(what: str, place: Place, options: Any, given: Tensors) -> Decided:
+    def checked(what: str, place: CallPlace, options: Any, given: Tensors) -> Decided:
         own = given["x"]
         check_dense(**{f"{what}: x": own})
         if own is None or own.ndim < 2:
@@ -322,11 +322,11 @@ def _roll(what: str, x: Tensor, shifts: int, options: dict[str, Any], fill_value
 @untraced
 def agreed_pieces(what: str, x: Tensor, sequence: ShardedSequence, mask: Mask | None) -> Pieces:
     """The pieces of rows x [B, T, ...], compared over the ranks in a first call."""
-    place, arguments = Place(in_layout_of(what, sequence, mask), mask), (len(x), x.shape[2:], x.dtype)
+    place, arguments = CallPlace(in_layout_of(what, sequence, mask), mask), (len(x), x.shape[2:], x.dtype)
     return decide(lambda *_: (_pieces(what, place, x, None), arguments, None), what, place, {"x": x}, {})[0]
 
 
-def _pieces(what: str, place: Place, x: Tensor, initial: Tensor | None) -> Pieces:
+def _pieces(what: str, place: CallPlace, x: Tensor, initial: Tensor | None) -> Pieces:
     if not len(x):
         refuse(f"{what}: batch", "1 row or more", 0, "leave the call out, on all ranks")
     pieces = place.pieces(what, *x.shape[:2])
@@ -352,4 +352,4 @@ def _choose(what: str, method: str, pieces: Pieces, inputs: Inputs) -> str:
     if method != "auto":
         return method
     decays = 0 if g is None else 1 if g.ndim == 3 else K
-    return choose_method(pieces, Sizes(len(v), H, HV, K, V, decays, beta is not None, v.dtype))
+    return choose_method(pieces, StateSizes(len(v), H, HV, K, V, decays, beta is not None, v.dtype))

@@ -34,7 +34,7 @@ class Scope:
 SCOPE: ContextVar[Scope | None] = ContextVar("cp_mesh_mixers", default=None)
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """Where and how one call runs. ``stated`` is a mask that the call gives beside that of a style."""
 
     sequence: ShardedSequence | None
@@ -86,7 +86,7 @@ def in_layout_of(what: str, sequence: Any, mask: Any) -> Any:
 
 def place_of(
     what: str, sequence: Any = None, mask: Any = None, method: str = "auto", kernel: str = "auto", **_: Any
-) -> Place:
+) -> CallPlace:
     """The place of a call, by its keywords and by what surrounds it.
 
     Raises:
@@ -94,7 +94,7 @@ def place_of(
         UnsupportedError: in a checkpoint that begins inside of the module.
     """
     scope, root = SCOPE.get(), ROOT.get()
-    given = Place(in_layout_of(what, sequence, mask), mask, None, method, kernel)
+    given = CallPlace(in_layout_of(what, sequence, mask), mask, None, method, kernel)
     if scope is not None and scope.sequence is not None:
         scope.called.add(what)
         if given.sequence is not None:
@@ -105,7 +105,7 @@ def place_of(
         if (given.method, given.kernel) != ("auto", "auto"):
             hint = "leave it out: RecurrentParallel(method=, kernel=) has it"
             refuse(f"{what}: method or kernel", "auto, in a module with a style", given[3:], hint)
-        return Place(scope.sequence, scope.mask, given.mask, scope.method, scope.kernel)
+        return CallPlace(scope.sequence, scope.mask, given.mask, scope.method, scope.kernel)
     if given.sequence is None and (scope is not None or (root is not None and root.sequence.cp_size > 1)):
         hint = "name the module that calls it in the plan, RecurrentParallel(sequence), or pass sequence="
         refuse(what, "a module with RecurrentParallel", "a call that sees the rows of this rank alone", hint)

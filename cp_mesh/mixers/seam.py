@@ -29,7 +29,7 @@ _FUNCTIONS = {
 _CHUNK, _DELTA = 64, "fla.ops.common.chunk_delta_h"
 
 
-class Call:
+class RuleCall:
     """One call: the context that the package hands to our functions for delta rules; others find it in `_BACK`."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Call:
         return between.add(known, due, back)
 
 
-_BACK: ContextVar[Call] = ContextVar("cp_mesh_seam")
+_BACK: ContextVar[RuleCall] = ContextVar("cp_mesh_seam")
 """That whose backward runs."""
 
 
@@ -80,7 +80,7 @@ def with_seam(rule: str, rows: dict[str, Any], between: Between | None) -> tuple
         rule: a name of `_FUNCTIONS`.
         rows: arguments of the package's function by name, of all pieces of this rank one after another.
     """
-    call, v, known = Call(between, **rows), rows["v"], rows["initial_state"]
+    call, v, known = RuleCall(between, **rows), rows["v"], rows["initial_state"]
     rows["cp_context"] = call
     if not v.shape[1]:  # takes part in what the others gather, in both passes
         known = torch.zeros(0, *call.shape, dtype=torch.float32, device=v.device) if known is None else known
@@ -99,7 +99,7 @@ def with_seam(rule: str, rows: dict[str, Any], between: Between | None) -> tuple
 
 @cache
 def _function(rule: str) -> tuple[type[torch.autograd.Function], Any, dict[str, Any]]:
-    """The autograd function of a rule, whose first argument is a `Call`; `_scanned`; other arguments with defaults."""
+    """The autograd function of a rule, whose first argument is a `RuleCall`; `_scanned`; others with defaults."""
     module = import_module(f"fla.ops.{rule}.chunk")
     own, guard = getattr(module, _FUNCTIONS[rule]), of_package("fla.utils", "input_guard")
 
@@ -112,7 +112,7 @@ def _function(rule: str) -> tuple[type[torch.autograd.Function], Any, dict[str, 
 
     class WithSeam(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, call: Call, *given: Any) -> Any:
+        def forward(ctx: Any, call: RuleCall, *given: Any) -> Any:
             found = forward(ctx, *given)
             ctx.call, ctx.shape, ctx.dtype = call, found[0].shape, found[0].dtype
             ctx.set_materialize_grads(False)  # no zeros for states that nobody reads
@@ -135,7 +135,7 @@ def _function(rule: str) -> tuple[type[torch.autograd.Function], Any, dict[str, 
     return WithSeam, guard(_scanned), defaults | ({"state_v_first": False} if "state_v_first" in defaults else {})
 
 
-def _scanned(call: Call, **rows: Any) -> Tensor | None:
+def _scanned(call: RuleCall, **rows: Any) -> Tensor | None:
     """The states before this rank's pieces, of a rule that is no delta rule."""
     between, g, bounds, known = call.between, rows.get("g"), rows["cu_seqlens"], rows["initial_state"]
     if known is None:
@@ -166,7 +166,7 @@ def _scan_back(dht: Tensor | None, **given: Any) -> Any:
 
 
 def _before(
-    k: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None, context: Call, chunk_size: int = _CHUNK,
+    k: Tensor, w: Tensor, u: Tensor, initial_state: Tensor | None, context: RuleCall, chunk_size: int = _CHUNK,
     **options: Any,
 ) -> Tensor | None:  # fmt: skip
     """As `chunk_gated_delta_rule_fwd_h_pre_process`: the states before this rank's pieces; None: zeros.
@@ -189,7 +189,7 @@ def _before(
 
 def _after(
     q: Tensor, k: Tensor, w: Tensor, do: Tensor, dv: Tensor, dht: Tensor | None, initial_state: Tensor | None,
-    context: Call, scale: float | None = None, chunk_size: int = _CHUNK, **options: Any,
+    context: RuleCall, scale: float | None = None, chunk_size: int = _CHUNK, **options: Any,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """As `chunk_gated_delta_rule_bwd_dhu_pre_process`: the gradients after this rank's pieces; the states before.
 
@@ -205,7 +205,7 @@ def _after(
     return due, initial_state if context.between.given else None
 
 
-def _adjacent(call: Call, which: str, chunk_size: int) -> list[tuple[slice, slice | None, dict[str, Any]]]:
+def _adjacent(call: RuleCall, which: str, chunk_size: int) -> list[tuple[slice, slice | None, dict[str, Any]]]:
     """Runs of this rank's pieces that lie one after another: which, their rows (None: all), where each begins.
 
     ``which``: of a document that also lies "behind" them, "before" them, or on both sides, "through" them.
@@ -236,14 +236,14 @@ def _part(rows: slice | None, **given: Any) -> dict[str, Any]:
     return known if rows is None else {name: x[:, rows] for name, x in known.items()}
 
 
-def _held(states: Tensor | None, context: Call) -> Tensor | None:
+def _held(states: Tensor | None, context: RuleCall) -> Tensor | None:
     """What the package saves for the backward: states that are not zero, and A."""
     parts = None if states is None else states[context.between.held], context.taken()
     known = [x.flatten() for x in parts if x is not None]
     return torch.cat(known) if known else None
 
 
-def _whole(saved: Tensor | None, context: Call) -> Tensor | None:
+def _whole(saved: Tensor | None, context: RuleCall) -> Tensor | None:
     """The states before all pieces, of what was saved; A waits for `_after`."""
     if saved is None:
         return None

@@ -11,7 +11,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.mixers.pieces import Ints, Pieces
 
 
-class Sizes(NamedTuple):
+class StateSizes(NamedTuple):
     """What a layer's tensors have, with the names of `gated_delta_rule`; ``decays``: numbers of g for each head."""
 
     B: int
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-def sent_by_states(pieces: Pieces, sizes: Sizes) -> Ints:
+def sent_by_states(pieces: Pieces, sizes: StateSizes) -> Ints:
     """A gather, whose shards are padded to the largest, and its reduce-scatter."""
     _, _, HV, K, V, decays, delta, dtype = sizes
     of_a = (K * K if delta else max(1, decays)) * bool((pieces.sends & pieces.receives).any())
@@ -32,7 +32,7 @@ def sent_by_states(pieces: Pieces, sizes: Sizes) -> Ints:
     return np.full(size, 2 * (size - 1) * int(most) * HV * (of_a + K * V) * accumulation_dtype(dtype).itemsize)
 
 
-def sent_by_heads(pieces: Pieces, sizes: Sizes) -> Ints:
+def sent_by_heads(pieces: Pieces, sizes: StateSizes) -> Ints:
     """All-to-alls of what a rule reads, of what it returns, and of the gradients of both."""
     B, H, HV, K, V, decays, delta, dtype = sizes
     given = (2 * H * K + HV * V + HV * delta) * dtype.itemsize + HV * decays * accumulation_dtype(dtype).itemsize
@@ -41,7 +41,7 @@ def sent_by_heads(pieces: Pieces, sizes: Sizes) -> Ints:
     return rows * B * (given + HV * V * dtype.itemsize) // size
 
 
-def choose_method(pieces: Pieces, sizes: Sizes) -> Literal["states", "heads"]:
+def choose_method(pieces: Pieces, sizes: StateSizes) -> Literal["states", "heads"]:
     """The one by which the rank that sends most sends less."""
     if sizes.H % len(pieces.shard_lens):
         return "states"

@@ -26,7 +26,7 @@ LOOKS = 1024
 
 
 @dataclass
-class Losses:
+class StepLosses:
     """Losses of `cross_entropy` before a step of a model.
 
     Attributes:
@@ -42,7 +42,7 @@ class Losses:
     ran: bool = False
 
     def forget(self) -> None:
-        vars(self).update(vars(Losses()))
+        vars(self).update(vars(StepLosses()))
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Planned:
     looks: int = LOOKS
     steps: int = 0
     optimizer: weakref.ref[Optimizer] | None = None
-    losses: Losses = field(default_factory=Losses)
+    losses: StepLosses = field(default_factory=StepLosses)
     wrapper: weakref.ref[nn.Module] | None = None
     staged: bool = False
     warned: set[str] = field(default_factory=set)

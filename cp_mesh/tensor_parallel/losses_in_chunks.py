@@ -63,11 +63,11 @@ def token_losses(
     graded = graded_names(["input", "weight", "bias"], [x, weight, bias]) if over_tp else ""
     over_tp = over_tp or (0, x.shape[-1] if weight is None else len(weight), 0, "", False)
     call = ignore_index, 1 / temperature, label_smoothing, z_loss, *over_tp
-    losses: Tensor = _Losses.apply(x, weight, bias, labels, graded, call, *(y for y in teacher if y is not None))
+    losses: Tensor = _ChunkLosses.apply(x, weight, bias, labels, graded, call, *(y for y in teacher if y is not None))
     return losses
 
 
-class _Losses(torch.autograd.Function):
+class _ChunkLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, graded: str, call: Any,

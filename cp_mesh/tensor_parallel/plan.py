@@ -88,7 +88,7 @@ def tensor_parallel_plan(
         hint = "DTensors between linears need mode='reduce_scatter'"
         refuse("tensor_parallel_plan: use_local_output", "True in mode 'all_reduce'", False, hint)
     columns = {"mode": mode, "recompute_all_gather": recompute_all_gather, "transport": transport}
-    found = _Found(model, mesh.size(), columns, {"mode": mode, "use_local_output": use_local_output})
+    found = _KnownModules(model, mesh.size(), columns, {"mode": mode, "use_local_output": use_local_output})
     for path in found.modules:
         found.add_linears(path)
     if not found.widths:
@@ -104,7 +104,7 @@ def tensor_parallel_plan(
     return {".".join("*" if x.isdigit() else x for x in path.split(".")): style for path, style in styles.items()}
 
 
-class _Found:
+class _KnownModules:
     """The modules of a model that are recognized so far, by path.
 
     Attributes:

@@ -99,7 +99,7 @@ class _OverTP(Style):
                     setattr(parameter, _SHARD, sharded)
                 linear.register_parameter(name, sharded)
         group, style, in_rows = mesh.get_group(), type(self).__name__, self.mode == "reduce_scatter"
-        return (_Where(mesh, group.group_name, group.size(), group.rank(), style, in_rows, **self.options),)
+        return (_AxisValues(mesh, group.group_name, group.size(), group.rank(), style, in_rows, **self.options),)
 
 
 class OverlappedColwise(_OverTP):
@@ -169,7 +169,7 @@ class OverlappedColwise(_OverTP):
 
     @_announced
     def _run_parent(
-        self, where: _Where, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, where: _AxisValues, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of the module whose linears are computed together."""
         together: Any = getattr(module, _TOGETHER)
@@ -184,7 +184,7 @@ class OverlappedColwise(_OverTP):
         return result
 
     @_announced
-    def run(self, where: _Where, name: str, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
+    def run(self, where: _AxisValues, name: str, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
         together: Any = getattr(module, _TOGETHER)
         if not together.linears:  # a style without names, or a call from outside of the parent's forward
             return self._compute(where, input, {"": module})[0]
@@ -199,7 +199,7 @@ class OverlappedColwise(_OverTP):
             refuse(f"OverlappedColwise{self.names}", "one call of each, with one tensor", got, hint)
         return together.waiting.pop(name)
 
-    def _compute(self, where: _Where, x: Tensor, linears: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def _compute(self, where: _AxisValues, x: Tensor, linears: Mapping[str, Any]) -> tuple[Tensor, ...]:
         kinds = "weight", "bias"
         weights, biases = ([where.given(getattr(linear, kind)) for linear in linears.values()] for kind in kinds)
         names = [f"{name}.{kind}".lstrip(".") for kind in kinds for name in linears]
@@ -253,7 +253,7 @@ class OverlappedRowwise(_OverTP):
         super().__init__(mode, transport=transport, use_local_output=use_local_output)
 
     @_announced
-    def run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> Tensor:
+    def run(self, where: _AxisValues, module: Any, forward: Any, /, input: Tensor) -> Tensor:
         num_rows, x = input.shape[-2], where.read(input, Shard(input.ndim - 1))
         where.check_output(num_rows)
         weight, bias = where.given(module.weight), where.given(module.bias)
@@ -287,7 +287,7 @@ class VocabParallelEmbedding(_OverTP):
             refuse("VocabParallelEmbedding", "none of these", got, "leave them out", UnsupportedError)
 
     @_announced
-    def run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> Tensor:
+    def run(self, where: _AxisValues, module: Any, forward: Any, /, input: Tensor) -> Tensor:
         num_rows, tokens, weight = input.shape[-1], where.read(input, Replicate()), where.given(module.weight, True)
         where.check_output(num_rows)
         with refusing(where.group_name, IndexError):  # of a token on this rank alone
@@ -318,7 +318,7 @@ class VocabParallelHead(_OverTP):
         super().__init__(mode)
 
     @_announced
-    def run(self, where: _Where, module: Any, forward: Any, /, input: Tensor) -> DeferredLogits:
+    def run(self, where: _AxisValues, module: Any, forward: Any, /, input: Tensor) -> DeferredLogits:
         num_rows, x = where.num_rows(input), where.read(input, where.rows(input))
         weight, bias = where.given(module.weight, True), where.given(module.bias, True)
         of_other = not torch.compiler.is_compiling() and is_view(x)  # FSDP2 warns if a model returns a view
@@ -343,7 +343,7 @@ class _Hidden(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Where:
+class _AxisValues:
     """A style on the tp axis as plain values, since torch.compile traces a module's forward."""
 
     mesh: DeviceMesh

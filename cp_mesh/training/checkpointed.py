@@ -116,7 +116,7 @@ class Checkpointed(Style):
         outs: list[Any] = []
         contexts = noop_context_fn
         if self.keep_attention:
-            contexts = lambda: (_Attention(block, outs), _Attention(None, outs))  # noqa: E731
+            contexts = lambda: (_KeptAttention(block, outs), _KeptAttention(None, outs))  # noqa: E731
 
         def save(y: Tensor) -> Any:
             return (y, times_written(y)) if block.tensors or y.shape != shape else block.keep(y)
@@ -186,7 +186,7 @@ class _Hooked:
         self.inner.__exit__(*error)
 
 
-class _Attention(DispatchMode):
+class _KeptAttention(DispatchMode):
     """In a block's forward, keeps what attention returns. In its recomputation, without ``block``, returns that."""
 
     supports_higher_order_operators = True

@@ -43,7 +43,7 @@ from cp_mesh.kernels.table import KERNELS
 from cp_mesh.sequence.cuts import check_rows
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.config import (
-    Reach,
+    StatedReach,
     check_mask_read,
     check_reach,
     check_scores_stated,
@@ -58,7 +58,7 @@ _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # dropout_p is an arg
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CoreCall:
     """The arguments of attention in one call of a core.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Call:
 
     given: dict[str, Any]
     scores: Mapping[str, Any]
-    stated: tuple[nn.Module, Reach] | None = None
+    stated: tuple[nn.Module, StatedReach] | None = None
 
 
 class ContextParallel(Core):
@@ -165,7 +165,7 @@ class ContextParallel(Core):
             refuse(f"ContextParallel({type(module).__name__}{where and f' at {where}'})", expected, got, hint)
         return result
 
-    def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
+    def prepare(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _CoreCall:
         """Return the arguments of attention for one call of the wrapped module, whose call arguments these are."""
         mask, layout = self.of_call(*args, **kwargs)
         if isinstance(self.scores, Mapping):  # Dynamo cannot evaluate callable() on a dict
@@ -179,9 +179,9 @@ class ContextParallel(Core):
             mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len_in(layout), layout=layout,
             mask=sequence.mask(mask, layout), of_root=sequence.length is None, **self.options,
         )  # fmt: skip
-        return _Call(given, scores, stated)
+        return _CoreCall(given, scores, stated)
 
-    def _first(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[nn.Module, Reach]:
+    def _first(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[nn.Module, StatedReach]:
         """Refuse, in the first call of a module, settings of its attention that the style lacks."""
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
@@ -191,7 +191,7 @@ class ContextParallel(Core):
 
     def sdpa(
         self,
-        call: _Call,
+        call: _CoreCall,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -242,7 +242,7 @@ class ContextParallel(Core):
 
     def flex(
         self,
-        call: _Call,
+        call: _CoreCall,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -32,7 +32,7 @@ from cp_mesh.training.token_losses import Teacher, check_ids, prepare_losses
 
 
 @dataclass
-class _Found:
+class _SumFacts:
     """What a rank knows beside the valid tokens of a sum over a group.
 
     Attributes:
@@ -151,7 +151,7 @@ def _cross_entropy(
         except Exception as error:  # raised with the other ranks, which wait in the all-reduce
             found = error
         if found is not None:
-            state_of(groups[0], _Found).error = found
+            state_of(groups[0], _SumFacts).error = found
     if count is None or first:
         valid = _sum_over(mesh, valid, "cross_entropy", first, count if first else None)
         if first and count is not None:  # equal on all ranks now, so that all refuse it or none
@@ -185,7 +185,7 @@ def _tell_of(error: Exception, mesh: DeviceMesh | dist.ProcessGroup, *given: Any
     device = next((x.device for x in given if isinstance(x, Tensor)), device)
     # all ranks have DTensors, or none
     if not (capturing() or device.type == "meta" or any(isinstance(x, DTensor) for x in given)):
-        state_of(groups[0], _Found).error = error
+        state_of(groups[0], _SumFacts).error = error
         _sum_over(mesh, torch.zeros((), dtype=torch.int64, device=device), "cross_entropy", True)
 
 
@@ -231,7 +231,7 @@ def _sum_over(
     groups = groups_of(mesh)
     eager = not (torch.compiler.is_compiling() or isinstance(valid, FakeTensor) or valid.is_meta or capturing())
     if eager:
-        own, ranks = state_of(groups[0], _Found), ranks_of(mesh)
+        own, ranks = state_of(groups[0], _SumFacts), ranks_of(mesh)
         _judge(own)
         if own.error is not None:
             send_error(f"{type(own.error).__name__}: {own.error}".removeprefix("ArgumentError: "), ranks)
@@ -252,7 +252,7 @@ def _sum_over(
     return valid
 
 
-def _judge(own: _Found) -> None:
+def _judge(own: _SumFacts) -> None:
     """Raise on every rank what the last sum found."""
     if own.numbers is None:
         return

@@ -35,7 +35,7 @@ from cp_mesh.sequence.auto import is_by_batch
 from cp_mesh.sequence.cuts import Cuts
 from cp_mesh.sequence.sharded_sequence import WHOLE, ShardedSequence
 from cp_mesh.training.style_helpers import groups_over_tp, style_of, styles_of
-from cp_mesh.training.traces import Place, Rows, Trace, gaps, output_of, pair
+from cp_mesh.training.traces import RowProducts, Trace, TracedPlace, gaps, output_of, pair
 from cp_mesh.training.widening import widened
 
 LIMIT, SHARE = 3e-4, 0.9
@@ -312,7 +312,7 @@ class _Probe:
                 agreed = place.module
         return ""
 
-    def _trace(self, mesh: DeviceMesh | None, positions: Tensor) -> Mapping[Place, Rows]:
+    def _trace(self, mesh: DeviceMesh | None, positions: Tensor) -> Mapping[TracedPlace, RowProducts]:
         """The rows of all modules in a run, which has those at ``positions``."""
         trace = Trace(self.length, lambda: positions)
         with trace.of(self.module, ((unwrapped(path), part) for path, part in self.module.named_modules())):

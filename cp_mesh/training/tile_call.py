@@ -23,7 +23,7 @@ _KNOWN = ("torch.distributed.tensor", "cp_mesh.")  # hooks of styles over tp, an
 _ALONE = "leave it out of the plan, or tile a module within it that computes each token alone"
 
 
-class Call:
+class TiledCall:
     """One call of a module. It holds no rows, so that hooks of saved tensors may move them to the host.
 
     Attributes:

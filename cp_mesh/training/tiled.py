@@ -21,7 +21,7 @@ from cp_mesh._torch import tree_unflatten, untraced
 from cp_mesh.comm.agreement import exchange, refusing
 from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.training.tile_call import Call, drawing, random_state
+from cp_mesh.training.tile_call import TiledCall, drawing, random_state
 from cp_mesh.wrap import TILES, Style, replaced
 
 
@@ -74,7 +74,7 @@ class TiledMLP(Style):
         where = getattr(replaced(module, TILES), "where", "")
         key = ref(module), module.training, torch.is_grad_enabled()
         with refusing(group):
-            call = Call(f"TiledMLP({type(module).__name__}{where and f' at {where}'})", module, forward, self.dim)
+            call = TiledCall(f"TiledMLP({type(module).__name__}{where and f' at {where}'})", module, forward, self.dim)
             rows = call.read(args, kwargs)
             call.cut_into(self.tiles, self.tile_rows)
             if first := key not in self._checked:
@@ -91,7 +91,7 @@ class _Keep(torch.autograd.Function):
     """Saves the rows before the module runs: a checkpoint around it, which then has all, need not run it again."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: TiledCall, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*rows)
         call.kept = ctx if any(ctx.needs_input_grad) else None
@@ -104,7 +104,7 @@ class _Keep(torch.autograd.Function):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: TiledCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = tensors[: len(call.at)]
         ctx.call, ctx.random = call, random_state(rows)
         ctx.set_materialize_grads(False)

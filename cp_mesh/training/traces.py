@@ -26,7 +26,7 @@ NUM_VECTORS = 8
 PART = 1 << 24  # elements of a large tensor that are processed at a time
 
 
-class Place(NamedTuple):
+class TracedPlace(NamedTuple):
     """Where a tensor was recorded: the module, the argument or output, and the number of the module's call, from 0."""
 
     module: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         return f"{self.module or 'the model'}{again}, {self.what}"
 
 
-class Rows(NamedTuple):
+class RowProducts(NamedTuple):
     """Products of the rows of a tensor.
 
     Attributes:
@@ -65,7 +65,7 @@ class Trace:
 
     def __init__(self, seq_len: int, positions: Callable[[], Tensor]) -> None:
         self.seq_len, self.positions = seq_len, positions
-        self.forward: dict[Place, Rows] = {}
+        self.forward: dict[TracedPlace, RowProducts] = {}
         self._calls: dict[str, int] = {}
 
     @contextmanager
@@ -82,33 +82,33 @@ class Trace:
         call = self._calls[name] = self._calls.get(name, -1) + 1
         for argument, value in named_arguments(module, args, kwargs).items():
             for i, x in enumerate(tree_leaves(value)):
-                place = Place(name, f"argument {argument}" + f"[{i}]" * (i > 0), call)
+                place = TracedPlace(name, f"argument {argument}" + f"[{i}]" * (i > 0), call)
                 if (rows := self._rows(x)) is not None:
                     self.forward[place] = rows
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         call = self._calls[name]
         for i, x in enumerate(tree_leaves(output)):
-            place = Place(name, "output" + f" {i}" * (i > 0), call)
+            place = TracedPlace(name, "output" + f" {i}" * (i > 0), call)
             if (rows := self._rows(x)) is not None:
                 self.forward[place] = rows
 
-    def _rows(self, x: Any) -> Rows | None:
+    def _rows(self, x: Any) -> RowProducts | None:
         if not isinstance(x, Tensor) or x.ndim == 0 or x.is_sparse:
             return None
         return rows_of(x, self.seq_len, self.positions())
 
 
 @torch.no_grad()
-def rows_of(x: Tensor, seq_len: int, positions: Tensor) -> Rows:
-    """The `Rows` of a tensor that has the rows at these positions, or all rows of the sequence."""
+def rows_of(x: Tensor, seq_len: int, positions: Tensor) -> RowProducts:
+    """The `RowProducts` of a tensor that has the rows at these positions, or all rows of the sequence."""
     x = x.detach()
     if isinstance(x, DTensor):
         x = x.full_tensor()
     if x.is_complex():
         x = torch.view_as_real(x)
     dims = [dim for dim, length in enumerate(x.shape) if length in (seq_len, len(positions))]
-    return Rows(tuple(x.shape), {dim: products(x, dim) for dim in dims}, positions)
+    return RowProducts(tuple(x.shape), {dim: products(x, dim) for dim in dims}, positions)
 
 
 def products(x: Tensor, dim: int) -> Tensor:
@@ -166,7 +166,7 @@ class Pair(NamedTuple):
     size: Tensor
 
 
-def pair(got: Rows | None, want: Rows, seq_len: int) -> Pair | None:
+def pair(got: RowProducts | None, want: RowProducts, seq_len: int) -> Pair | None:
     """Pair rows of this rank and of the reference at equal positions; None if shapes cannot be compared."""
     if got is None or len(got.shape) != len(want.shape):
         return None

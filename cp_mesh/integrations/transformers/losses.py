@@ -22,7 +22,7 @@ from cp_mesh.training.loss import cross_entropy
 _ROUTER = "model.config.output_router_logits"
 
 
-class Losses:
+class ModelLosses:
     """The losses of a model, whose loss_function becomes `of_labels`. Copies of the model share this object.
 
     Attributes:
@@ -36,7 +36,7 @@ class Losses:
         self.data, self.shares, self.compared = data, len(ranks_of(data)), False
         self.like_mixtral: bool | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelLosses:
         return self
 
     def of_labels(

@@ -24,7 +24,7 @@ from cp_mesh.integrations.transformers.families import Facts, check_lengths, che
 from cp_mesh.integrations.transformers.indexed import apply as apply_indexers
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
 from cp_mesh.integrations.transformers.latents import leave_latents
-from cp_mesh.integrations.transformers.losses import Losses
+from cp_mesh.integrations.transformers.losses import ModelLosses
 from cp_mesh.integrations.transformers.masks import NAME, Batch, Said, register
 from cp_mesh.integrations.transformers.mixers import apply as apply_mixers
 from cp_mesh.integrations.transformers.mixers import masks_of_layers
@@ -120,7 +120,7 @@ def parallelize(
         refuse("parallelize: linears", "None without tp", linears, 'pass tp=mesh["tp"]')
     compared = (*COMPARED, *sorted({*facts.names} - {*COMPARED, "labels", "position_ids"})) if facts.text else COMPARED
     style = ShardedModel(sequence, inputs=compared, positions="position_ids", watch=watch)
-    losses, replica = Losses(data or sequence.mesh), replica_of(sequence.mesh, data or sequence.mesh)
+    losses, replica = ModelLosses(data or sequence.mesh), replica_of(sequence.mesh, data or sequence.mesh)
     if tp is not None:  # tp ranks hold the same tokens, and other heads with other dropout
         if len(shared := sorted({*ranks_of(tp)} & {*ranks_of(data or sequence.mesh)})) > 1:
             hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
@@ -155,7 +155,7 @@ class _Adapter:
     """Runs instead of a parallel model's forward. ``steps`` counts forwards in training mode, for dropout seeds."""
 
     facts: Facts
-    losses: Losses
+    losses: ModelLosses
     style: ShardedModel
     gather_output: bool
     options: dict[str, Any]

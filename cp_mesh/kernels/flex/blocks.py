@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cp_mesh._torch import times_written
 from cp_mesh.kernels.flex.programs import program
-from cp_mesh.kernels.flex.tiles import Tile, kept_of
+from cp_mesh.kernels.flex.tiles import FlexTile, kept_of
 
 BLOCK = 128
 """Block size in queries and in keys, PyTorch's default."""
@@ -22,7 +22,7 @@ PAIRS = 1 << 26
 """Maximum number of pairs evaluated at once."""
 
 
-def blocks_of(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
+def blocks_of(tile: FlexTile, shape: tuple[int, int, int, int]) -> Any:
     """PyTorch's BlockMask for the pairs [B, H, Sq, Sk] of the tile, cached with the tile's cover."""
     scores = tile.scores
     mask_mod = scores.mask_mod
@@ -38,7 +38,7 @@ def blocks_of(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     return kept_of(tile.cover, key, lambda: (_made(tile, shape), read))[0]
 
 
-def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
+def _made(tile: FlexTile, shape: tuple[int, int, int, int]) -> Any:
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     B, H, Sq, Sk = shape

@@ -25,7 +25,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.flex.blocks import blocks_of
 from cp_mesh.kernels.flex.programs import program
-from cp_mesh.kernels.flex.tiles import Tile, padded
+from cp_mesh.kernels.flex.tiles import FlexTile, padded
 from cp_mesh.kernels.merge import BackwardTile, Kernel
 from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores, name_of_captured
 
@@ -35,7 +35,7 @@ _OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _stages(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
+def _stages(tile: FlexTile, q: Tensor, v: Tensor) -> dict[str, int]:
     """The number of stages that was fastest on an H200 (docs/log.md); PyTorch's choice if nothing was measured.
 
     One stage for reads at an index that is itself read: Triton would wait for a prefetched one in each block.
@@ -66,7 +66,7 @@ def _apart(blocks: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor],
 def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     num_q = q.shape[2]
     q, k, v = padded(cover, q, False), padded(cover, k, True), padded(cover, v, True)
-    tile = Tile(cover, scores, accumulation_dtype(q.dtype))
+    tile = FlexTile(cover, scores, accumulation_dtype(q.dtype))
     of_blocks, together = _apart(blocks_of(tile, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(tile.of_score)
     chosen = _OPTIONS | _stages(tile, q, v)
@@ -94,7 +94,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     q, dout, lse, delta = (padded(tile.cover, x, False) for x in (tile.q, tile.dout, tile.lse, tile.delta))
     k, v = (padded(tile.cover, x, True) for x in (tile.k, tile.v))
     # computed=False: if positions are computed, the assembler keeps parts of them across blocks, and registers spill.
-    of = Tile(tile.cover, scores, tile.delta.dtype, computed=False)
+    of = FlexTile(tile.cover, scores, tile.delta.dtype, computed=False)
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)
     lse = lse.contiguous()  # the template reads it so

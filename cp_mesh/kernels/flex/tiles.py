@@ -57,7 +57,7 @@ def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
     return x.contiguous().view(-1).view(x.shape).permute(back)  # gives dims of size 1 the strides of a copy too
 
 
-class Tile:
+class FlexTile:
     """The functions of one tile as PyTorch's operators take them: of local indices.
 
     ``computed``: compute positions from their `Steps` if they have any, instead of reading them. Padded tiles always

@@ -21,7 +21,7 @@ from cp_mesh.tools.verification.step import Batch, Ranks, Step, inner, whole_gra
 from cp_mesh.training.context_parallel import ContextParallel
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import style_of
-from cp_mesh.training.traces import Place, Rows, gaps, pair
+from cp_mesh.training.traces import RowProducts, TracedPlace, gaps, pair
 
 FACTOR = 16.0  # allowed error, over the change of the reference when its weights are rounded differently
 EXACT = 1e-9  # allowed error in float64, relative to the signal
@@ -62,7 +62,7 @@ class _Gap(NamedTuple):
     first: int
 
 
-def compare_rows(step: Step, check: str, three: Sequence[Mapping[Place, Rows]], base: float) -> Finding:
+def compare_rows(step: Step, check: str, three: Sequence[Mapping[TracedPlace, RowProducts]], base: float) -> Finding:
     """Compare the rows of the step with the reference; the limit comes from the reference with other rounding.
 
     Args:
@@ -78,7 +78,7 @@ def compare_rows(step: Step, check: str, three: Sequence[Mapping[Place, Rows]], 
     for place in pairs:
         again = pair(other.get(place), want[place], seq_len)
         allowed[place] = base + (FACTOR * float(gaps(again, seq_len).max()) if again else 0.0)
-    found: dict[Place, _Gap] = {}
+    found: dict[TracedPlace, _Gap] = {}
     for place, rows in pairs.items():
         errors = gaps(rows, seq_len)
         bad = (errors > allowed[place]).nonzero().flatten()
@@ -148,7 +148,7 @@ def _rms(x: Tensor) -> float:
 # Explanations of differences.
 
 
-def _of_forward(step: Step, place: Place, beside: Collection[str]) -> str:
+def _of_forward(step: Step, place: TracedPlace, beside: Collection[str]) -> str:
     """Explain why an argument or output may differ if all earlier ones agree.
 
     Args:

@@ -20,7 +20,7 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.tools.verification.compare import factor_finding, of_styles
 from cp_mesh.tools.verification.report import Finding
-from cp_mesh.tools.verification.step import Run, Step, inner, local
+from cp_mesh.tools.verification.step import Step, StepRun, inner, local
 from cp_mesh.training.traces import PART
 
 # By dtype, in eps of the largest logit: change that passes as rounding, as when experts get other tokens.
@@ -103,7 +103,7 @@ def probe_tokens(step: Step, masks: Sequence[Mask], exact: bool, say: Callable[[
         yield _judge(step, what, token, moved, expected, masks, exact)
 
 
-def _moves(step: Step, a: Run, b: Run) -> Tensor:
+def _moves(step: Step, a: StepRun, b: StepRun) -> Tensor:
     """float64 [B, S]: difference of the logits at each position; equal on all ranks that share sequences."""
     found = torch.zeros(len(a.logits), step.seq_len, dtype=torch.float64, device=step.device)
     real = a.positions < step.seq_len
@@ -142,7 +142,7 @@ def _judge(
     return Finding(what, False, where=where, note=note)
 
 
-def probe_rows(step: Step, run: Run) -> Finding:
+def probe_rows(step: Step, run: StepRun) -> Finding:
     """Check that each position has logits on exactly one rank of the cp axis, or on all of them."""
     count = torch.zeros(step.seq_len, dtype=torch.int64, device=step.device)
     real = run.positions[run.positions < step.seq_len]
@@ -174,7 +174,7 @@ def probe_sinks(step: Step) -> Iterator[Finding]:
         return
 
 
-def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
+def probe_loss(step: Step, run: StepRun, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that the loss is the mean over valid tokens, for the model's logits and the labels at their positions."""
     if step.labels not in step.batch:
         return

@@ -18,7 +18,7 @@ from cp_mesh.sequence.sharded_sequence import IGNORED
 from cp_mesh.tools.verification.step import Batch, Loss, Ranks, Step, inner, local, logits_of, mean_loss, root_of
 from cp_mesh.training.probe import mesh_of_one
 from cp_mesh.training.style_helpers import styles_of
-from cp_mesh.training.traces import Rows, Trace, rows_of
+from cp_mesh.training.traces import RowProducts, Trace, rows_of
 
 JITTER = 2.0**-40  # relative change of float64 weights: large enough to change the rounding of float32 in the model
 
@@ -27,7 +27,7 @@ class Reference(NamedTuple):
     """Results of the reference on this rank's batch; ``loss`` and ``grads`` include all data-parallel ranks."""
 
     trace: Trace
-    logits: Rows
+    logits: RowProducts
     loss: float
     grads: dict[str, Tensor]
 

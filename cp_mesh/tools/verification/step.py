@@ -91,7 +91,7 @@ class Ranks(NamedTuple):
         return found
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """Results of one forward on this rank: loss, logits [B, n, V], and positions of the logits, int64 [n]."""
 
     loss: Tensor
@@ -153,7 +153,7 @@ class Step:
             return own.positions(device=self.device)
         return torch.arange(self.seq_len, device=self.device)
 
-    def run(self, batch: Batch | None = None, trace: Trace | None = None) -> Run:
+    def run(self, batch: Batch | None = None, trace: Trace | None = None) -> StepRun:
         """Run one forward with the trainer's loss."""
         self.seen = None
         outputs: list[Any] = []
@@ -173,7 +173,7 @@ class Step:
         if logits.shape[1] != len(positions):
             hint = "pass the positions of this rank's rows as rows=, int64 [n]"
             refuse("verify_model: rows of the logits", len(positions), logits.shape[1], hint)
-        return Run(loss, logits, positions)
+        return StepRun(loss, logits, positions)
 
     @contextmanager
     def _watched(self, model: nn.Module) -> Iterator[None]:
@@ -211,7 +211,7 @@ class Step:
             compare(group, None, lambda: {"step": "done"})
 
 
-def run_step(step: Step, reduce_gradients: Callable[[nn.Module], Any] | None, trace: Trace | None = None) -> Run:
+def run_step(step: Step, reduce_gradients: Callable[[nn.Module], Any] | None, trace: Trace | None = None) -> StepRun:
     """Run forward and backward, then the trainer's reduction of gradients."""
     with step.agreed():
         run = step.run(trace=trace)

@@ -43,8 +43,8 @@ from cp_mesh.tools.verification.step import (
     Loss,
     Positions,
     Ranks,
-    Run,
     Step,
+    StepRun,
     coarsest,
     local,
     loss_of_plan,
@@ -55,7 +55,7 @@ from cp_mesh.training.parallelize import parallelize
 from cp_mesh.training.probe import without_probe
 from cp_mesh.training.sharded_model import POSITIONS
 from cp_mesh.training.style_helpers import gathers
-from cp_mesh.training.traces import Place, Trace, rows_of
+from cp_mesh.training.traces import Trace, TracedPlace, rows_of
 
 Plan = Mapping[str, ParallelStyle] | Callable[[nn.Module], nn.Module | None] | None
 TOO_RANDOM = 0.1
@@ -228,7 +228,7 @@ def _compare(
     loss: Loss | None,
     gradient_norm: Callable[[nn.Module], Any] | None,
     say: Callable[[str], None],
-) -> Run:
+) -> StepRun:
     """Run one step, and append its comparison with the reference ``twin`` to ``findings``."""
     dtype = coarsest(twin)
     say("reference: forward and backward")
@@ -250,7 +250,7 @@ def _compare(
     three = (trace, want.trace, other.trace)
     findings.append(probe_rows(step, run))
     findings.append(compare_rows(step, "forward", [x.forward for x in three], base))
-    logits = Place("", "logits", 0)
+    logits = TracedPlace("", "logits", 0)
     of_logits = (rows_of(run.logits, step.seq_len, run.positions), want.logits, other.logits)
     findings.append(compare_rows(step, "logits", [{logits: x} for x in of_logits], base))
     findings += probe_loss(step, run, dtype)

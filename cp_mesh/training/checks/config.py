@@ -21,26 +21,26 @@ _WHOLE = {"alora_invocation_tokens": "ALORA", "velora_config": "VELORA"}  # of L
 _SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "logits_soft_cap", "softcap")
 
 
-class Reach(NamedTuple):
+class StatedReach(NamedTuple):
     """The number of keys that queries see, by the settings of a module. 0: all."""
 
     window: float
     chunk: float
 
 
-def stated_reach(module: nn.Module) -> Reach:
+def stated_reach(module: nn.Module) -> StatedReach:
     """Read window and chunk size from the module's attributes or its config, under the names of Transformers."""
     window, chunk = _own_number(module, _WINDOWS), _own_number(module, _CHUNKS)
     config = getattr(module, "config", None)
     if config is None:
-        return Reach(window or 0, chunk or 0)
+        return StatedReach(window or 0, chunk or 0)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else None
     if window is None and (kind == "sliding_attention" if kinds else getattr(config, "use_sliding_window", True)):
         window = _own_number(config, ("sliding_window",))
     if chunk is None and kind == "chunked_attention":
         chunk = _own_number(config, ("attention_chunk_size",))
-    return Reach(window or 0, chunk or 0)
+    return StatedReach(window or 0, chunk or 0)
 
 
 def _own_number(owner: Any, names: tuple[str, ...]) -> Any:
@@ -52,7 +52,7 @@ def _own_number(owner: Any, names: tuple[str, ...]) -> Any:
     return None
 
 
-def check_reach(name: str, reach: Reach, mask: Mask, seq_len: int) -> None:
+def check_reach(name: str, reach: StatedReach, mask: Mask, seq_len: int) -> None:
     """Refuse a mask without the window or chunks of its module, if the sequence is longer than these."""
     if 0 < reach.window < seq_len and (mask.window is None or mask.window[0] not in (reach.window - 1, reach.window)):
         hint = f"ContextParallel(sequence, mask=Mask(window=({reach.window - 1}, 0)))"

@@ -29,7 +29,7 @@ from cp_mesh.comm.groups import groups_of, ranks_of
 from cp_mesh.errors import ArgumentError, describe, refuse, warn
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.cuts import Cuts
-from cp_mesh.sequence.losses import WAITING, Losses, Planned
+from cp_mesh.sequence.losses import WAITING, Planned, StepLosses
 from cp_mesh.training.style_helpers import SUMS, gathers
 
 _APART = 1e-3
@@ -172,7 +172,7 @@ def _warn_once(planned: Planned, text: str) -> None:
         warn(text)
 
 
-def _is_averaged(losses: Losses, num_ranks: int) -> bool:
+def _is_averaged(losses: StepLosses, num_ranks: int) -> bool:
     """Whether the mean of gradients over this number of ranks is too small, since no loss was scaled up.
 
     Trainers compensate for the mean by a factor on the loss, the number of ranks: on each accumulated loss or in total.
