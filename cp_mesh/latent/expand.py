@@ -70,11 +70,15 @@ class LatentScores(Scores):
     def parts(self, rows: Tensor) -> Iterator[tuple[slice, LatentScores]]:
         """Ranges of heads that are expanded together, for the rows [n, R + P] of a tile."""
         num, features = len(self.up), self.up.shape[1]
-        total = len(rows) * num * features * rows.itemsize
-        fewest = self.chunks or -(-total // EXPANDED_BYTES) or 1
-        at_once = num // next(n for n in range(min(fewest, num), num + 1) if num % n == 0)
+        at_once = heads_at_once(num, len(rows) * features * rows.itemsize, self.chunks)
         for begin in range(0, num, at_once):
             yield slice(begin, begin + at_once), self.heads(begin, begin + at_once)
+
+
+def heads_at_once(num: int, of_head: int, chunks: int) -> int:
+    """Of ``num`` heads with keys and values of ``of_head`` bytes in a tile, those that it expands together."""
+    fewest = chunks or -(-num * of_head // EXPANDED_BYTES) or 1
+    return num // next(n for n in range(min(fewest, num), num + 1) if num % n == 0)
 
 
 def latent_kernel(kernel: Kernel) -> Kernel:
@@ -105,15 +109,16 @@ def _bind_forward(kernel: Kernel, tile: KernelTile, q: Tensor, latent: Tensor, r
     inner, bound = KernelTile((0, tile.q[1] - tile.q[0]), (0, tile.k[1] - tile.k[0]), tile.cover), list[BoundForward]()
 
     def run(q: Tensor, latent: Tensor, rope: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        rows, q, scores, results = _rows_of(tile, latent, rope), q[:, :, of_q], scores.rows(*tile.q), []
-        assert isinstance(scores, LatentScores)
-        for heads, part in scores.parts(rows):
+        def of_part(q: Tensor, part: LatentScores) -> tuple[Tensor, Tensor]:  # frees what it expanded
             k, v = _expand(rows, part.up, batch, head_dim)
             if not bound:  # all parts have the same shapes and strides
-                bound.append(kernel.bind_forward(inner, q[:, heads], k, v, part))
-            results.append(bound[0](q[:, heads], k, v, part))
-        outs, lses = zip(*results, strict=True)
-        return (outs[0], lses[0]) if len(results) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
+                bound.append(kernel.bind_forward(inner, q, k, v, part))
+            return bound[0](q, k, v, part)
+
+        rows, q, scores = _rows_of(tile, latent, rope), q[:, :, of_q], scores.rows(*tile.q)
+        assert isinstance(scores, LatentScores)
+        outs, lses = zip(*(of_part(q[:, heads], part) for heads, part in scores.parts(rows)), strict=True)
+        return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
 
     return run
 
@@ -128,10 +133,7 @@ def _bind_backward(
         dout: Tensor, q: Tensor, latent: Tensor, rope: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None,
         scores: Scores, *_: Any,
     ) -> Any:  # fmt: skip
-        rows, scores, dtype = _rows_of(tile, latent, rope), scores.rows(*tile.q), accumulation_dtype(q.dtype)
-        assert isinstance(scores, LatentScores)
-        of_rows, dqs, of_scores = torch.zeros_like(rows, dtype=dtype), [], ScoreGradients.zeros(scores, dtype)
-        for heads, part in scores.parts(rows):
+        def of_part(heads: slice, part: LatentScores) -> Tensor:  # as in the forward
             own = [None if x is None else x[:, heads, of_q] for x in (dout, q, out, lse, delta)]
             k, v = _expand(rows, part.up, batch, head_dim)
             grads = rows.new_empty(len(rows), part.up.shape[:2].numel())
@@ -143,12 +145,17 @@ def _bind_backward(
             for x, written in zip(of_keys, into, strict=False):
                 if x is not written:
                     written.copy_(x)
-            dqs.append(dq)
-            of_rows += grads @ part.up.flatten(0, 1)
+            of_rows.add_(grads @ part.up.flatten(0, 1))
             if part.of_up is not None:
                 part.of_up.add_((grads.t() @ rows).view_as(part.up))
-            for of_part in of_keys[2:] if scores.wanted else ():
-                of_scores.part(heads=(heads.start, heads.stop)).add_(of_part)
+            for of_terms in of_keys[2:] if scores.wanted else ():
+                of_scores.part(heads=(heads.start, heads.stop)).add_(of_terms)
+            return dq
+
+        rows, scores, dtype = _rows_of(tile, latent, rope), scores.rows(*tile.q), accumulation_dtype(q.dtype)
+        assert isinstance(scores, LatentScores)
+        of_rows, of_scores = torch.zeros_like(rows, dtype=dtype), ScoreGradients.zeros(scores, dtype)
+        dqs = [of_part(*of_heads) for of_heads in scores.parts(rows)]
         dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1)
         of_keys = of_rows.view(batch, 1, tile.k[1] - tile.k[0], -1).split((rank, rope.shape[3]), -1)
         return dq, *of_keys, *((of_scores,) if scores.wanted else ())
