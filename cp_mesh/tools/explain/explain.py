@@ -88,6 +88,8 @@ def explain(
     compute_capability: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 128,
+    v_head_dim: int | None = None,
+    latent_dim: int | None = None,
     batch: int = 1,
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
@@ -111,6 +113,9 @@ def explain(
         compute_capability: of the CUDA device; None: (9, 0), that of an H100 or H200.
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
+        v_head_dim: another head dim of v.
+        latent_dim: features of a token's latent and rotary keys together, 576 in DeepSeek-V3: compares
+            `latent_attention`, which moves them and expands keys and values on every rank that sees them.
         batch: batch size on one rank.
         num_heads: query heads of one rank; adds bytes and extra memory to the text.
         num_kv_heads: kv heads of one rank; None: as many as query heads.
@@ -153,6 +158,8 @@ def explain(
     sizes = {
         "batch": (batch, "batch=1 is the default"),
         "head_dim": (head_dim, "head_dim=128 is the default"),
+        "v_head_dim": (v_head_dim, "None means head_dim"),
+        "latent_dim": (latent_dim, "latent_dim=576 is that of DeepSeek-V3"),
         "num_heads": (num_heads, "num_heads=32 works"),
         "num_kv_heads": (num_kv_heads, "None means as many as query heads"),
         "head_chunks": (head_chunks, "None is automatic"),
@@ -184,8 +191,12 @@ def explain(
     if (num_heads or num_kv_heads) % num_kv_heads:
         refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
 
-    def of_heads(num: int) -> Operand:
-        return Operand(torch.Size((batch, num, 1, head_dim)), dtype, torch.device(device))
+    if latent_dim and num_kv_heads != num_heads:
+        got, hint = f"{num_heads} and {num_kv_heads}", "num_heads=128 works"
+        refuse("explain: latent_dim", "num_heads, and as many kv heads", got, hint)
+
+    def of_heads(num: int, dim: int = head_dim) -> Operand:
+        return Operand(torch.Size((batch, num, 1, dim)), dtype, torch.device(device))
 
     capability = compute_capability or ((9, 0) if device == "cuda" else (0, 0))
     features = {{"dropout_p": "dropout"}.get(name, name) for name in scores} - {"sinks", "dropout_seed"}
@@ -194,7 +205,8 @@ def explain(
     )  # fmt: skip
     setting = Setting(
         seq_len, cp_size, mask, options, frozenset(features), of_heads(num_heads or num_kv_heads),
-        of_heads(num_kv_heads), num_heads is not None, kernel, capability, transport, within, gpus_per_host,
+        of_heads(num_kv_heads), of_heads(num_kv_heads, v_head_dim or head_dim), latent_dim or 0, num_heads is not None,
+        kernel, capability, transport, within, gpus_per_host,
     )  # fmt: skip
     found = setting.look_at(layout, choose_method(method).name)
     others = list(_others(setting, found))

@@ -112,12 +112,13 @@ def _alternatives(found: Variant, others: Sequence[Variant]) -> list[str]:
     with_bytes = any(x.memory for x in (found, *others))
     head = ["layout and method", f"max {'work' if found.layer is None else 'layer'}"]
     head += ["moved per GPU" if with_bytes else "key rows moved"]
-    head += ["memory"] * with_bytes
+    head += ["memory"] * with_bytes + ["of latent", "memory"] * (found.latent is not None)
     lines = []
     for x in (found, *others):
         line = [_name(x) + " (this)" * (x is found), f"{x.slowest:.2f}"]
         line.append(as_bytes(x.moved) if with_bytes else f"{x.moved:.0f}")
-        lines.append(line + [as_bytes(x.memory) if x.memory is not None else "-"] * with_bytes)
+        line += [as_bytes(x.memory) if x.memory is not None else "-"] * with_bytes
+        lines.append(line + ([as_bytes(x.latent.moved), as_bytes(x.latent.memory)] if x.latent else []))
     return aligned(head, lines)
 
 
@@ -138,7 +139,13 @@ def _advice(setting: Setting, found: Variant, others: Sequence[Variant]) -> list
         )
     if missing := [name for name, lacks in found.passed_over.items() if lacks.startswith("package")]:
         words.append(f"{missing[0]} is not installed here: kernel={missing[0]!r} explains the call with it.")
-    return [line for text in words or ["None of these would be faster."] for line in wrapped(text)]
+    words = words or ["None of these would be faster."]
+    if found.latent and found.moved:
+        ratio, products = found.latent.moved / found.moved, 100 * found.latent.expansion
+        words.append(
+            f"latent_attention would move {ratio:.2g} of the bytes; expanding takes {products:.2g} % of the products."
+        )
+    return [line for text in words for line in wrapped(text)]
 
 
 def _slower(x: Variant, found: Variant) -> float:

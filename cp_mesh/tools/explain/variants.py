@@ -22,14 +22,15 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.balance import PAIRS_PER_TOKEN
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
-from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.geometry.pair_counts import pairs_between
 from cp_mesh.geometry.schedule import Fetch, Schedule, enclosing, num_rows
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank
+from cp_mesh.latent.expand import latent_kernel
+from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank, visits
 from cp_mesh.tools.explain.predict.methods import Setup, memory, sizes_of
 
 ALL_RANKS = 36  # up to this number, figures of every rank are computed
@@ -60,6 +61,14 @@ class RankFigures(NamedTuple):
     memory: ExtraMemory | None
 
 
+class OfLatent(NamedTuple):
+    """Figures of `latent_attention`: bytes moved, extra memory, and products of expansion over those of attention."""
+
+    moved: float
+    memory: int
+    expansion: float
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """Figures of one layout and method.
@@ -75,6 +84,7 @@ class Variant:
         chunks: number of head chunks.
         passed_over: kernels that "auto" prefers but rejected, and what each lacks.
         steps: the ring steps of each stage.
+        latent: the same call with keys and values that each rank expands; None without ``latent_dim``.
     """
 
     layout: Layout
@@ -89,6 +99,7 @@ class Variant:
     chunks: int
     passed_over: dict[str, str]
     steps: tuple[tuple[int, ...], ...]
+    latent: OfLatent | None
 
     @property
     def inner(self) -> int:
@@ -114,7 +125,8 @@ class Setting:
         seq_len, cp_size, mask: of the whole sequence.
         options: its spec; `_call` adds the layout.
         features: score features that the kernel has to support.
-        q, k: operands with one row; v is like k.
+        q, k, v: operands with one row.
+        latent_dim: features of a token's latent and rotary keys; 0: keys and values are not expanded from any.
         knows_heads: whether the caller gave the numbers of heads.
         kernel: as requested.
         compute_capability: of the device.
@@ -129,6 +141,8 @@ class Setting:
     features: frozenset[str]
     q: Operand
     k: Operand
+    v: Operand
+    latent_dim: int
     knows_heads: bool
     kernel: str
     compute_capability: tuple[int, int]
@@ -201,10 +215,10 @@ class Setting:
         first, kernel = choose_schedule("auto", *of_kernel) if is_auto else named_kernel(self.kernel, *of_kernel)
         passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
         batch, num_heads, _, dim = self.q.shape
-        sizes, chunks = Sizes(batch, num_heads, self.k.shape[1], dim, dim, *[self.q.dtype.itemsize] * 2), 1
+        sizes, chunks = Sizes(batch, num_heads, self.k.shape[1], dim, self.v.shape[3], *[self.q.dtype.itemsize] * 2), 1
         if not no_heads:
-            settings = chosen.settings(options, self.q, self.k, self.k, first, kernel, self.features, degree)
-            sizes, chunks = sizes_of(self.q, self.k, self.k, settings), settings.head_chunks
+            settings = chosen.settings(options, self.q, self.k, self.v, first, kernel, self.features, degree)
+            sizes, chunks = sizes_of(self.q, self.k, self.v, settings), settings.head_chunks
         setup = Setup(
             chosen, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host
         )
@@ -214,23 +228,43 @@ class Setting:
             rows_of_ranks = np.array([layout.shard_len(*whole, rank) for rank in range(self.cp_size)])
             layer = pairs + PAIRS_PER_TOKEN * len(self.mask.runs()) * rows_of_ranks
             layer = layer / layer.mean()
-        figures = []
-        for rank in (inner * number for number in self._sample(work[::inner], first.route.needed, inner)):
-            schedule, rows = make_of(rank, "segments" in first.covers), layout.shard_len(*whole, rank)
+        figures, ranks = [], [inner * number for number in self._sample(work[::inner], first.route.needed, inner)]
+        schedules = [make_of(rank, "segments" in first.covers) for rank in ranks]
+        for rank, schedule in zip(ranks, schedules, strict=True):
+            rows = layout.shard_len(*whole, rank)
             figures.append(self._figures(schedule, setup, rank, rows, float(work[rank])))
         kv_heads = sizes.num_kv_heads if no_heads else kv_heads_of_rank(sizes, inner)
-        row_bytes = 2 * batch * kv_heads * dim * sizes.itemsize
+        row_bytes = batch * kv_heads * sizes.row_dim * sizes.itemsize
         moved: float = first.route.num_rows / len(first.route.needed)
         if self.knows_heads:
             moved = self._bytes_moved(sizes, moved, inner, kernel)
         steps = tuple(stage.steps for stage in first.route.stages)
+        of_latent = None
+        if self.latent_dim:
+            of_latent = self._of_latent(setup, options, first, schedules, inner * float(pairs[ranks].sum()))
         of_layout = layout, method, kernel, degree, work, layer, figures
-        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps)
+        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, of_latent)
+
+    def _of_latent(
+        self, setup: Setup, options: AttentionSpec, first: Schedule, schedules: Sequence[Schedule], num_pairs: float
+    ) -> OfLatent:
+        """Figures of `latent_attention`, from the schedules of some ranks: a row of the latent is its only kv head."""
+        row, inner = self.k._replace(shape=torch.Size((self.k.shape[0], 1, 1, self.latent_dim))), setup.degree
+        kernel, whole = latent_kernel(setup.kernel), options._replace(head_chunks=0)  # as `latent_passes` plans it
+        settings = setup.method.settings(whole, self.q, row, row, first, kernel, self.features, inner)
+        sizes = replace(sizes_of(self.q, row, self.v, settings), latent_dim=self.latent_dim)
+        sizes = replace(sizes, latent_chunks=options.head_chunks)
+        setup = setup._replace(kernel=kernel, sizes=sizes, head_chunks=1)
+        parts = [part for x in schedules for part in visits(x, takes_one_tile(kernel, x, self.features))]
+        rows = [len(torch.atleast_2d(x)) for x in map(partial(getattr, self.mask), TENSORS) if x is not None]
+        products = self.latent_dim * sum(x.k[1] - x.k[0] for part in parts for x in part) * max(rows, default=1)
+        moved = self._bytes_moved(sizes, first.route.num_rows / len(first.route.needed), inner, kernel)
+        return OfLatent(moved, max(memory(x, setup).peak for x in schedules), products / max(1.0, num_pairs))
 
     def _call(self, layout: Layout) -> tuple[AttentionSpec, Callable[[Schedule], Request]]:
         """The spec of the call, and a function from a schedule to what it requires of a kernel."""
         options, capability = self.options._replace(layout=layout.spec()), self.compute_capability
-        return options, partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
+        return options, partial(request_of, self.q, self.v, options, self.features, compute_capability=capability)
 
     def _passed_over(self, kernel: Kernel, requests: Sequence[Request]) -> dict[str, str]:
         """Kernels that "auto" prefers to ``kernel``, and the first thing each lacks, for the request it lacks least."""
@@ -274,16 +308,17 @@ class Setting:
         """Bytes that a GPU receives in both passes.
 
         Fetched key rows count twice, plus their gradients. Exchanges of heads move q, k, v, out, dout, dq,
-        dk and dv. If kv heads go to several ranks, q, k, v and out (or delta) are not kept and travel twice.
+        dk and dv. If kv heads go to several ranks, q, k, v and out (or delta) are not kept and travel twice, with lse.
         """
-        width, kv_heads = sizes.batch * sizes.head_dim, kv_heads_of_rank(sizes, inner)
-        fetched = 2 * width * kv_heads * rows * (2 * sizes.itemsize + sizes.gradient_itemsize)
-        of_kv = 2 * inner * kv_heads
+        kv_heads, q, out = kv_heads_of_rank(sizes, inner), sizes.head_dim, sizes.v_head_dim
+        fetched = sizes.batch * sizes.row_dim * kv_heads * rows * (2 * sizes.itemsize + sizes.gradient_itemsize)
+        of_kv = inner * kv_heads * sizes.row_dim
         own = self.seq_len / self.cp_size * (inner - 1) / inner
-        again = of_kv > 2 * sizes.num_kv_heads
-        of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
+        again = inner * kv_heads > sizes.num_kv_heads
+        of_q = sizes.num_heads * (2 * (q + out) + again * (q + (not kernel.uses_delta) * out))
+        of_lse = again * sizes.num_heads * max(4, sizes.itemsize) * (2 + kernel.uses_delta)  # with delta
         home = sizes.home_itemsize or sizes.gradient_itemsize
-        return fetched + own * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
+        return fetched + own * sizes.batch * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home + of_lse)
 
 
 def received(schedule: Schedule, degree: int = 1) -> list[Fetch]:

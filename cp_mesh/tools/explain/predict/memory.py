@@ -64,6 +64,7 @@ from typing import NamedTuple
 
 from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.kernels.combine import MAX_PIECES
+from cp_mesh.latent.expand import heads_at_once
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Sizes:
     ``gradient_itemsize``: of dk and dv in transit. It is 2 for half precision if the kernel rounds them and no two
     tiles of a message share rows (zigzag and striped causal, full; joined tiles), else 4; 8 for float64.
     ``home_itemsize``: of dk and dv in the all-to-all that returns exchanged heads; 0: the same.
+    ``latent_dim``: features of a token's latent and rotary keys, which are then the only kv head; 0: none.
+    ``latent_chunks``: parts of the heads that a tile expands one after the other; 0: as many as the bytes ask for.
     """
 
     batch: int
@@ -83,6 +86,13 @@ class Sizes:
     itemsize: int
     gradient_itemsize: int
     home_itemsize: int = 0
+    latent_dim: int = 0
+    latent_chunks: int = 0
+
+    @property
+    def row_dim(self) -> int:
+        """Features of a kv head's key and value."""
+        return self.latent_dim or self.head_dim + self.v_head_dim
 
 
 @dataclass(frozen=True)
@@ -122,11 +132,11 @@ def extra_memory(
             one tile, whose outputs are the results.
         result_itemsize: bytes per element of dk and dv; 0: as for the inputs.
     """
-    rows, route = _Rows.of(sizes, head_chunks, rounds, result_itemsize or sizes.itemsize), schedule.route
+    tiles, route = visits(schedule, one_tile), schedule.route
+    most_keys = max((_keys(tile) for part in tiles for tile in part), default=0)
+    rows = _Rows.of(sizes, head_chunks, rounds, result_itemsize or sizes.itemsize, most_keys)
     own_rows, on_wires = schedule.shard_lens[schedule.cp_rank], _on_wires(transport)
     made_last &= head_chunks == 1
-    parts = [stage.tiles for stage in route.stages]
-    tiles = [enclosing(x) if one_tile else x for x in (*parts, schedule.local_tiles)]
     call = _Call(own_rows, route.stages, _held_keys(route.stages, on_wires), tiles, rows, on_wires, made_last)
     symmetric = 0
     if on_wires and route.stages:
@@ -155,7 +165,9 @@ class _Rows(NamedTuple):
         gradient, piece, sum, result: dk and dv in transit, as the kernel returns them, summed, and as results.
         out, out_sum: partial outputs with their lse, as returned and summed.
         dq, dq_sum: as returned and summed.
-        own_dq, own_dkv: fp32 sums inside the kernel.
+        own_dq, own_dkv: fp32 sums inside the kernel; of latent rows keys and values that it expands, and their
+            gradients.
+        own_kv, in_parts: what it expands in a forward, and whether it then joins results of parts of the heads.
     """
 
     key: int
@@ -169,13 +181,18 @@ class _Rows(NamedTuple):
     dq_sum: int
     own_dq: int
     own_dkv: int
+    own_kv: int
+    in_parts: bool
 
     @classmethod
-    def of(cls, sizes: Sizes, head_chunks: int, rounds: bool, result_itemsize: int) -> _Rows:
+    def of(cls, sizes: Sizes, head_chunks: int, rounds: bool, result_itemsize: int, most_keys: int) -> _Rows:
         heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
-        row = sizes.batch * kv_heads * (sizes.head_dim + sizes.v_head_dim)
+        row = sizes.batch * kv_heads * sizes.row_dim
         out, q, number = (sizes.batch * heads * n for n in (sizes.v_head_dim, sizes.head_dim, 1))
         wide = max(4, sizes.itemsize)
+        of_head = sizes.batch * (sizes.head_dim + sizes.v_head_dim) * sizes.itemsize
+        at_once = heads_at_once(heads, of_head * most_keys, sizes.latent_chunks) if sizes.latent_dim else 0
+        own_kv = at_once and row * sizes.itemsize + at_once * of_head
         return cls(
             key=row * sizes.itemsize,
             gradient=row * sizes.gradient_itemsize,
@@ -186,8 +203,10 @@ class _Rows(NamedTuple):
             out_sum=(out + number) * wide,
             dq=q * sizes.itemsize,
             dq_sum=q * wide,
-            own_dq=q * 4,
-            own_dkv=row * 4 if heads > kv_heads else 0,
+            own_dq=q * 4 * (at_once or heads) // heads,
+            own_dkv=own_kv + at_once * of_head or (row * 4 if heads > kv_heads else 0),
+            own_kv=own_kv,
+            in_parts=0 < at_once < heads,
         )
 
 
@@ -198,6 +217,9 @@ def _tiles_of_backward(tiles: Sequence[Tile], rows: _Rows, dq: _Pieces, is_local
     for tile in tiles:
         piece = _keys(tile) * rows.piece if is_local or rows.gradient > rows.key else 0
         own = _rows(tile) * rows.own_dq + _keys(tile) * rows.own_dkv
+        if rows.own_kv:  # a part's gradient of latent rows; then parts of dq, and dq
+            joined = rows.in_parts * (_rows(tile) * rows.dq + _keys(tile) * rows.key)
+            own = max(own, _keys(tile) * (rows.own_dkv + rows.key), joined)
         most = max(most, dq.held + _rows(tile) * rows.dq + own + apart + piece)
         most = max(most, dq.add([_rows(tile) * rows.dq]) + apart + piece)
         apart += piece if is_local or overlapping else 0
@@ -230,8 +252,11 @@ def _forward(call: _Call) -> int:
     own_rows, _, keys, tiles, rows, _, made_last = call
     out, results, most = _Pieces(own_rows * rows.out_sum), own_rows * rows.out if made_last else 0, 0
     for num, of_stage in zip(keys, [tiles[-1], *tiles[:-1]], strict=True):
-        pieces = out.add([_rows(tile) * rows.out for tile in of_stage])
-        most = max(most, num * rows.key + pieces - results)
+        most = max(most, num * rows.key + out.held - results)
+        for tile in of_stage:
+            joined = rows.in_parts * (_rows(tile) * rows.out + _keys(tile) * rows.key)
+            own, pieces = max(joined, _keys(tile) * rows.own_kv), out.add([_rows(tile) * rows.out])
+            most = max(most, num * rows.key + pieces + own - results)
     return max(most, out.held)
 
 
@@ -297,7 +322,7 @@ def ulysses_memory(
     """
     rows, of_kv = schedule.shard_lens[schedule.cp_rank], kv_heads_of_rank(sizes, degree)
     B, H, K = sizes.batch, sizes.num_heads // degree // head_chunks, of_kv // head_chunks
-    q, out, kv = (B * n for n in (H * sizes.head_dim, H * sizes.v_head_dim, K * (sizes.head_dim + sizes.v_head_dim)))
+    q, out, kv = (B * n for n in (H * sizes.head_dim, H * sizes.v_head_dim, K * sizes.row_dim))
     e, lse, home_itemsize = sizes.itemsize, B * H * 4, sizes.home_itemsize or sizes.gradient_itemsize
     ways = 2 if _on_wires(transport) or degree == 1 else 3  # computed, received, and (functional) sent
     is_kept = of_kv * degree == sizes.num_kv_heads and degree > 1
@@ -320,10 +345,16 @@ def ulysses_memory(
     elif degree > 1:
         repeated = rows // degree * kv * degree * head_chunks
         forward += repeated * e
-        results = rows // degree * B * sizes.num_kv_heads * (sizes.head_dim + sizes.v_head_dim) * e  # made last
+        results = rows // degree * B * sizes.num_kv_heads * sizes.row_dim * e  # made last
         backward += repeated * (e + home_itemsize) + (rows * lse * head_chunks if uses_delta else 0) - results
     symmetric = rows * max(qkv, of_home, given, home) if _on_wires(transport) and degree > 1 else 0
     return ExtraMemory(forward, backward, symmetric + ring.symmetric)
+
+
+def visits(schedule: Schedule, one_tile: bool) -> list[Sequence[Tile]]:
+    """The tiles of each stage, and the local ones, as a kernel gets them."""
+    parts = [*(stage.tiles for stage in schedule.route.stages), schedule.local_tiles]
+    return [enclosing(x) if one_tile else x for x in parts]
 
 
 def kv_heads_of_rank(sizes: Sizes, cp_size: int) -> int:
