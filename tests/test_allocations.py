@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag
 combine = room("combine")
 ulysses = room("ulysses")
 Setup, memory, sizes_of = inner("predict.methods", "Setup", "memory", "sizes_of")
+of_latents, LatentScores = inner("latent_passes", "_of_latents", "LatentScores")
 without_rows = inner("op", "without_rows")
 choose_head_chunks = inner("ring_loop", "choose_head_chunks")
 symmetric = room("symmetric_memory")
@@ -60,7 +62,7 @@ LAYOUTS: dict[str, Layout] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "s
 
 
 class Case(NamedTuple):
-    """A call of ``local`` rows a rank."""
+    """A call of ``local`` rows a rank; ``latent``: features of latents and rotary keys that it sends, or none."""
 
     method: str
     layout: str = "zigzag"
@@ -69,6 +71,7 @@ class Case(NamedTuple):
     head_chunks: int = 1
     local: int = 128
     causal: bool = True
+    latent: tuple[int, ...] = ()
 
 
 class Live(TorchDispatchMode):
@@ -129,23 +132,24 @@ def allocating_alone() -> Iterator[None]:
         yield
 
 
-def passes(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> tuple[int, int]:
+def passes(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor], scores: Scores) -> tuple[int, int]:
     """Most bytes beyond inputs and results, forward and backward."""
     q, k, v, dout = inputs
     with Live() as live:
-        out, lse, *kept = plan.method.forward(q, k, v, Scores(1.0), plan, group)
+        out, lse, *kept = plan.method.forward(q, k, v, scores, plan, group)
     forward, held = live.peak - out.nbytes - lse.nbytes, sum(x.untyped_storage().nbytes() for x in kept)
     rows = None
     if kept:
         (q, k, v), (rows, out, lse) = (without_rows(x, 2) for x in (q, k, v)), kept
     with Live() as live:
-        grads = plan.method.backward(Backward(dout, q, k, v, out, lse, None, rows, Scores(1.0)), plan, group)
+        grads = plan.method.backward(Backward(dout, q, k, v, out, lse, None, rows, scores), plan, group)
     return forward, held + live.peak - sum(x.nbytes for x in grads[:3])
 
 
-def formula(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor], degree: int, transport: str) -> ExtraMemory:
+def formula(plan: Plan, case: Case, inputs: Sequence[Tensor], degree: int, transport: str) -> ExtraMemory:
     """With as many ranks on a host as the degree says."""
-    sizes = sizes_of(*inputs[:3], plan.settings)
+    sizes = sizes_of(*inputs[:2], inputs[3], plan.settings)
+    sizes = replace(sizes, latent_dim=sum(case.latent), latent_chunks=case.head_chunks)
     setup = Setup(
         plan.method, degree, sizes, plan.settings.head_chunks, plan.kernel, frozenset(), transport,
         transport, degree,
@@ -171,12 +175,16 @@ def check(case: Case, folder: Path, transport: str) -> None:
         double(group, tempfile.mkdtemp(dir=folder)) if transport != "functional" else nothing(),
     ):
         call = Call(Tensors(), seq_len, 2, group.group_name, options)
-        plan = make_plan(*inputs[:3], call, group, frozenset())
-        passes(plan, group, inputs)  # symmetric memory is there from now on
-        forward, backward = passes(plan, group, inputs)
+        plan, scores = make_plan(*inputs[:3], call, group, frozenset()), Scores(1.0)
+        if case.latent:
+            inputs[1:3] = [torch.zeros(1, 1, case.local, n, dtype=torch.bfloat16) for n in case.latent]
+            up = torch.zeros(case.heads[0], 32, sum(case.latent), dtype=torch.bfloat16)
+            plan, scores = of_latents(plan, inputs[:3]), LatentScores(1.0, up=up, chunks=case.head_chunks)
+        passes(plan, group, inputs, scores)  # symmetric memory is there from now on
+        forward, backward = passes(plan, group, inputs, scores)
         taken = symmetric.symmetric_memory_bytes() if transport != "functional" else 0
         degree = case.degree or (size if case.method == "ulysses" else 1)
-        told = formula(plan, group, inputs, degree, transport)
+        told = formula(plan, case, inputs, degree, transport)
     alone = len(plan.schedule.local_tiles) == 1 and not any(stage.tiles for stage in plan.schedule.route.stages)
     assert told.backward == pytest.approx(backward, rel=0.02), case
     assert alone or told.forward == pytest.approx(forward, rel=0.02), case  # the only piece may be the result itself
@@ -200,6 +208,12 @@ RINGS = [
     Case("hybrid", heads=(8, 1), degree=2),
     Case("hybrid", "contiguous", (8, 2), degree=2, causal=False),
     Case("hybrid", "striped", (8, 8), degree=2, head_chunks=2),
+    Case("ring", heads=(8, 8), latent=(32, 8)),
+    Case("ring", "contiguous", (8, 8), local=512, causal=False, latent=(32, 8)),
+    Case("ring", heads=(8, 8), head_chunks=2, latent=(32, 8)),
+    Case("all_gather", heads=(8, 8), head_chunks=8, latent=(32, 8)),
+    Case("ulysses", heads=(8, 8), head_chunks=2, latent=(32, 8)),
+    Case("hybrid", "striped", (8, 8), degree=2, latent=(32, 8)),
 ]
 
 
@@ -278,7 +292,7 @@ def test_ulysses_puts_rows_to_their_places_on_arrival(transport: str, layout: st
     doubled = nothing() if transport == "functional" else double(group, tempfile.mkdtemp(dir=tmp_path))
     with allocating_alone(), doubled:
         plan = make_plan(*inputs[:3], Call(Tensors(), 128 * size, 2, "", options), group, frozenset())
-        passes(plan, group, inputs)  # which makes orders of rows
+        passes(plan, group, inputs, Scores(1.0))  # which makes orders of rows
         with Copied() as count:
-            passes(plan, group, inputs)
+            passes(plan, group, inputs, Scores(1.0))
     assert count.nbytes == there + 8 * head + 2 * home + arrived

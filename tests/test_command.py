@@ -66,6 +66,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "--num-heads 32 --num-kv-heads 8": {"num_heads": 32, "num_kv_heads": 8},
     "--num-heads 32 --head-dim 64 --batch 3": {"num_heads": 32, "head_dim": 64, "batch": 3},
+    "--num-heads 4 --head-dim 192 --v-head-dim 128 --latent-dim 576": {
+        "num_heads": 4, "head_dim": 192, "v_head_dim": 128, "latent_dim": 576
+    },
     "--layout striped": {"layout": Striped()},
     "--full": {"mask": Mask(causal=False)},
     "--window 4K": {"mask": Mask(causal=True, window=(4095, 0))},

@@ -120,10 +120,10 @@ def test_gradients_travel_as_the_method_decides() -> None:
     rows = sum(x.near for x in twice.found.ranks) / 4
     assert twice.found.moved == rows * 2 * 128 * 8 * (2 * 2 + 4)
     # 2 kv heads are sent twice each, and travel again with q; of 8, what arrived is kept
-    for kv_heads, moved in ((2, 5 * 8 + 6 * 4), (8, 4 * 8 + 4 * 8)):
+    for kv_heads, moved in ((2, 128 * (5 * 8 + 6 * 4) + 3 * 8), (8, 128 * (4 * 8 + 4 * 8))):  # lse twice, and delta
         sizes = {"num_heads": 8, "num_kv_heads": kv_heads, "dtype": torch.float64}
         exact = explain(4096, 4, method="ulysses", kernel="reference", **sizes)
-        assert exact.found.moved == 1024 * 3 / 4 * 128 * moved * 8
+        assert exact.found.moved == 1024 * 3 / 4 * moved * 8
 
 
 def test_bytes_by_link() -> None:
@@ -138,6 +138,35 @@ def test_bytes_by_link() -> None:
     assert found.found.moved == alone.found.moved == ring
     ulysses = next(x for x in found.others if x.method == "ulysses")
     assert ulysses.moved == 4096 * 3 / 4 * (4 * 32 + 4 * 8) * 128 * 2
+
+
+LATENT = ON_GPU | {"num_kv_heads": None, "head_dim": 192, "v_head_dim": 128, "latent_dim": 576, "kernel": "triton"}
+
+
+def test_latent_rows_beside_expanded_keys() -> None:
+    """Of V3: 576 numbers a token in place of 320 of each head; gradients in fp32 for 576 numbers, in bf16 for 320."""
+    found = explain(4 * 4096, 4, layout=Contiguous(), **LATENT)
+    rows = 6 * 4096 / 4
+    assert found.found.moved == rows * 32 * 320 * 6 and found.found.latent.moved == rows * 576 * 8
+    table = lines_of(found, "contiguous ring (this)")[0].split()
+    assert table[-8:-6] == ["360", "MiB"] and table[-4:-2] == ["27", "MiB"]
+    said = (
+        f"latent_attention would move {27 / 360:.2g} of the bytes; expanding takes {100 * 576 * 5 / 16385:.2g} % of the"
+    )
+    assert said in str(found)
+    one_by_one = explain(4 * 4096, 4, layout=Contiguous(), **LATENT | {"head_chunks": 32})
+    assert one_by_one.found.latent.memory < found.found.latent.memory
+    assert one_by_one.found.latent.moved == found.found.latent.moved
+    plain = explain(4 * 4096, 4, layout=Contiguous(), **LATENT | {"latent_dim": None})
+    assert "latent" not in str(plain) and plain.found.latent is None
+
+
+def test_expansion_is_a_share_of_the_pairs_of_every_batch_row() -> None:
+    """Each rank expands the rows that it sees: of a causal mask all before its last."""
+    two = Mask(documents=torch.zeros(2, 4096, dtype=torch.int64))
+    for mask, method, expanded in ((Mask(), "ring", 5), (two, "all_gather", 5), (Mask(), "ulysses", 2)):
+        found = explain(4096, 4, layout=Contiguous(), mask=mask, **LATENT | {"method": method}).found
+        assert found.latent.expansion == pytest.approx(576 * expanded / 4097)
 
 
 # ---- choices
@@ -171,7 +200,9 @@ def test_ulysses_computes_heads_of_all_rows() -> None:
     assert "method ulysses" in str(found) and "all ranks are alike" in str(found)
     assert not any(x.method == "ulysses" for x in found.others) and found.others[0].method == "ring"
     few = explain(4 * 4096, 4, **ON_GPU | {"method": "ulysses", "num_kv_heads": 2})
-    assert few.found.moved == 4096 * 3 / 4 * 128 * ((6 * 32 + 4 * 4) * 2 + 2 * 4 * 4)  # as of 4, gradients in fp32
+    assert few.found.moved == 4096 * 3 / 4 * (
+        128 * ((6 * 32 + 4 * 4) * 2 + 2 * 4 * 4) + 32 * 4 * 2
+    )  # as of 4, gradients in fp32
     chunked = explain(4 * 4096, 4, head_chunks=2, **ON_GPU | {"method": "ulysses"})
     assert chunked.found.chunks == 2 and chunked.found.ranks[0].calls == 2
     assert explain(4 * 4096, 4, method="ulysses").found.ranks[0].rows == 4096  # also of heads that are not told
@@ -255,6 +286,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compute_capability": {"compute_capability": (8, 0), "kernel": "auto"},
     "dtype": {"dtype": torch.float32, "kernel": "auto"},
     "head_dim": {"head_dim": 64},
+    "v_head_dim": {"v_head_dim": 64, "kernel": "triton"},
     "batch": {"batch": 2},
     "num_heads": {"num_heads": 16},
     "num_kv_heads": {"num_kv_heads": 4},
@@ -289,6 +321,13 @@ def test_every_option_counts(name: str) -> None:
             {"num_heads": 6, "method": "hybrid", "ulysses_degree": 4},
             ArgumentError,
             "query heads, got 4; ulysses_degree",
+        ),
+        ({"latent_dim": 576}, ArgumentError, "expected num_heads, and as many kv heads, got None and 1; num_heads=128"),
+        ({"num_heads": 8, "num_kv_heads": 4, "latent_dim": 576}, ArgumentError, "as many kv heads, got 8 and 4"),
+        (
+            {"num_heads": 8, "latent_dim": 0},
+            ArgumentError,
+            "latent_dim: expected an int of 1 .*576 is that of DeepSeek",
         ),
         ({"num_heads": 6, "num_kv_heads": 4}, ArgumentError, "a multiple of the 4 kv heads, got 6; num_kv_heads="),
         ({"num_heads": 8, "head_chunks": 3}, ArgumentError, "a divisor of the 8 kv heads, got 3; head_chunks=2 works"),

@@ -186,6 +186,38 @@ def test_traffic(rank: int, axis: Any, method: str, cp_size: int) -> None:
         assert sum(x.bytes_sent for x in backward) == served * size + fetched * home
 
 
+@pytest.mark.parametrize(("method", "cp_size"), METHODS)
+@pytest.mark.quick("ring-3", "hybrid")
+@on_ranks("cp_size")
+def test_explain_says_traffic_and_expansion(rank: int, axis: Any, method: str, cp_size: int) -> None:
+    """The bytes that all ranks receive, and rows times heads that they expand in a forward, over pairs and heads."""
+    kernel, num_expanded = room("latent.expand"), 0
+
+    def noting(rows: Tensor, up: Tensor, *others: Any) -> Any:
+        nonlocal num_expanded
+        num_expanded += len(rows) * len(up)
+        return expand(rows, up, *others)
+
+    expand = kernel._expand
+    S, options = 32, {"method": method, **DEGREES.get(method, {})}
+    for layout, mask, dtype in product(("zigzag", "contiguous"), ("causal", "window"), (torch.bfloat16, torch.float64)):
+        made, of_mask = LAYOUTS[layout](S), make_mask(mask, B, S)
+        rows = made.positions(S, cp_size, rank)
+        given = [(x[:, :, rows] if x.ndim == 4 else x).requires_grad_() for x in whole_inputs(S, dtype=dtype)[:4]]
+        with recording(axis, options.get("ulysses_degree")) as notes:
+            num_expanded = 0
+            with mock.patch.object(kernel, "_expand", noting):
+                out = latent_attention(*given, mesh=axis, seq_len=S, layout=made, mask=of_mask, **options)
+            out.sum().backward()
+        received = sum(x.bytes_received - x.origin[x.ranks.index(rank)] * x.itemsize for x in notes.sent)
+        dist.all_reduce(counts := torch.tensor([received, num_expanded]))
+        sizes = {"batch": B, "num_heads": H, "head_dim": N + P, "v_head_dim": E, "latent_dim": R + P}
+        found = cp_mesh.explain(S, cp_size, layout=made, mask=of_mask, dtype=dtype, **sizes, **options).found
+        assert found.latent.moved * cp_size == counts[0]
+        num_pairs = int(pairs(mask, B, S).expand(B, S, S).sum()) * H
+        assert found.latent.expansion == pytest.approx(int(counts[1]) * (R + P) / num_pairs)
+
+
 def low_precision(rank: int, dtype: torch.dtype, kernel: str, method: str) -> list[str]:
     """What has more than 1.5 times the RMS error of expansion and attention on one device, by 16 features."""
     axis, alone, S, sizes = mesh((4,), ("cp",)), mesh((4, 1), ("all", "cp"))["cp"], 512, (4, 16, 16)
