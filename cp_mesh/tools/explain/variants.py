@@ -62,7 +62,7 @@ class RankFigures(NamedTuple):
 
 
 class OfLatent(NamedTuple):
-    """Figures of `latent_attention`: bytes moved, extra memory, and products of expansion over those of attention."""
+    """Figures of `latent_attention`: bytes moved, extra memory, and products of expansion over those of a forward."""
 
     moved: float
     memory: int
