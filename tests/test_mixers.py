@@ -484,7 +484,7 @@ def check_bytes(axis: Any, S: int, layout: Layout, packing: str, what: str, dtyp
     names = CALLS[what].split()
     pieces = inner("mixers.pieces", "pieces_in")(layout, mask, S, S, axis.size(), 0, B)
     decays = K if "gk" in names else int("g" in names)
-    sizes = traffic.Sizes(B, heads, 2 * heads, K, V, decays, "beta" in names, dtype)
+    sizes = traffic.StateSizes(B, heads, 2 * heads, K, V, decays, "beta" in names, dtype)
     want = {"states": traffic.sent_by_states(pieces, sizes), "heads": traffic.sent_by_heads(pieces, sizes)}
     want["auto"] = want[traffic.choose_method(pieces, sizes)]
     assert want["auto"].max() == min(x.max() for x in want.values()), told
