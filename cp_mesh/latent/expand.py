@@ -93,24 +93,24 @@ def _rows_of(tile: KernelTile, latent: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((latent[:, 0, keys], rope[:, 0, keys]), dim=-1).flatten(0, 1)
 
 
-def _expand(rows: Tensor, up: Tensor, batch: int, head_dim: int) -> list[Tensor]:
+def _expand(rows: Tensor, up: Tensor, sizes: tuple[int, int], head_dim: int) -> list[Tensor]:
     """k [B, h, n, D] and v [B, h, n, Dv] of the heads of ``up`` [h, F, R + P], in memory [B, n, h, F]."""
-    return dense_rows(*_split(rows @ up.flatten(0, 1).t(), up, batch, head_dim))
+    return dense_rows(*_split(rows @ up.flatten(0, 1).t(), up, sizes, head_dim))
 
 
-def _split(x: Tensor, up: Tensor, batch: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Views [B, h, n, D] and [B, h, n, Dv] of [B · n, h · F]."""
-    x = x.view(batch, len(x) // max(batch, 1), *up.shape[:2]).transpose(1, 2)
+def _split(x: Tensor, up: Tensor, sizes: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Views [B, h, n, D] and [B, h, n, Dv] of [B · n, h · F]; ``sizes`` are B and n."""
+    x = x.view(*sizes, *up.shape[:2]).transpose(1, 2)
     return x[..., :head_dim], x[..., head_dim:]
 
 
 def _bind_forward(kernel: Kernel, tile: KernelTile, q: Tensor, latent: Tensor, rope: Tensor, _: Scores) -> BoundForward:
-    of_q, batch, head_dim = slice(*tile.q), q.shape[0], q.shape[3]
-    inner, bound = KernelTile((0, tile.q[1] - tile.q[0]), (0, tile.k[1] - tile.k[0]), tile.cover), list[BoundForward]()
+    of_q, sizes, head_dim = slice(*tile.q), (q.shape[0], tile.k[1] - tile.k[0]), q.shape[3]
+    inner, bound = KernelTile((0, tile.q[1] - tile.q[0]), (0, sizes[1]), tile.cover), list[BoundForward]()
 
     def run(q: Tensor, latent: Tensor, rope: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         def of_part(q: Tensor, part: LatentScores) -> tuple[Tensor, Tensor]:  # frees what it expanded
-            k, v = _expand(rows, part.up, batch, head_dim)
+            k, v = _expand(rows, part.up, sizes, head_dim)
             if not bound:  # all parts have the same shapes and strides
                 bound.append(kernel.bind_forward(inner, q, k, v, part))
             return bound[0](q, k, v, part)
@@ -126,8 +126,8 @@ def _bind_forward(kernel: Kernel, tile: KernelTile, q: Tensor, latent: Tensor, r
 def _bind_backward(
     kernel: Kernel, tile: KernelTile, dout: Tensor, q: Tensor, latent: Tensor, rope: Tensor, *_: Any
 ) -> BoundBackward:
-    of_q, batch, head_dim, rank = slice(*tile.q), q.shape[0], q.shape[3], latent.shape[3]
-    inner, bound = KernelTile((0, tile.q[1] - tile.q[0]), (0, tile.k[1] - tile.k[0]), tile.cover), list[BoundBackward]()
+    of_q, sizes, head_dim = slice(*tile.q), (q.shape[0], tile.k[1] - tile.k[0]), q.shape[3]
+    inner, bound = KernelTile((0, tile.q[1] - tile.q[0]), (0, sizes[1]), tile.cover), list[BoundBackward]()
 
     def run(
         dout: Tensor, q: Tensor, latent: Tensor, rope: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None,
@@ -135,9 +135,9 @@ def _bind_backward(
     ) -> Any:  # fmt: skip
         def of_part(heads: slice, part: LatentScores) -> Tensor:  # as in the forward
             own = [None if x is None else x[:, heads, of_q] for x in (dout, q, out, lse, delta)]
-            k, v = _expand(rows, part.up, batch, head_dim)
+            k, v = _expand(rows, part.up, sizes, head_dim)
             grads = rows.new_empty(len(rows), part.up.shape[:2].numel())
-            into = _split(grads, part.up, batch, head_dim)
+            into = _split(grads, part.up, sizes, head_dim)
             given = own[0], own[1], k, v, own[2], own[3]
             if not bound:
                 bound.append(kernel.bind_backward(inner, *given, part, *into))  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def _bind_backward(
         of_rows, of_scores = torch.zeros_like(rows, dtype=dtype), ScoreGradients.zeros(scores, dtype)
         dqs = [of_part(*of_heads) for of_heads in scores.parts(rows)]
         dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1)
-        of_keys = of_rows.view(batch, 1, tile.k[1] - tile.k[0], -1).split((rank, rope.shape[3]), -1)
+        of_keys = of_rows.view(sizes[0], 1, sizes[1], rows.shape[1]).split((latent.shape[3], rope.shape[3]), -1)
         return dq, *of_keys, *((of_scores,) if scores.wanted else ())
 
     return run

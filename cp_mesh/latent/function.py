@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.function import make_call, with_degree
+from cp_mesh.call.function import attention, make_call, with_degree
 from cp_mesh.call.operators import refuse_tangents
 from cp_mesh.call.spec import autocast, check_dense
 from cp_mesh.comm.agreement import refusing
@@ -20,6 +21,8 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.latent.ops import expanded_like, latent_attention_op
+
+_KEYWORDS = inspect.signature(attention).parameters.keys()
 
 
 def latent_attention(
@@ -70,8 +73,10 @@ def latent_attention(
     Source: DeepSeek-V2, arXiv:2405.04434; c is ``latent``, k^R ``rope``, (W^UK, W^UV) ``up_projection``.
     """
     with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
+        if unknown := options.keys() - _KEYWORDS:
+            raise TypeError(f"latent_attention() got an unexpected keyword argument {min(unknown)!r}")
+        check_dense(query=query, latent=latent, rope=rope, up_projection=up_projection)
         axis = find_cp_axis((query, latent, rope), mesh, seq_dim)
-        check_dense(up_projection=up_projection)
         query, latent, rope, up = given = autocast(query, latent, rope, up_projection)
         _check(query, latent, rope, up, axis.seq_dim)
         if not torch.compiler.is_compiling():

@@ -80,8 +80,8 @@ def _single_zero(
     x: Tensor, features: int, num_rows: int, group_name: str, sharded: bool, most_features: int, transport: str
 ) -> Tensor:
     """A single zero expanded to the shape of the output; an op, as traced code cannot ask a group for its rank."""
-    out = LinearSpec(num_rows, group_name, sharded, most_features, transport).own(x[..., :0], features)
-    return x.new_zeros(()).expand(out.shape)
+    spec = LinearSpec(num_rows, group_name, sharded, most_features, transport)
+    return x.new_zeros(()).expand(*x.shape[:-2], spec.num_own, features)
 
 
 def _empty_output(x, weight, bias, graded, *spec):  # type: ignore[no-untyped-def]
