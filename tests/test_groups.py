@@ -57,7 +57,9 @@ def test_groups_are_made_once_and_go_with_theirs() -> None:
     del group
     gc.collect()
     assert again and len(set(timeouts)) == 1 and gone() is None
-    assert not any(parts.inner is ours.inner for known in states_of_all(groups._PartsBySize) for parts in known.values())
+    assert not any(
+        parts.inner is ours.inner for known in states_of_all(groups._PartsBySize) for parts in known.values()
+    )
 
 
 def uneven(rank: int) -> None:

@@ -355,6 +355,8 @@ def test_refusals(rank: int, axis: Any) -> None:
             latent_attention(*change(given), mesh=axis)
     with refused("up_projection: expected a tensor"):
         latent_attention(*given[:3], None, mesh=axis)
+    with refused("latent: expected a tensor"):
+        latent_attention(given[0], None, *given[2:], mesh=axis)
     with refused("a local tensor, got a DTensor"):
         q, latent, rope = (DTensor.from_local(x, axis, [Shard(2)]) for x in given[:3])
         latent_attention(q, latent, rope, given[3], mesh=axis)
@@ -364,6 +366,19 @@ def test_refusals(rank: int, axis: Any) -> None:
         latent_attention(*given, mesh=axis, seq_len=18)
     with pytest.raises(TypeError, match="unexpected keyword"):
         latent_attention(*given, mesh=axis, score=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'keeps'"):
+        latent_attention(*given, mesh=axis, keeps=True)
+
+
+@pytest.mark.parametrize("kernel", ("reference", "cpu_flash"))
+@on_ranks(2)
+def test_no_batch_rows(axis: Any, kernel: str) -> None:
+    *given, _ = (x[:0] if x.ndim == 4 else x for x in whole_inputs(14))
+    given = [x.float().requires_grad_() for x in given]
+    out = latent_attention(*given, mesh=axis, kernel=kernel)
+    assert out.shape == (0, H, 14, E)
+    out.sum().backward()
+    assert given[1].grad is not None and not given[3].grad.any()
 
 
 @on_ranks(2)
