@@ -83,9 +83,10 @@ def test_when_the_latent_travels(rank: int, axis: Any) -> None:
     given = batch("plain")
 
     def calls_of(change: Any = None, rank: int = 16, **options: Any) -> tuple[int, Any]:
-        model = parallelize(build("deepseek_v3", "eager", kv_lora_rank=rank), axis, **options)
+        model = build("deepseek_v3", "eager", kv_lora_rank=rank)
         for layer in model.model.layers if change else ():
             change(layer.self_attn)
+        model = parallelize(model, axis, **options)
         found: list[Any] = []
         return calls(lambda: found.append(model(**given).logits)), found[0]
 
