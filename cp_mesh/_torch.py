@@ -84,11 +84,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> 
     return timeout
 
 
-def has_forward_hooks(module: Any) -> bool:
-    """Whether a call of the module runs more than its forward. A function: Dynamo does not trace `hooks_of_module`."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def apply_style(style: Any, module: Any, mesh: DeviceMesh) -> Any:
     """Apply a style like `parallelize_module`, but also with a mesh of several axes."""
     return style._apply(module, mesh)

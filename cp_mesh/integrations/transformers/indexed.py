@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cp_mesh._torch import apply_style, untraced
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.integrations.transformers.latents import expands_latents, is_plain
+from cp_mesh.integrations.transformers.latents import beside_product, expands_latents
 from cp_mesh.integrations.transformers.masks import BatchAttention
 from cp_mesh.latent.selection import select_keys
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -35,8 +35,8 @@ def unknown_core(module: nn.Module) -> str | None:
         return None
     if not expands_latents(module):
         return "attends to picked keys that are not expanded from a latent"
-    linear = module.kv_b_proj
-    return None if is_plain(linear) else f"has a kv_b_proj that is {type(linear).__name__}, not a plain linear"
+    more = beside_product(module.kv_b_proj)
+    return more and f"has a kv_b_proj that is no plain linear: {more}"
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from cp_mesh.call.function import attention
 from cp_mesh.errors import UnsupportedError, describe, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.integrations.transformers.latents import attention_of
@@ -293,15 +292,11 @@ def attend(
         hint = "set attention_dropout = 0 in the config"
         refuse(where, "plain scores of picked keys", "dropout or softcap", hint, UnsupportedError)
     with suspended() if current_mode() else nullcontext():
+        run, tensors = attention_of(module, query, key, value)
         if indices is not None:
-            run, tensors = attention_of(module, query, key, value)
-            if run is attention:
-                hint = "keep kv_b_proj a plain linear, and apply FSDP2 to whole layers"
-                refuse(where, "a latent for the keys that its indexer picked", "keys", hint, UnsupportedError)
-            query, latent, rope, up = tensors
+            query, latent, rope, up = tensors  # `unknown_core` refuses other layers
             given = query, latent, rope, up, indices
             return indexed_attention(*given, sequence=sequence, scale=scaling, sinks=s_aux).transpose(1, 2), None
-        run, tensors = attention_of(module, query, key, value)
         out = run(
             *tensors, mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len, layout=sequence.layout,
             mask=mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout, dropout_seed=seed,

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from cp_mesh._torch import COMPILED_CALL
 from cp_mesh.call.spec import make_spec
-from cp_mesh.comm.agreement import refusing
+from cp_mesh.comm.agreement import note_styles, refusing
 from cp_mesh.comm.groups import ranks_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
 from cp_mesh.integrations.transformers.indexed import apply as apply_indexers
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
-from cp_mesh.integrations.transformers.latents import leave_latents
+from cp_mesh.integrations.transformers.latents import check_latents, leave_latents
 from cp_mesh.integrations.transformers.losses import ModelLosses
 from cp_mesh.integrations.transformers.masks import NAME, Batch, Said, register
 from cp_mesh.integrations.transformers.mixers import apply as apply_mixers
@@ -96,7 +96,8 @@ def parallelize(
         watch: as in `ShardedModel`.
         latent_keys: whether layers with MLA send their latent in place of the keys and values of all heads, as
             `cp_mesh.latent.latent_attention` does. None: where fewer numbers travel, without ``tp`` and with several
-            ranks. Layers whose kv_b_proj is not a plain linear always send keys and values.
+            ranks. Layers whose kv_b_proj is not a plain linear always send keys and values. Hooks, adapters and the
+            like that it gets later are refused.
         **options: kernel, method, transport, ulysses_degree, head_chunks, deterministic, as in `cp_mesh.attention`.
 
     Returns:
@@ -130,14 +131,15 @@ def parallelize(
     check_module("parallelize", model, STYLE)
     if plan is not None:
         apply_plan(model, tp, plan)  # type: ignore[arg-type]
+    degrees = {"ulysses": sequence.cp_size, "hybrid": options.get("ulysses_degree") or sequence.ulysses_degree}
+    degree = degrees.get(options.get("method", ""), 1) or sequence.cp_size
+    sent = leave_latents(facts.attending, degree, latent_keys, counts=tp is None and sequence.cp_size > 1)
+    note_styles(sequence.mesh.get_group(), model, {"layers that send latents": sent})
     register()
     for part in facts.attending.modules():  # a layer that was copied has a config of its own
         config: Any = getattr(part, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
-    exchanging = sequence.cp_size if options.get("method") in ("ulysses", "hybrid") else 1
-    counted = None if tp is None and sequence.cp_size > 1 else False
-    leave_latents(facts.attending, exchanging, counted if latent_keys is None else latent_keys)
     model.loss_function = losses.of_labels
     apply_mixers(facts.attending, sequence)
     apply_indexers(facts.attending, sequence)
@@ -178,6 +180,7 @@ class _Adapter:
             if traced:
                 hint = "for layer in model.model.layers: layer.compile()"
                 refuse(self.facts.name, "compiled layers", "a model compiled as a whole", hint, UnsupportedError)
+            check_latents(module)
             whole = read(self.facts, args, kwargs)
             if self.over_tp and (found := [name for name in _NOT_OVER_TP if whole.get(name, False) is not False]):
                 hint = "leave it out: rows are sharded over tp between the linears, and logits are never stored"
