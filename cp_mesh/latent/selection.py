@@ -137,7 +137,7 @@ def best(scores: Tensor, top_k: int, first: int) -> Tensor:
 def _tiles(mask: Mask, rows: Tensor, seq_len: int, batch: int) -> Iterator[tuple[int, int, int, int]]:
     """Begin and end of local rows, and of the positions of keys that some of them may see."""
     first, last = (x.split(BLOCK) for x in _seen(mask, rows, seq_len))
-    blocks = [(int(lo.min()), int(hi.max())) for lo, hi in zip(first, last, strict=True)]
+    blocks = [(int(lo.min()), int(hi.max())) for lo, hi in zip(first, last, strict=True) if len(lo)]
     begin = end = 0
     lo, hi = blocks[0] if blocks else (0, 0)
     for number, (low, high) in enumerate(blocks):
