@@ -120,22 +120,21 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, keys, indices, sinks, out, lse = ctx.saved_tensors
-        dq = torch.empty_like(q)
+        dq, mean = torch.empty_like(q), torch.empty_like(lse)
         dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
         for tile in _tiles(q, indices):
             picked, scores = _scores(q[tile], keys, indices[tile], ctx.scale)
             p = _probabilities(scores, lse[tile])
             dout = grad[tile]
             dp = _product(dout, picked[..., : ctx.value_dim].transpose(1, 2))
-            mean = (dout.to(lse.dtype) * out[tile].to(lse.dtype)).sum(-1, keepdim=True)
-            ds = (p * (dp - mean) * ctx.scale).to(q.dtype)
+            mean[tile] = (dout.to(lse.dtype) * out[tile].to(lse.dtype)).sum(-1)
+            ds = (p * (dp - mean[tile][..., None]) * ctx.scale).to(q.dtype)
             dq[tile] = torch.bmm(ds, picked)
             dpicked = _product(ds.transpose(1, 2), q[tile])
             dpicked[..., : ctx.value_dim] += _product(p.to(q.dtype).transpose(1, 2), dout)
             dkeys.index_add_(0, indices[tile].clamp(min=0).flatten(), dpicked.flatten(0, 1))
         dsinks = None
         if sinks is not None:
-            mean = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = -(mean * (sinks.to(lse.dtype) - lse).exp()).sum(0).to(sinks.dtype)
         return dq, dkeys.to(keys.dtype), None, dsinks, None, None
 
