@@ -41,7 +41,9 @@ def indexed_attention(
 
     For head h the keys are (Wk[h] · latent, rope) and the values Wv[h] · latent, where the rows of ``up_projection``
     are Wk[0], Wv[0], Wk[1], ... This is the sparse attention of DeepSeek-V3.2 (arXiv 2512.02556): it is computed in
-    latent space, with one key of R + P numbers for all heads.
+    latent space, with one key of R + P numbers for all heads. With e bytes a number, a rank of n receives (n - 1) / n
+    of the B · S · (R + P) · e bytes of keys in a forward, and sends as many in a backward, where their gradients take
+    4 bytes a number (8 in float64). A tile of picked rows takes some 10 bytes for each of at most `NUMBERS` numbers.
 
     Args:
         query: [B, H, S_local, D], this rank's rows; the last P features are rotary.

@@ -49,7 +49,8 @@ def select_keys(
 
     The score of a pair is ``sum_h weights[h] * relu(scale * q[h] @ k)``, as in DeepSeek-V3.2 (arXiv 2512.02556). It is
     computed in float32, in float64 for float64 inputs. Of equal scores the key of the lower position is picked. The
-    choice has no gradient.
+    choice has no gradient. With e bytes a number, (n - 1) / n of the B · S · D · e bytes of keys come from the other
+    n - 1 ranks; a tile of scores takes some 24 bytes for each of its pairs, of which `PAIRS` bounds the number.
 
     Args:
         q: index queries of this rank's rows, [B, S_local, H, D].
