@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import mask_of, pairs_of
 from hopper import Hopper
 from inside import room
 from interpreted import INTERPRETED, Interpreted, is_that_run
@@ -20,31 +21,25 @@ from torch.distributed.tensor import DTensor
 from cp_mesh import Contiguous, Mask, RankMismatchError, ShardedSequence, Striped, ZigZag
 from cp_mesh.latent import indexed_attention, select_keys
 
-H, NOPE, ROPE, RANK, VALUE, INDEX_H, INDEX_D, TOP_K = 3, 5, 2, 6, 4, 2, 4, 5
-S = 29
+SIZES = H, NOPE, ROPE, RANK, VALUE, INDEX_H, INDEX_D = 3, 5, 2, 6, 4, 2, 4
+S, TOP_K = 29, 5
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
-    "packed": {"documents": (0,) * 7 + (1,) * 3 + (-1,) * 2 + (2,) * 17},
+    "packed": {"documents": torch.tensor([0] * 7 + [1] * 3 + [-1] * 2 + [2] * 17)},
     "window": {"window": (6, 0)},
     "all": {"causal": False},
-    "padded": {"key_padding": (False,) * 4 + (True,) * (S - 4)},
+    "padded": {"key_padding": torch.arange(S) >= 4},
     "prefix": {"prefix": 9},
-    "blocks": {"blocks": (-1,) * 5 + (3,) * 6 + (-1,) * 18},
+    "blocks": {"blocks": torch.tensor([-1] * 5 + [3] * 6 + [-1] * 18)},
 }
 
 for_a_gpu = pytest.mark.filterwarnings() if INTERPRETED else pytest.mark.gpu
 
 
-def mask_of(name: str) -> Mask:
-    return Mask(
-        **{key: torch.tensor(x) if isinstance(x, tuple) and key != "window" else x for key, x in MASKS[name].items()}
-    )
-
-
-def inputs(batch: int = 2) -> dict[str, Tensor]:
-    """Half of the index keys are equal in pairs, the others nearly; all scores of some queries are 0."""
+def numbers(batch: int = 2, S: int = S, sizes: tuple[int, ...] = SIZES) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(0)
+    H, NOPE, ROPE, RANK, VALUE, INDEX_H, INDEX_D = sizes
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=made)
@@ -52,22 +47,23 @@ def inputs(batch: int = 2) -> dict[str, Tensor]:
     x = {"q": normal(batch, S, H, NOPE + ROPE), "latent": normal(batch, S, RANK), "rope": normal(batch, S, ROPE)}
     x |= {"up": normal(H * (NOPE + VALUE), RANK), "dout": normal(batch, S, H, VALUE)}
     x |= {"sinks": normal(H), "index_q": normal(batch, S, INDEX_H, INDEX_D)}
-    x |= {
-        "index_k": normal(batch, S, INDEX_D),
-        "weights": normal(batch, S, INDEX_H),
-        "dout": normal(batch, S, H, VALUE),
-    }
+    return x | {"index_k": normal(batch, S, INDEX_D), "weights": normal(batch, S, INDEX_H)}
+
+
+def inputs() -> dict[str, Tensor]:
+    """Half of the index keys are equal in pairs, the others nearly; all scores of some queries are 0."""
+    x = numbers()
     x["index_k"][:, 1::4] = x["index_k"][:, :-1:4][:, : len(range(1, S, 4))]
     x["index_k"][:, 3::4] = x["index_k"][:, 2:-1:4][:, : len(range(3, S, 4))] + 1e-4
     x["index_q"][:, 3::5] = 0
     return x
 
 
-def picked(x: dict[str, Tensor], mask: Mask, top_k: int = TOP_K) -> Tensor:
+def picked(x: dict[str, Tensor], mask: dict[str, Any], top_k: int = TOP_K) -> Tensor:
     """Which pairs are picked, bool [B, S, S]."""
-    positions = torch.arange(S)
     products = torch.einsum("bshd,btd->bsht", x["index_q"], x["index_k"]).relu()
-    allowed = mask.allowed(positions, positions).expand(len(products), S, S)
+    batch, S = products.shape[:2]
+    allowed = pairs_of(mask, S).expand(batch, S, S)
     scores = (products * x["weights"][..., None]).sum(2).masked_fill(~allowed, -torch.inf)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return torch.zeros_like(allowed).scatter(-1, best, True) & allowed
@@ -80,9 +76,10 @@ PARAMETERS = TRAINED[3:]
 def dense(x: dict[str, Tensor], pairs: Tensor) -> list[Tensor]:
     """Output and gradients, by expanded keys and values."""
     q, latent, rope, up, sinks = given = [x[name].clone().requires_grad_() for name in TRAINED]
-    k, v = torch.einsum("btr,hfr->bhtf", latent, up.view(H, -1, RANK)).split([NOPE, VALUE], -1)
+    H, D, VALUE = *q.shape[2:], x["dout"].shape[-1]
+    k, v = torch.einsum("btr,hfr->bhtf", latent, up.view(H, -1, latent.shape[-1])).tensor_split([-VALUE], -1)
     k = torch.cat((k, rope[:, None].expand(-1, H, -1, -1)), -1)
-    scores = torch.einsum("bshd,bhtd->bhst", q, k) * (NOPE + ROPE) ** -0.5
+    scores = torch.einsum("bshd,bhtd->bhst", q, k) * D**-0.5
     scores = torch.cat(
         (scores.masked_fill(~pairs[:, None], -torch.inf), sinks.view(-1, 1, 1).expand_as(scores[..., :1])), -1
     )
@@ -105,7 +102,7 @@ def select(x: dict[str, Tensor], sequence: ShardedSequence, top_k: int = TOP_K, 
 def local(x: dict[str, Tensor], sequence: ShardedSequence) -> dict[str, Tensor]:
     """Rows of this rank, to be trained."""
     rows = sequence.shard({name: y for name, y in x.items() if name not in PARAMETERS})
-    rows |= {name: x[name].clone() for name in PARAMETERS}
+    rows |= {name: x[name].clone() for name in PARAMETERS if name in x}
     return {name: y.requires_grad_(name in TRAINED) for name, y in rows.items()}
 
 
@@ -114,21 +111,22 @@ def gathered(sequence: ShardedSequence, out: Tensor, grads: tuple[Tensor, ...]) 
     return rows + [sequence.all_reduce(y) for y in grads[3:]]
 
 
-def sharded(x: dict[str, Tensor], mask: Mask, sequence: ShardedSequence) -> tuple[list[Tensor], Tensor]:
+def sharded(
+    x: dict[str, Tensor], mask: Mask, sequence: ShardedSequence, top_k: int = TOP_K
+) -> tuple[list[Tensor], Tensor]:
     """The same over a sharded sequence, gathered, and this rank's indices."""
     x = local(x, sequence)
-    indices = select(x, sequence, mask=mask)
+    indices = select(x, sequence, top_k, mask=mask)
     out = attend(x, indices, sequence)
-    grads = torch.autograd.grad(out, [x[name] for name in TRAINED], x["dout"])
+    grads = torch.autograd.grad(out, [x[name] for name in TRAINED if name in x], x["dout"])
     return gathered(sequence, out, grads), indices
 
 
 def check(sequence: ShardedSequence, names: tuple[str, ...] = tuple(MASKS)) -> None:
     x = inputs()
     for name in names:
-        mask = mask_of(name)
-        pairs = picked(x, mask)
-        found, indices = sharded(x, mask, sequence)
+        pairs = picked(x, MASKS[name])
+        found, indices = sharded(x, mask_of(MASKS[name]), sequence)
         for row, position in enumerate(sequence.positions().tolist()):
             for b in range(len(pairs) if position < S else 0):
                 expected = pairs[b, position].nonzero().flatten().tolist()
@@ -151,7 +149,7 @@ def test_unequal_shards(axis: DeviceMesh) -> None:
 
 @on_ranks(2)
 def test_layout_of_a_batch(axis: DeviceMesh) -> None:
-    check(ShardedSequence(axis, length=S).balanced(mask_of("packed")), ("packed",))
+    check(ShardedSequence(axis, length=S).balanced(mask_of(MASKS["packed"])), ("packed",))
 
 
 @pytest.mark.parametrize("tile", (1, 40, 200))
@@ -241,10 +239,10 @@ def test_traffic(axis: DeviceMesh) -> None:
 def test_half_precision(axis: DeviceMesh) -> None:
     """Errors are at most 1.5 times those of one process."""
     sequence, x = ShardedSequence(axis, length=S), inputs()
-    exact = dense(x, picked(x, Mask()))
+    exact = dense(x, picked(x, {}))
     indices = select(local(x, sequence), sequence)
     half = {name: y.bfloat16() for name, y in x.items()}
-    one = dense(half, picked(x, Mask()))
+    one = dense(half, picked(x, {}))
     rows = local(half, sequence)
     out = attend(rows, indices, sequence)
     grads = torch.autograd.grad(out, [rows[name] for name in TRAINED], rows["dout"])

@@ -14,7 +14,7 @@ from cases import mask_of, pairs_of
 from checks import GQA, MHA, Case, coverage, report
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from uses import PLAIN, Call, Draws, Mixing, Use, draw_layout, draw_mask, draw_runs, run, uses
+from uses import PLAIN, Batch, Call, Draws, Indexed, Mixing, Use, draw_layout, draw_mask, draw_runs, run, uses
 
 large = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 number = settings.default.max_examples
@@ -34,6 +34,7 @@ def check(pool: Any, use: Use) -> None:
 @example(Mixing(2, "contiguous", 4, mask={"length": 2, "documents": torch.zeros(4, dtype=torch.uint8)}, states=True))
 # Recomputed is a call that is known then, and must save as many tensors.
 @example(Mixing(2, "contiguous", 4, "ssd", recomputed=True))
+@example(Indexed(2, Batch(2, "contiguous", 1, pad=False), 1))  # a rank without rows
 @pytest.mark.more("random")
 @settings(large, max_examples=number // 5)
 @given(uses(1, 2, 3, 4))

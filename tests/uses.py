@@ -1,8 +1,9 @@
 """Random uses of everything public that computes, as data that goes to ranks, and strategies that draw them.
 
-A `Call` is one of `attention`, `Decoding` a cache that tokens are appended to or one call of `decode`, a `Batch` goes
-from whole tensors through `ShardedSequence` and attention back to whole tensors, `Mixing` calls a recurrent layer, and
-a `Step` trains a small decoder. `run` is called on every rank, and says what is not as with one process.
+A `Call` is one of `attention`, `Latent` of `latent_attention`, `Decoding` a cache that tokens are appended to or one
+call of `decode`, a `Batch` goes from whole tensors through `ShardedSequence` and attention back to whole tensors,
+`Indexed` picks keys and attends to them, `Mixing` calls a recurrent layer, and a `Step` trains a small decoder. `run`
+is called on every rank, and says what is not as with one process.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from cases import gap, make_scores, mask_of, pairs_of
 from checks import TOLERANCE, WAYS, Case, dense_scores, forget_kept, parity_on_ranks, serves
 from dense import dense_attention, make_qkv
 from hypothesis import strategies as st
-from inside import METHODS, Index, inner
+from inside import METHODS, Index, inner, room
 from model import DenseCore, Model, V
 from ranks import mesh
+from test_indexed import dense, numbers, picked, sharded
+from test_latent_attention import expanded
 from test_parity import dtensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +37,7 @@ from cp_mesh import Checkpointed, ContextParallel, Layout, Mask, ShardedModel, S
 from cp_mesh.geometry import Balanced, Joint, Permuted, ZigZagDocuments
 from cp_mesh.geometry.layouts import LAYOUTS, Run
 from cp_mesh.inference import ShardedCache, decode
+from cp_mesh.latent import latent_attention
 from cp_mesh.training import document_sums
 
 EXCLUDED, Cuts = inner("mask", "EXCLUDED"), inner("cuts", "Cuts")
@@ -436,7 +440,7 @@ class Batch:
 
 def sequence_of(size: int, layout: Any, S: int | None, pad: bool = True, mask: Mask | None = None) -> ShardedSequence:
     by_name = isinstance(layout, str) and layout in ("auto", "balanced")
-    of = {"auto": "auto", "balanced": "contiguous"}[layout] if by_name else layout_of(layout)
+    of = {"auto": "auto", "balanced": cp_mesh.Contiguous()}[layout] if by_name else layout_of(layout)
     sequence = ShardedSequence(mesh((size,), ("cp",)), of, S, pad)
     return sequence if not by_name else sequence.balanced(mask) if layout == "balanced" else sequence.for_batch(S, mask)
 
@@ -623,6 +627,98 @@ def mixings(draw: Any, size: int) -> Mixing:
     )  # fmt: skip
 
 
+# --- keys of a latent, and those that an indexer picks
+
+
+@dataclass(frozen=True)
+class LatentCase(Case):
+    """A call of `latent_attention`: k is the latent, v the rotary part, and the projection is among the scores."""
+
+    features: tuple[int, int] = (4, 1)
+
+    def make_scores(self) -> dict[str, Any]:
+        (_, D, E), (R, P), made = self.dims, self.features, torch.Generator().manual_seed(0)
+        up = torch.randn(self.heads[0] * (D - P + E), R, dtype=torch.float64, generator=made)
+        return super().make_scores() | {"up_projection": up}
+
+    def oracle(self, seed: int) -> dict[str, Tensor]:
+        (B, D, E), (R, P), H, S = self.dims, self.features, self.heads[0], self.S
+        made = torch.Generator().manual_seed(seed)
+        shapes = {"q": (H, S, D), "k": (1, S, R), "v": (1, S, P), "dout": (H, S, E), "dlse": (H, S)}
+        x = {name: torch.randn(B, *shape, dtype=torch.float64, generator=made) for name, shape in shapes.items()}
+        scores = dense_scores(self.make_scores(), B, H, S)
+        of_scores = {name: y for name, y in scores.items() if isinstance(y, Tensor) and name != "kept"}
+        leaves = {name: y.requires_grad_() for name, y in ({name: x[name] for name in "qkv"} | of_scores).items()}
+        keys = expanded(x["k"], x["v"], scores.pop("up_projection"), H, D - P)
+        out, lse = dense_attention(x["q"], *keys, pairs_of(self.mask, S), self.scale, **scores)
+        which = slice(self.through_lse == "alone", 1 + bool(self.through_lse))
+        results = (out, lse)[which], [*leaves.values()], (x["dout"], x["dlse"])[which]
+        grads = torch.autograd.grad(*results, materialize_grads=True)
+        x |= {"out": out, "lse": lse} | {f"d{name}": y for name, y in zip(leaves, grads, strict=True)}
+        return {name: y.detach() for name, y in x.items()}
+
+
+class Latent(Call):
+    def run(self, rank: int) -> list[str]:
+        def latents(q: Tensor, latent: Tensor, rope: Tensor, *, up_projection: Tensor, **options: Any) -> Any:
+            return latent_attention(q, latent, rope, up_projection, **options)
+
+        with mock.patch.object(cp_mesh, "attention", latents):
+            return super().run(rank)
+
+
+@st.composite
+def latents(draw: Any, size: int) -> Latent:
+    d, use = Draws(draw), draw(calls(size).filter(lambda use: use.placed is None))
+    case, H, P = use.case, use.case.heads[0], d.number(1, 4)
+    cp = math.prod(n for name, n in zip(use.names, use.shape, strict=True) if name[:2] == "cp")
+    degree = use.shape[1] if use.told == "axes" else case.options.get("ulysses_degree")
+    fits = serves(case.method, cp, (H, H), case.head_chunks, degree)
+    changed: dict[str, Any] = {"heads": (H, H), "dtype": torch.float64, "features": (d.number(1, 8), P)}
+    changed |= {"sizes": (case.dims[0], case.dims[1] + P, case.dims[2] + P)}
+    changed |= {"memory": "strided" if case.memory == "expanded" else case.memory}
+    changed |= {"head_chunks": case.head_chunks if fits else None, "way": case.way if case.way in WAYS else "eager"}
+    return Latent(LatentCase(**vars(case) | changed), use.shape, use.names, None, 0, use.recorded, use.told)
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """`select_keys` and `indexed_attention`. Index scores are whole numbers, many of them equal."""
+
+    size: int
+    of: Batch  # its layout, length, mask and padding
+    top_k: int
+    sizes: tuple[int, ...] = (2, 1, 1, 2, 2, 1, 1)
+    sinks: bool = False
+    tile: int = 1 << 20
+
+    def run(self, rank: int) -> list[str]:
+        of, S, mask = self.of, self.of.S, mask_of(self.of.mask)
+        x = numbers(of.sizes[0], S, self.sizes)
+        x |= {name: x[name].mul(2).round() for name in ("index_q", "index_k", "weights")}
+        pairs = picked(x, of.mask, self.top_k)
+        want = dense(x if self.sinks else x | {"sinks": torch.full_like(x["sinks"], -1e9)}, pairs)
+        if not self.sinks:
+            del x["sinks"], want[-1]
+        sequence = sequence_of(self.size, of.layout, S if of.named else None, of.pad, mask)
+        sizes = {"PAIRS": self.tile, "PRODUCTS": self.tile, "BLOCK": 1 + self.tile // 20}
+        of_rows = mock.patch.object(room("latent.indexed"), "NUMBERS", self.tile)
+        with mock.patch.multiple(room("selection"), **sizes), of_rows:
+            got, indices = sharded(x, mask, sequence, self.top_k)
+        ordered, rows = torch.where(pairs, torch.arange(S), S).sort(-1).values, sequence.positions(S)
+        ordered = F.pad(ordered, (0, self.top_k), value=S)[:, rows[rows < S], : self.top_k]
+        problems = differences(("out", "dq", "dlatent", "drope", "dup", "dsinks")[: len(got)], got, want)
+        return problems + ["other keys"] * (not torch.equal(indices[:, rows < S], ordered.where(ordered < S, -1).int()))
+
+
+@st.composite
+def indexings(draw: Any, size: int) -> Indexed:
+    d, of = Draws(draw), draw(batches(size))
+    sizes = tuple(d.number(1, most) for most in (3, 4, 3, 5, 4, 3, 3))
+    top_k, tile = d.of(d.number(1, 8), d.number(1, of.S + 9)), d.of(1 << 20, d.number(1, 400))
+    return Indexed(size, of, top_k, sizes, d.chance(50), tile)
+
+
 # --- a step of training
 
 
@@ -702,14 +798,14 @@ def steps(draw: Any, size: int) -> Step:
 
 # --- any of them
 
-Use = Call | Decoding | Batch | Mixing | Step
+Use = Call | Decoding | Batch | Mixing | Indexed | Step
 
 
 @st.composite
 def uses(draw: Any, *sizes: int) -> Use:
     """Of one of these numbers of ranks."""
     size = draw(st.sampled_from(sizes))
-    return draw(draw(st.sampled_from([calls] * 6 + [decodings, batches, mixings, steps]))(size))
+    return draw(draw(st.sampled_from([calls] * 6 + [decodings, batches, mixings, latents, indexings, steps]))(size))
 
 
 def run(rank: int, use: Use) -> list[str]:
