@@ -220,9 +220,9 @@ class ShardedSequence:
 
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
         what = "unshard" if scale == 1 else "gather"
-        if not torch.compiler.is_compiling():
-            check_output(what, x, self.layout, self.mesh.get_group())
         seq_len = self.len_of_local(x.shape[dim])
+        if not torch.compiler.is_compiling():
+            self._check_layout(what, x, seq_len)
         shape = list(x.shape)
         shape[dim] = -1
         self._agree(what, x, f"{shape} of {seq_len} in {self.layout.spec()}")
@@ -230,6 +230,15 @@ class ShardedSequence:
         if scale != 1 and not torch.compiler.is_compiling():  # `gather`: all ranks compute the loss alike
             state_of(self.mesh.get_group(), Cuts).gathered = self.length or whole.shape[dim]
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
+
+    def _check_layout(self, what: str, x: Tensor, seq_len: int) -> None:
+        """Refuse rows of another layout: in a root's forward that of its batch, else that of outputs of models."""
+        root, group = ROOT.get(), self.mesh.get_group()
+        if root is not None and root.differs(self.layout, seq_len, group.group_name):
+            hint = "in a root's forward pass the sequence of its batch, sequence.for_batch(length, mask)"
+            refuse(f"{what}: layout", f"{root.sequence.layout.spec()}, of the root's batch", self.layout.spec(), hint)
+        if root is None or not same(root.sequence.layout, self.layout):
+            check_output(what, x, self.layout, group)
 
     @typed
     def all_reduce(self, x: Tensor) -> Tensor:
