@@ -8,12 +8,14 @@ gradients of rows that several ranks picked are summed by a reduce-scatter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_mesh._torch import untraced
+from cp_mesh.call.spec import autocast
 from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.errors import refuse, typed
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -52,15 +54,15 @@ def indexed_attention(
             and kept whole between the passes.
         up_projection: [H · (D - P + Dv), R], the weight of a linear such as kv_b_proj. Its gradient is partial, as that
             of any weight: the sum over cp ranks is the gradient.
-        indices: int32 or int64 [B, S_local, K], positions in the whole sequence, as `select_keys` returns them; -1 is
-            no key. A key that is named twice counts twice. A query without keys has output 0.
+        indices: int32 or int64 [B, S_local, K], positions in the whole sequence, as `select_keys` returns them; others,
+            such as -1, are no key. A key that is named twice counts twice. A query without keys has output 0.
         sequence: how the whole sequence is sharded.
         scale: of the scores; None: D ** -0.5.
         sinks: [H], logits that take part in each softmax without a key. Their gradient is partial, too.
 
     Returns:
-        [B, H, S_local, Dv], in query's dtype. Gradients of ``latent`` and ``rope`` are summed in float32 on each rank,
-        between ranks in their dtype. On GPUs they are bitwise reproducible under
+        [B, H, S_local, Dv], in query's dtype, or under autocast in its dtype. Gradients of ``latent`` and ``rope`` are
+        summed in float32 on each rank, between ranks in their dtype. On GPUs they are bitwise reproducible under
         ``torch.use_deterministic_algorithms`` alone.
 
     Raises:
@@ -69,6 +71,7 @@ def indexed_attention(
     """
     group = sequence.mesh.get_group()
     with refusing(group):
+        query, latent, rope, up_projection = autocast(query, latent, rope, up_projection)
         given = {"query": (query, "B H S D"), "latent": (latent, "B 1 S R"), "rope": (rope, "B 1 S P")}
         given |= {"indices": (indices, "B S K"), "up_projection": (up_projection, "F R")}
         check_local("indexed_attention", **given, **({} if sinks is None else {"sinks": (sinks, "H")}))
@@ -95,15 +98,26 @@ def attend_rows(q: Tensor, keys: Tensor, indices: Tensor, sinks: Tensor | None, 
     """Attention in latent space: [B, L, H, value_dim] from q [B, L, H, D], keys of the whole sequence [B, S, D] whose
     first ``value_dim`` features are the values, and indices [B, L, K]."""
     offsets = torch.arange(len(q), device=q.device)[:, None, None] * keys.shape[1]
-    found = torch.where(indices < 0, -1, indices + offsets).flatten(0, 1)
+    found = torch.where((indices < 0) | (indices >= keys.shape[1]), -1, indices + offsets).flatten(0, 1)
     out: Tensor = _Attend.apply(q.flatten(0, 1), keys.flatten(0, 1), found, sinks, value_dim, scale)
     return out.unflatten(0, q.shape[:2])
+
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass whose products autocast does not round."""
+
+    def wrapped(ctx: Any, x: Tensor, *others: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return run(ctx, x, *others)
+
+    return wrapped
 
 
 class _Attend(torch.autograd.Function):
     """q [N, H, D], keys [T, D], indices [N, K], sinks [H] or None -> [N, H, value_dim], in tiles of rows."""
 
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any, q: Tensor, keys: Tensor, indices: Tensor, sinks: Tensor | None, value_dim: int, scale: float
     ) -> Tensor:
@@ -120,7 +134,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, keys, indices, sinks, out, lse = ctx.saved_tensors
         dq, mean = torch.empty_like(q), torch.empty_like(lse)
         dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)

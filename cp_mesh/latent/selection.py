@@ -18,7 +18,8 @@ from torch import Tensor
 from cp_mesh._torch import untraced
 from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.errors import check_int, refuse, typed
-from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.layouts import same
+from cp_mesh.geometry.mask import TENSORS, Mask
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
@@ -48,9 +49,10 @@ def select_keys(
     """Pick the ``top_k`` keys of each query with the highest index scores, of those that the mask shows.
 
     The score of a pair is ``sum_h weights[h] * relu(scale * q[h] @ k)``, as in DeepSeek-V3.2 (arXiv 2512.02556). It is
-    computed in float32, in float64 for float64 inputs. Of equal scores the key of the lower position is picked. The
-    choice has no gradient. With e bytes a number, (n - 1) / n of the B · S · D · e bytes of keys come from the other
-    n - 1 ranks; a tile of scores takes some 24 bytes for each of its pairs, of which `PAIRS` bounds the number.
+    computed in float32, in float64 for float64 inputs. Of equal scores the key of the lower position is picked; nan is
+    the highest score, as in `torch.topk`. The choice has no gradient. With e bytes a number, (n - 1) / n of the
+    B · S · D · e bytes of keys come from the other n - 1 ranks; a tile of scores takes some 24 bytes for each of its
+    pairs, of which `PAIRS` bounds the number.
 
     Args:
         q: index queries of this rank's rows, [B, S_local, H, D].
@@ -73,11 +75,23 @@ def select_keys(
     with refusing(group):
         top_k = check_int("select_keys: top_k", top_k)
         check_local("select_keys", q=(q, "B S H D"), k=(k, "B S D"), weights=(weights, "B S H"))
+        if k.dtype != q.dtype or not q.is_floating_point():
+            refuse("select_keys: k", f"{q.dtype}, as q, of floating point", k.dtype, "convert one of them")
+        if mask.layout is not None and not same(mask.layout, sequence.layout):
+            hint = "pass the sequence of its batch, sequence.for_batch(length, mask)"
+            refuse("select_keys: sequence", f"{mask.layout.spec()}, as the mask's", sequence.layout.spec(), hint)
+        seq_len, whole = sequence.len_of_local(k.shape[1]), sequence.mask(mask)
+        for name in TENSORS:
+            x = getattr(whole, name)
+            if x is not None and (x.shape[-1] != seq_len or (x.ndim == 2 and len(x) not in (1, len(q)))):
+                hint = "pass the tensor of the whole sequence; it is never sharded"
+                refuse(f"select_keys: Mask.{name}", f"shape {[len(q), seq_len]}", [*x.shape], hint)
     kind = {"call": "select_keys", "top_k": str(top_k), "scale": str(scale), "mask": mask.spec()}
     compare(group, (*kind.values(),), lambda: kind)
     keys = sequence.unshard(k)
     rows = sequence.positions(sequence.length or keys.shape[1])
-    return pick(q, keys, weights, top_k, rows, sequence.mask(mask), scale)
+    with torch.autocast(q.device.type, enabled=False):  # it would round the scores
+        return pick(q, keys, weights, top_k, rows, whole, scale)
 
 
 def pick(q: Tensor, keys: Tensor, weights: Tensor, top_k: int, rows: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -88,7 +102,8 @@ def pick(q: Tensor, keys: Tensor, weights: Tensor, top_k: int, rows: Tensor, mas
         scores = index_scores(q[:, begin:end], keys[:, first:last], weights[:, begin:end], scale)
         positions = torch.arange(first, last, device=q.device)
         hidden = ~on_device.allowed(rows[begin:end].to(q.device), positions)
-        found.append(best(scores.masked_fill_(hidden, -torch.inf), top_k, first))
+        scores.nan_to_num_(torch.inf, torch.inf, -torch.inf).masked_fill_(hidden, -torch.inf)
+        found.append(best(scores, top_k, first))
     return torch.cat(found, 1)
 
 
