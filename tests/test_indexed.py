@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,11 +15,22 @@ from hopper import Hopper
 from inside import room
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from ranks import num_collectives, on_ranks, refused
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh import Contiguous, Mask, RankMismatchError, ShardedSequence, Striped, ZigZag
+from cp_mesh import (
+    Contiguous,
+    Layout,
+    Mask,
+    RankMismatchError,
+    ShardedModel,
+    ShardedSequence,
+    Striped,
+    ZigZag,
+    parallelize,
+)
+from cp_mesh.geometry import Permuted
 from cp_mesh.latent import indexed_attention, select_keys
 
 SIZES = H, NOPE, ROPE, RANK, VALUE, INDEX_H, INDEX_D = 3, 5, 2, 6, 4, 2, 4
@@ -147,9 +159,52 @@ def test_unequal_shards(axis: DeviceMesh) -> None:
     check(ShardedSequence(axis, Contiguous(), length=S, pad=False))
 
 
+@on_ranks(3)
+def test_a_rank_without_rows(axis: DeviceMesh, rank: int) -> None:
+    """Other ranks would wait for one that fails in its own part of a call."""
+    sequence = ShardedSequence(axis, Contiguous(), length=2, pad=False)
+    x = local({name: y if name in PARAMETERS else y[:, :2] for name, y in inputs().items()}, sequence)
+    out = attend(x, select(x, sequence), sequence)
+    out.sum().backward()
+    assert out.shape[1] == (rank < 2) and x["latent"].grad is not None
+
+
 @on_ranks(2)
 def test_layout_of_a_batch(axis: DeviceMesh) -> None:
     check(ShardedSequence(axis, length=S).balanced(mask_of(MASKS["packed"])), ("packed",))
+
+
+class Picks(nn.Module):
+    """A root whose forward attends in the layout of its batch, or in another one."""
+
+    def __init__(self, whole: ShardedSequence, other: bool) -> None:
+        super().__init__()
+        self.whole, self.other = whole, other
+
+    def forward(self, rows: Tensor, documents: Tensor) -> Tensor:
+        mask = Mask(documents=documents)
+        x, batch = inputs(), self.whole.for_batch(len(documents), mask)
+        if self.other:
+            batch = ShardedSequence(self.whole.mesh, Contiguous(), length=S)
+        return sharded(x, mask, batch)[0][0] + 0 * rows.sum()
+
+
+@pytest.mark.parametrize("other", (False, True))
+@on_ranks(2)
+def test_layouts_of_batches_in_a_root(axis: DeviceMesh, other: bool) -> None:
+    """A second batch has another layout; a layout of other rows is refused."""
+    whole = ShardedSequence(axis, "auto", length=S)
+
+    def layout(rows: Tensor, documents: Tensor) -> Layout:
+        return whole.for_batch(len(documents), Mask(documents=documents)).layout
+
+    style = ShardedModel(whole, inputs=("rows",), positions=None, layout=layout, probe=False)
+    model, x = parallelize(Picks(whole, other), axis, {"": style}), inputs()
+    for first in (7, 5, 12):
+        documents = torch.tensor([0] * first + [1] * 3 + [2] * (S - 3 - first))
+        with refused("layout: expected balanced, of the root's batch") if other else nullcontext():
+            found = model(torch.zeros(2, S, 1), documents)
+            assert (found - dense(x, picked(x, Mask(documents=documents)))[0]).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("tile", (1, 40, 200))
@@ -174,7 +229,7 @@ def test_a_key_named_twice_counts_twice(axis: DeviceMesh) -> None:
     sequence = ShardedSequence(axis, Contiguous())
     latent = torch.arange(4.0).view(1, 2, 2) + 8 * axis.get_local_rank()
     x = {"q": torch.zeros(1, 2, 1, 3), "latent": latent, "rope": torch.ones(1, 2, 1), "up": torch.eye(2).repeat(2, 1)}
-    out = attend(x, torch.tensor([[[0, 0, 3], [-1, -1, -1]]]), sequence)
+    out = attend(x, torch.tensor([[[0, 0, 3], [-1, 4, 99]]]), sequence)  # there are 4 keys
     rows = sequence.unshard(latent)[0]
     assert torch.allclose(out[0, 0, 0], (2 * rows[0] + rows[3]) / 3) and not out[0, 1].any()
 
@@ -222,6 +277,16 @@ def test_planted_bugs_are_found(axis: DeviceMesh, bug: str) -> None:
 
 
 @on_ranks(2)
+def test_nan_spreads(axis: DeviceMesh) -> None:
+    """A key that is nan is picked, as by `torch.topk`, and hides no other key."""
+    x, sequence = inputs(), ShardedSequence(axis, Contiguous(), length=S)
+    for name in ("index_k", "latent"):
+        x[name][0, 9] = torch.nan
+    out = sequence.unshard(attend(rows := local(x, sequence), select(rows, sequence), sequence)).detach()
+    assert out[0, 9:].isnan().all() and out[0, :9].isfinite().all() and out[1].isfinite().all()
+
+
+@on_ranks(2)
 def test_traffic(axis: DeviceMesh) -> None:
     """Index keys once; latent and rope once in each pass. Nothing else moves after a first call."""
     sequence = ShardedSequence(axis, length=S)
@@ -251,10 +316,29 @@ def test_half_precision(axis: DeviceMesh) -> None:
         assert (got - wanted).norm() <= 1.5 * (ours - wanted).norm(), name
 
 
+@on_ranks(2)
+def test_autocast(axis: DeviceMesh) -> None:
+    """Keys are picked in the dtype of the inputs, and attention is that of rounded inputs, in both passes."""
+    x, sequence = {name: y.float() for name, y in inputs().items()}, ShardedSequence(axis, length=S)
+    indices, half = select(local(x, sequence), sequence), {name: y.bfloat16() for name, y in x.items()}
+    half["sinks"] = x["sinks"]
+    found = []
+    for given, enabled in ((x, True), (half, False)):
+        rows = local(given, sequence)
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            assert torch.equal(select(local(x, sequence), sequence), indices)
+            out = attend(rows, indices, sequence)
+            out.backward(rows["dout"].bfloat16())
+        found.append([out, *(rows[name].grad for name in TRAINED)])
+    for got, wanted in zip(*found, strict=True):
+        assert out.dtype == torch.bfloat16 and torch.equal(got.bfloat16(), wanted.bfloat16())
+
+
 OF_SELECT: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "top_k": (lambda x: {"top_k": 0}, "top_k: expected an int"),
     "heads": (lambda x: {"weights": x["weights"][..., :1]}, r"weights: expected \[B, S, H\] with H = 2, as of q"),
     "rows": (lambda x: {"index_k": x["index_k"][:, :3]}, r"k: expected \[B, S, D\] with S = "),
+    "dtype": (lambda x: {"index_k": x["index_k"].float()}, "k: expected torch.float64, as q"),
     "dims": (lambda x: {"index_q": x["index_q"][:, 0]}, r"q: expected \[B, S, H, D\]"),
 }
 OF_ATTENTION: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
@@ -278,6 +362,26 @@ def test_refused(axis: DeviceMesh, what: str) -> None:
             select(x, sequence, x.get("top_k", TOP_K))
         else:
             attend(x, x.get("indices", torch.zeros(2, x["q"].shape[1], 3).int()), sequence)
+
+
+@pytest.mark.parametrize("shape", ((2 * S,), (S // 2,), (3, 2 * (S // 2))))
+@pytest.mark.parametrize("name", ("documents", "key_padding"))
+@on_ranks(2)
+def test_masks_of_other_batches_are_refused(axis: DeviceMesh, name: str, shape: tuple[int, ...]) -> None:
+    """Beyond the sequence their entries would not be read."""
+    sequence, x = ShardedSequence(axis, Contiguous()), inputs()
+    x = local({key: y if key in PARAMETERS else y[:, : S // 2 * 2] for key, y in x.items()}, sequence)
+    given = torch.ones(shape, dtype=torch.bool if name == "key_padding" else torch.int64)
+    with refused(f"Mask.{name}: expected shape"):
+        select(x, sequence, mask=Mask(**{name: given}))  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_mask_of_another_layout_is_refused(axis: DeviceMesh) -> None:
+    x = local(inputs(), sequence := ShardedSequence(axis, length=S))
+    mask = replace(Mask(), layout=Permuted(torch.arange(32).flip(0)))
+    with refused("select_keys: sequence: expected permuted"):
+        select(x, sequence, mask=mask)
 
 
 @on_ranks(2)
