@@ -51,7 +51,7 @@ def of_one(x: list[Tensor], dtype: torch.dtype, hidden: Tensor) -> list[Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one-gpu", action="store_true")
-    parser.add_argument("--kernel", nargs="+", default=["triton", "fa4", "cudnn"])
+    parser.add_argument("--kernel", nargs="+", default=["triton", "fa4"])
     args = parser.parse_args()
     faulthandler.enable()
     join_on_gpus(args.one_gpu)
