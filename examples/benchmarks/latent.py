@@ -5,6 +5,11 @@ and of those that one rank of ``--cp-size`` holds in zigzag ("a rank"), without 
 a rank over its share of one GPU's time. Gathered are 256 and 1,152 bytes a token.
 
     python3 examples/benchmarks/latent.py --seq-len 32768 65536 131072 --csv latent.csv
+
+Under torchrun with ``--dense``: causal attention of expanded keys and values ("expanded", expansion included) and
+`latent_attention` ("latent") over all ranks in zigzag, both passes, the slowest rank.
+
+    torchrun --nproc-per-node 2 examples/benchmarks/latent.py --dense --heads 16 --seq-len 32768 --csv dense.csv
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,9 +26,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
+from attention import Ranks  # noqa: E402
 from report import append, machine, options  # noqa: E402
 
-from cp_mesh import Mask, ZigZag  # noqa: E402
+from cp_mesh import Mask, ZigZag, attention  # noqa: E402
+from cp_mesh.latent import latent_attention  # noqa: E402
 from cp_mesh.latent.indexed import attend_rows  # noqa: E402
 from cp_mesh.latent.selection import pick  # noqa: E402
 
@@ -40,12 +48,45 @@ def ms(call: Callable[[], Any], repeats: int = 3) -> float:
     return median(times[1:])
 
 
+def dense(args: Any) -> None:
+    ranks = Ranks(args.device)
+    about, nope, values = machine(ranks.device, ranks.size, args.commit), DIM - ROPE, 128
+    for seq_len in args.seq_len:
+        shapes = (1, args.heads, -1, DIM), (1, 1, -1, RANK), (1, 1, -1, ROPE), (args.heads * (nope + values), RANK)
+        rows = seq_len // ranks.size
+        leaves = [
+            torch.randn([rows if n < 0 else n for n in x], device=ranks.device, dtype=torch.bfloat16).requires_grad_()
+            for x in shapes
+        ]
+        dout = torch.randn(1, args.heads, rows, values, device=ranks.device, dtype=torch.bfloat16)
+        given = {"mesh": ranks.mesh, "kernel": args.kernel}
+
+        def expanded(q: Any, latent: Any, rope: Any, up: Any, given: Any = given) -> Any:
+            keys = (latent[:, 0] @ up.t()).unflatten(-1, (args.heads, -1)).transpose(1, 2)
+            k = torch.cat((keys[..., :nope], rope.expand(-1, args.heads, -1, -1)), -1)
+            return attention(q, k, keys[..., nope:], **given)
+
+        for way, run in {"expanded": expanded, "latent": partial(latent_attention, **given)}.items():
+            torch.cuda.reset_peak_memory_stats()
+            took = ms(lambda run=run, x=leaves, dout=dout: torch.autograd.grad(run(*x), x, dout))  # type: ignore[misc]
+            slowest = float(ranks.largest(took))
+            row = {"seq_len": seq_len, "heads": args.heads, "kernel": args.kernel, "way": way, "both": f"{slowest:.1f}"}
+            row["peak_gib"] = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}"
+            ranks.append(args.csv, [*about, *row], [about | row])
+            ranks.print(*row.values())
+    ranks.end(False)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--seq-len", type=int, nargs="+", default=[32768])
     parser.add_argument("--cp-size", type=int, default=2)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--dense", action="store_true", help="latent against expanded keys, under torchrun")
+    parser.add_argument("--kernel", default="auto")
     args = parser.parse_args(argv)
+    if args.dense:
+        return dense(args)
     device = torch.device(args.device)
     about = machine(device, 1, args.commit)
     for seq_len in args.seq_len:
