@@ -22,7 +22,7 @@ from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.latent.ops import expanded_like, latent_attention_op
 
-_KEYWORDS = inspect.signature(attention).parameters.keys()
+_KEYWORDS = frozenset(inspect.signature(attention).parameters)
 
 
 def latent_attention(
@@ -73,7 +73,7 @@ def latent_attention(
     Source: DeepSeek-V2, arXiv:2405.04434; c is ``latent``, k^R ``rope``, (W^UK, W^UV) ``up_projection``.
     """
     with refusing(lambda: group_that_waits(query, mesh, seq_dim)):
-        if unknown := options.keys() - _KEYWORDS:
+        if unknown := {*options} - _KEYWORDS:
             raise TypeError(f"latent_attention() got an unexpected keyword argument {min(unknown)!r}")
         check_dense(query=query, latent=latent, rope=rope, up_projection=up_projection)
         axis = find_cp_axis((query, latent, rope), mesh, seq_dim)
