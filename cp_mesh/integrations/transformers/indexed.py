@@ -69,13 +69,15 @@ class Indexer(OverCP):
         return forward(*args, **kwargs | {"cache": _Cache(found[0])})
 
 
+@dataclass(frozen=True)
 class _Shown:
     """The mask, of which an indexer asks the dtype and the negation."""
 
+    is_negated: bool = False
     dtype = torch.bool
 
     def __invert__(self) -> _Shown:
-        return self
+        return _Shown(not self.is_negated)
 
 
 class _Cache(NamedTuple):
@@ -160,7 +162,7 @@ class _IndexKeys:
         return replace(self, scale=self.scale * scale) if known else self._refuse(f"a product with {scale}")
 
     def masked_fill(self, mask: Any, value: Any) -> _IndexKeys:
-        known = self.weights is not None and isinstance(mask, _Shown) and value == -torch.inf
+        known = self.weights is not None and isinstance(mask, _Shown) and mask.is_negated and value == -torch.inf
         return replace(self, is_masked=True) if known else self._refuse("masked_fill with another mask")
 
     def topk(self, k: int, dim: int = -1) -> _Picked:
@@ -174,7 +176,8 @@ class _IndexKeys:
         return _Picked(select_keys(q, keys, self.weights, k, sequence=sequence, mask=mask, scale=self.scale))
 
 
-class _Picked(NamedTuple):
-    """What topk returns."""
+@dataclass(frozen=True)
+class _Picked:
+    """What topk returns, without the scores."""
 
     indices: Tensor
