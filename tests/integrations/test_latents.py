@@ -20,7 +20,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from families import OLD, build  # noqa: E402
-from inside import room  # noqa: E402
+from inside import inner, room  # noqa: E402
 from oracle import Case, batch, compare  # noqa: E402
 from ranks import on_ranks, refused  # noqa: E402
 from test_transformers import BOUND  # noqa: E402
@@ -259,3 +259,15 @@ def test_hybrid_sends_to_its_degree(axis: Any) -> None:
     for rank, num in ((48, 2), (128, 0)):
         model = parallelize(build("deepseek_v3", "eager", kv_lora_rank=rank), axis, method="hybrid", ulysses_degree=2)
         assert calls(partial(model, **batch("plain"))) == num
+
+
+def test_steps_of_an_indexer_that_choose_otherwise_are_refused() -> None:
+    """A mask that hides what it should show, and scores in place of positions."""
+    keys, shown, picked = inner("transformers.indexed", "_IndexKeys", "_Shown", "_Picked")
+    state = keys(None, torch.zeros(1, 2, 3), torch.zeros(1, 2, 1, 3), is_positive=True, weights=torch.ones(1, 2, 1))
+    assert state.masked_fill(~shown(), -torch.inf).is_masked
+    for mask in (shown(), ~~shown()):
+        with pytest.raises(UnsupportedError, match="masked_fill with another mask"):
+            state.masked_fill(mask, -torch.inf)
+    with pytest.raises(TypeError, match="not subscriptable"):
+        picked(torch.zeros(1))[0]
