@@ -14,7 +14,11 @@ kernel for each pass. `report.COLUMNS` describes the columns.
 ``--grid magi`` has the shapes, masks and document lengths of MagiAttention's benchmark (SandAI-org/MagiAttention,
 exps/dist_attn/benchmark_conf.py at 2c641357): 64/8 heads of 128, bf16, 8K rows a GPU (16K of H200s and B200s), full and
 causal masks, with and without packed documents. That benchmark takes the mean of 20 packs, this one times one pack.
-TFLOP/s count the same pairs. MagiAttention itself, which has to be built for CUDA, is not run.
+TFLOP/s count the same pairs.
+
+Rivals run if they are installed, all on one kernel: wheels of ring-flash-attn, axolotl-ringmaster (whose kernels come
+from a hub) and deepspeed (0.19.8, built with DS_BUILD_OPS=0), the last two with Transformers. MagiAttention and
+TransformerEngine, which have to be built for CUDA, are not run.
 """
 
 from __future__ import annotations

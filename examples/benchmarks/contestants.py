@@ -14,17 +14,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
+import flash_attn_2
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from raw_kernels import RAW_KERNELS, Cuts, RawKernel, bottom_right, swap
+from raw_kernels import RAW_KERNELS, Cuts, RawKernel, swap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -90,8 +92,10 @@ class Case:
         return pairs_of_window(self.seq_len, self.mask.window[0])
 
     @property
-    def cuts(self) -> Cuts:
+    def cuts(self) -> Cuts | None:
         """Of its packed documents."""
+        if self.pattern not in DOCUMENTS:
+            return None
         lengths = DOCUMENTS[self.pattern](self.seq_len)
         bounds = torch.tensor((0, *lengths)).cumsum(0).to(self.device, torch.int32)
         return bounds, bounds, max(lengths), max(lengths)
@@ -409,10 +413,7 @@ class Ulysses(Contestant):
         return no_packing(self.kernel, case)
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
-        kernel = RAW_KERNELS[self.kernel]
-        if case.pattern:
-            forward, backward = (partial(call, cuts=case.cuts) for call in kernel.packed)
-            kernel = replace(kernel, forward=forward, backward=backward)
+        kernel = flash_attn_2.of_documents(RAW_KERNELS[self.kernel], case.cuts)
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return _UlyssesFunction.apply(q, k, v, kernel, case)
@@ -477,32 +478,27 @@ class RingFlashAttention(Contestant):
     def unsupported(self, case: Case) -> str | None:
         if find_spec("ring_flash_attn") is None:
             return "ring-flash-attn is not installed"
-        if not case.causal and self._algorithm in ("zigzag", "stripe"):
+        if not case.causal and self._algorithm != "llama3":
             return "causal only"
-        if case.causal and self._algorithm == "ring":
-            return "balances causal masks by zigzag"
         return no_packing(self.kernel, case) if self._algorithm == "llama3" else super().unsupported(case)
 
     def layout(self, case: Case) -> Layout:
         return {"zigzag": ZigZag(), "stripe": Striped()}.get(self._algorithm, Contiguous())
 
-    @contextmanager
-    def active(self, case: Case) -> Iterator[None]:
-        _, shim = _ring_flash_attn()
-        shim.kernel = bottom_right(RAW_KERNELS[self.kernel])
-        yield
+    def active(self, case: Case) -> AbstractContextManager[Any]:
+        return flash_attn_2.on(RAW_KERNELS[self.kernel])
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
-        package, _ = _ring_flash_attn()
+        package = _ring_flash_attn()
         tensors = [inputs.q, inputs.k, inputs.v, inputs.dout]
         if self._algorithm != "llama3":
-            prefix = {"zigzag": "zigzag_ring", "stripe": "stripe", "ring": "ring"}[self._algorithm]
+            prefix = {"zigzag": "zigzag_ring", "stripe": "stripe"}[self._algorithm]
             whole = getattr(package, f"{prefix}_flash_attn_func")
             return AutogradRun(lambda q, k, v: whole(q, k, v, causal=case.causal), tensors)
 
         one_document = torch.tensor([0, case.seq_len], dtype=torch.int32, device=case.device)
         *lengths, rows = package.llama3_flash_attn_prepare_cu_seqlens(
-            case.cuts[0] if case.pattern else one_document, case.causal, case.cp_rank, case.cp_size
+            case.cuts[0] if case.cuts else one_document, case.causal, case.cp_rank, case.cp_size
         )
         # 4 kv heads at a time: the setting of its own benchmark
         settings = {"heads_k_stride": min(4, case.kv_heads), "local_k_slice": rows, "causal": case.causal}
@@ -513,80 +509,138 @@ class RingFlashAttention(Contestant):
         return AutogradRun(packed, [x[0] for x in tensors], lambda x: x[None])
 
 
-class FlashAttnShim:
-    """Stands for `flash_attn.flash_attn_interface` while ring-flash-attn is imported, and calls ``kernel``."""
-
-    kernel: RawKernel
-
-    def module(self) -> ModuleType:
-        module = ModuleType("flash_attn.flash_attn_interface")
-
-        # ring-flash-attn reads these signatures, so they are plain functions with flash-attn's argument names.
-        def _flash_attn_forward(
-            q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-            return_softmax,
-        ):  # fmt: skip
-            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-            return (*self.kernel.forward(q, k, v, causal, softmax_scale), None, None)
-
-        def _flash_attn_backward(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-            window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-        ):  # fmt: skip
-            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-            self.kernel.backward(dout, q, k, v, out, softmax_lse, causal, softmax_scale, (dq, dk, dv))
-
-        def _flash_attn_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-            window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
-        ):  # fmt: skip
-            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-            cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            forward = partial(self.kernel.packed[0], cuts=cuts) if cu_seqlens_q.numel() > 2 else self.kernel.forward
-            out, lse = forward(q[None], k[None], v[None], causal, softmax_scale)
-            return out[0], lse[0], None, None
-
-        def _flash_attn_varlen_backward(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-            deterministic, rng_state=None,
-        ):  # fmt: skip
-            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-            dout, q, k, v, out, lse, dq, dk, dv = (x[None] for x in (dout, q, k, v, out, softmax_lse, dq, dk, dv))
-            cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            backward = partial(self.kernel.packed[1], cuts=cuts) if cu_seqlens_q.numel() > 2 else self.kernel.backward
-            backward(dout, q, k, v, out, lse, causal, softmax_scale, (dq, dk, dv))
-
-        for function in (
-            _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward
-        ):  # fmt: skip
-            setattr(module, function.__name__, function)
-        return module
-
-
-def _only_plain(dropout: float, left: int, right: int, softcap: float, alibi: Tensor | None) -> None:
-    assert (dropout, left, right, softcap, alibi) == (0, -1, -1, 0.0, None), "the shim has plain attention only"
-
-
 @lru_cache
-def _ring_flash_attn() -> tuple[ModuleType, FlashAttnShim]:
-    """The installed package, bound to a shim instead of to flash-attn."""
-    shim = FlashAttnShim()
+def _ring_flash_attn() -> ModuleType:
+    """The installed package, bound to `flash_attn_2` instead of to flash-attn."""
     adapters = ModuleType("ring_flash_attn.adapters")  # they need transformers, and are not called here
     adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
-    stand_ins = {"flash_attn.flash_attn_interface": shim.module(), "ring_flash_attn.adapters": adapters}
+    stand_ins = {"flash_attn.flash_attn_interface": flash_attn_2, "ring_flash_attn.adapters": adapters}
     if find_spec("flash_attn") is None:
         stand_ins["flash_attn"] = ModuleType("flash_attn")
     before = {name: sys.modules.get(name) for name in stand_ins}
     sys.modules.update(stand_ins)
     try:
-        return import_module("ring_flash_attn"), shim
+        return import_module("ring_flash_attn")
     finally:
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+class AroundKernel(Contestant):
+    """A package's Ulysses, unchanged, around the kernel that we give it: a function of the whole sequence."""
+
+    package = ""
+
+    def __init__(self, mesh: DeviceMesh, algorithm: str, kernel: str) -> None:
+        self.name, self.kernel, self._mesh = f"{self.package}/{algorithm}/{kernel}", kernel, mesh
+        self._algorithm = algorithm
+
+    def unsupported(self, case: Case) -> str | None:
+        if missing := [name for name in (self.package, "transformers") if find_spec(name) is None]:
+            return f"{' and '.join(missing)} not installed"
+        return no_packing(self.kernel, case)
+
+    def attend(self, case: Case) -> Callable[..., tuple[Tensor, None]]:
+        """As Transformers calls attention: a module and q, k and v [1, heads, S, D] to out [1, S, heads, D]."""
+        kernel = flash_attn_2.of_documents(RAW_KERNELS[self.kernel], case.cuts)
+
+        def function(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: Any) -> tuple[Tensor, None]:
+            return flash_attn_2.Attend.apply(swap(q), swap(k), swap(v), kernel, case.causal, case.scale)[0], None
+
+        return function
+
+
+class DeepSpeed(AroundKernel):
+    """Its `DistributedAttention`, and as "alst" `UlyssesSPAttentionHF`, which accelerate and TRL take."""
+
+    package = "deepspeed"
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        import deepspeed
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        from deepspeed.sequence.layer import DistributedAttention
+
+        with patch("deepspeed.comm.torch.build_shm_op", lambda: None):  # of CPUs, compiled by every rank
+            deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False)
+        attend, group = self.attend(case), self._mesh.get_group()
+        tensors = [inputs.q, inputs.k, inputs.v, inputs.dout]
+        if self._algorithm == "attention":
+
+            def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return attend(None, swap(q), swap(k), swap(v), None)[0]
+
+            distributed = DistributedAttention(whole, group, scatter_idx=2, gather_idx=1)
+            return AutogradRun(lambda q, k, v: distributed(q, k, v, 0), tensors)
+
+        heads = {"attn_head_count": case.heads, "attn_head_size": case.head_dim, "kv_head_count": case.kv_heads}
+        lengths = {"local_seq_length": case.local_len, "global_seq_length": case.seq_len}
+        alst = UlyssesSPAttentionHF(attend, batch_size=1, num_hidden_layers=1, process_group=group, **heads, **lengths)
+        module = torch.nn.Module()
+        positions = case.cp_rank * case.local_len + torch.arange(case.local_len, device=case.device)[None]
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, _ = alst(module, swap(q), swap(k), swap(v), None, position_ids=positions)
+            return out.view(q.shape)
+
+        return AutogradRun(function, tensors)
+
+
+RINGMASTER = {
+    "ulysses": {"backend": "ulysses"},
+    "gather": {"backend": "ring"},
+    "zigzag": {"backend": "ring", "load_balance": "head_tail"},
+    "distflash": {"backend": "ring", "load_balance": "distflash"},
+}
+
+
+class Ringmaster(AroundKernel):
+    """axolotl's: "ulysses", which it chooses itself, and its rings on the kernel, in place of one from a hub.
+
+    "gather" is its default ring: contiguous, not balanced. "zigzag" and "distflash" are the balanced ones.
+    """
+
+    package = "ringmaster"
+
+    def unsupported(self, case: Case) -> str | None:
+        if self._algorithm in ("zigzag", "distflash") and not (case.causal and case.device.type == "cuda"):
+            return "causal masks on GPUs only"
+        if self._algorithm == "zigzag" and case.pattern:
+            return "has documents by products of rows x rows in float32 only"
+        return super().unsupported(case)
+
+    def layout(self, case: Case) -> Layout:
+        return ZigZag() if self._algorithm == "zigzag" else Contiguous()
+
+    @contextmanager
+    def active(self, case: Case) -> Iterator[None]:
+        flash = flash_attn_2.flash_attn_func, flash_attn_2.flash_attn_varlen_func
+        with (
+            patch("transformers.modeling_flash_attention_utils._lazy_imports", lambda *_: flash),
+            flash_attn_2.on(RAW_KERNELS[self.kernel]),
+        ):
+            yield
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        import ringmaster
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+        AttentionInterface.register("flash_attn_2", self.attend(case))
+        config = ringmaster.RingmasterConfig(size=case.cp_size, **RINGMASTER[self._algorithm])
+        runtime = ringmaster.setup(
+            config, num_kv_heads=case.kv_heads, device_mesh=self._mesh, device_type=case.device.type,
+            inner_attn="flash_attn_2" if self._algorithm == "ulysses" else "flash_attention_2",
+        )  # fmt: skip
+        runtime.varlen = case.cuts and (case.cuts[0], case.cuts[2])
+        attend, module = ALL_ATTENTION_FUNCTIONS[runtime.attn_implementation], torch.nn.Module()
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ringmaster.set_runtime(runtime)
+            return attend(module, swap(q), swap(k), swap(v), None, scaling=case.scale, is_causal=case.causal)[0]
+
+        return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
 
 
 def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[int] = ()) -> list[Contestant]:
@@ -614,8 +668,10 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[
     for rotation in ("allgather", "alltoall"):
         field.append(TorchCP(mesh, rotation))
     for kernel in kernels:
-        field += [RingFlashAttention(algorithm, kernel) for algorithm in ("zigzag", "stripe", "llama3", "ring")]
+        field += [RingFlashAttention(algorithm, kernel) for algorithm in ("zigzag", "stripe", "llama3")]
         field.append(Ulysses(kernel))
+        field += [DeepSpeed(mesh, algorithm, kernel) for algorithm in ("attention", "alst")]
+        field += [Ringmaster(mesh, algorithm, kernel) for algorithm in RINGMASTER]
     return field
 
 
@@ -632,5 +688,5 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
         # of two ranks the hybrid is Ulysses
         patterns += [f"cp_mesh/{name}/zigzag/{kernel}/{transport}" for name in ("ring", "all_gather", "ulysses")]
         patterns += [f"cp_mesh/ulysses/contiguous/{kernel}/{transport}"]
-        patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]
+        patterns += [f"{name}/{kernel}" for name in ("ring_flash_attn/*", "ulysses", "deepspeed/*", "ringmaster/*")]
     return [*patterns, "torch/*"]

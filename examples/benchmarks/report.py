@@ -180,7 +180,8 @@ def machine(device: torch.device, world_size: int, commit: str | None) -> dict[s
     cuda = device.type == "cuda"
     versions = {}
     attention = "flash-attn-4", "flash-attn-3", "flash-attn", "nvidia-cutlass-dsl", "ring-flash-attn"
-    for package in ("triton", "fla-core", *attention):
+    rivals = "axolotl-ringmaster", "deepspeed", "transformers"
+    for package in ("triton", "fla-core", *attention, *rivals):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {
