@@ -23,7 +23,7 @@ RUNS = {
     "decoding": "--device cpu --heads 4/2 --head-dim 8 --cached 64 --gate-len 61 --repeats 2 --calls 3",
     "flex": (
         "--device cpu --rows 128 --gate-rows 128 --heads 4/2 --head-dim 16 --repeats 2 --calls 1 --scores distances "
-        "--forward --contestants cp_mesh 'cp_mesh gather' 'torch mended'"
+        "--forward --contestants cp_mesh 'torch mended'"
     ),
     "layers": "--device cpu --kernel reference --rows 16 --layers 2 --steps 1 --head-dim 8",
     "linears": (

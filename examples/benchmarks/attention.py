@@ -1,7 +1,6 @@
 """Time context-parallel attention, forward and backward, beside its floor and its rivals in one run.
 
     torchrun --nproc-per-node 4 examples/benchmarks/attention.py --csv attention.csv       # everything, on 4 GPUs
-    torchrun --nproc-per-node 2 examples/benchmarks/attention.py --quick                   # a few short cases
     torchrun --nproc-per-node 8 examples/benchmarks/attention.py --grid magi --csv magi.csv
 
 A correctness gate runs first; contestants that fail it are not timed. In each repeat every contestant runs once, after
@@ -79,10 +78,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--head-dim", type=int)
     add("--mask", choices=MASKS, nargs="+")
     add("--grid", choices=GRIDS, help="heads, masks and rows of another project's benchmark")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     add("--contestants", nargs="+", default=["default"], help='patterns of names; "default" is a representative choice')
     add("--kernels", nargs="+", help="kernels of the default contestants (default: the best)")
-    add("--head-chunks", type=int, nargs="+", default=[], help="also the ring in N chunks: .../head_chunks=N")
     add("--list", action="store_true", help="print all names (the chosen ones with a star) and exit")
     add("--repeats", type=int, default=7)
     add("--seconds-per-case", type=float, default=10.0, help="run fewer repeats if they take longer")
@@ -90,16 +87,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--queued", action="store_true", help="also time eager calls in sequence")
     add("--graph-max-len", type=int, default=16384, help="local length up to which graphs are timed")
     add("--gate-len", type=int, help="rows per rank in the correctness gate")
-    add("--quick", action="store_true", help="few short cases")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     for name, values in GRIDS.get(args.grid, {}).items():
         setattr(args, name, getattr(args, name) or values)
     args.mask = args.mask or ["causal", "full"]
-    if args.quick:
-        args.repeats, args.mask = min(args.repeats, 3), args.mask[:1]
-    args.local_len = args.local_len or (([1024, 4096] if args.quick else [1024, 4096, 16384, 65536]) if cuda else [64])
-    args.heads = args.heads or ((["32/8"] if args.quick else ["32/8", "32/32"]) if cuda else ["4/2"])
+    args.local_len = args.local_len or ([1024, 4096, 16384, 65536] if cuda else [64])
+    args.heads = args.heads or (["32/8", "32/32"] if cuda else ["4/2"])
     args.head_dim = args.head_dim or (128 if cuda else 16)
     args.gate_len = args.gate_len or (512 if cuda else 64)
     if any(length % 2 for length in [*args.local_len, args.gate_len]):
@@ -568,7 +562,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not present:
         raise SystemExit(f"no kernel of {', '.join(RAW_KERNELS)} runs here")
     transport = choose_transport("auto", ranks.mesh.get_group(), ranks.device)
-    field = all_contestants(ranks.mesh, present, args.head_chunks)
+    field = all_contestants(ranks.mesh, present)
     defaults = default_patterns(args.kernels or present[:1], present, transport)
     if args.grid:  # it has documents
         defaults += [name.replace("/zigzag/", "/balanced/") for name in defaults if "/ring/zigzag/" in name]
@@ -578,7 +572,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.destroy_process_group()
         return
     report = Report(args.csv, machine(ranks.device, ranks.size, args.commit) if ranks.rank == 0 else {})
-    dtype = getattr(torch, args.dtype)
     verdicts: dict[tuple[str, str], dict[str, Verdict]] = {}
     ranks.print(f"{ranks.size} ranks; kernels {', '.join(present)}; transport {transport}; {len(chosen)} contestants")
     for local_len in sorted(args.local_len):
@@ -592,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 num_heads, num_kv_heads = (int(x) for x in heads.split("/"))
                 pattern = mask if mask not in ("causal", "full") else ""
                 case = Case(
-                    num_heads, num_kv_heads, args.head_dim, dtype, "full" not in mask, local_len, ranks.size,
+                    num_heads, num_kv_heads, args.head_dim, torch.bfloat16, "full" not in mask, local_len, ranks.size,
                     ranks.rank, ranks.device, pattern,
                 )  # fmt: skip
                 if (heads, mask) not in verdicts:

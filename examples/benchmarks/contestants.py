@@ -12,7 +12,7 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -325,22 +325,13 @@ class CPMesh(Contestant):
     is_ours = True
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        method: str,
-        layout: str,
-        kernel: str,
-        transport: str,
-        degree: int = 0,
-        head_chunks: int | None = None,
+        self, mesh: DeviceMesh, method: str, layout: str, kernel: str, transport: str, degree: int = 0
     ) -> None:
         self.name = f"cp_mesh/{method}{degree or ''}/{layout}/{kernel}/{transport}"
-        self.name += f"/head_chunks={head_chunks}" if head_chunks else ""
         self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS.get(layout), mesh, transport
         self._method, self._degree = method, degree
         self._options: dict[str, Any] = {"method": method, "kernel": kernel, "transport": transport}
         self._options |= {"ulysses_degree": degree} if degree else {}
-        self._options |= {"head_chunks": head_chunks} if head_chunks else {}
         self.capturable = transport == "symmetric_memory" or mesh.size() == 1
 
     def unsupported(self, case: Case) -> str | None:
@@ -643,30 +634,22 @@ class Ringmaster(AroundKernel):
         return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
 
 
-def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[int] = ()) -> list[Contestant]:
-    """Everyone, for kernels that are present; the ring with so many head chunks too.
-
-    Symmetric memory that one contestant has made to grow the next is charged for, so those with more chunks come first.
-    """
-    field: list[Contestant] = []
-    for kernel in kernels:
-        field.append(Floor(kernel))
+def all_contestants(mesh: DeviceMesh, kernels: list[str]) -> list[Contestant]:
+    """Everyone, for kernels that are present."""
+    field: list[Contestant] = [Floor(kernel) for kernel in kernels]
     own_kernels = [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
-    methods: list[tuple[str, int, int | None]] = [("ring", 0, count) for count in sorted(head_chunks, reverse=True)]
-    methods += [(method, 0, None) for method in METHODS]
-    inner = [degree for degree in range(2, mesh.size()) if mesh.size() % degree == 0]
-    methods += [("hybrid", degree, None) for degree in inner]
+    methods = [(method, 0) for method in METHODS]
+    methods += [("hybrid", degree) for degree in range(2, mesh.size()) if mesh.size() % degree == 0]
     field += [
-        CPMesh(mesh, method, layout, kernel, transport, degree, count)
-        for method, degree, count in methods
+        CPMesh(mesh, method, layout, kernel, transport, degree)
+        for method, degree in methods
         for layout in (*LAYOUTS, "balanced")
         for kernel in own_kernels
         if kernel in KERNELS
         for transport in TRANSPORTS
         if transport != "auto"
     ]
-    for rotation in ("allgather", "alltoall"):
-        field.append(TorchCP(mesh, rotation))
+    field += [TorchCP(mesh, rotation) for rotation in ("allgather", "alltoall")]
     for kernel in kernels:
         field += [RingFlashAttention(algorithm, kernel) for algorithm in ("zigzag", "stripe", "llama3")]
         field.append(Ulysses(kernel))

@@ -2,15 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/benchmarks/flex.py --csv flex.csv
 
-Scores: "none"; "alibi", slopes without a gradient; "distances", a learned bias for each head and distance, and "table",
-the same with a negative index where a key is hidden, for which PyTorch's kernels read memory before the table;
-"softcap", a tanh; "documents", a bias by the documents of query and key, in packed documents, without a gradient, or
-"learned documents", with one.
+Scores: "none"; "alibi", slopes without a gradient; "distances", a learned bias for each head and distance; "softcap", a
+tanh.
 
-Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "cp_mesh gather", the same with the
-all-gather; "torch", PyTorch's own context parallelism
-of flex_attention, with its head-tail balance; "torch mended", the same with functions that look up global positions, as
-a user may write who knows that PyTorch passes indices of local queries and rearranged keys. "floor" is torch.compile of
+Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "torch mended", PyTorch's own context
+parallelism of flex_attention, with its head-tail balance and functions that look up global positions, as a user may
+write who knows that PyTorch passes indices of local queries and rearranged keys. "floor" is torch.compile of
 flex_attention on one GPU without communication: causal, over as many rows as a rank holds. Its times are scaled to the
 pairs of a rank: multiplied by (whole pairs / ranks) / (its own pairs), which is close to the number of ranks.
 
@@ -42,7 +39,6 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
 from attention import Ranks, in_turns  # noqa: E402
-from contestants import document_lengths  # noqa: E402
 from decoding import bound_of, judge  # noqa: E402
 from report import machine, options, spread  # noqa: E402
 
@@ -74,34 +70,27 @@ class Function:
 
     def __init__(self, score: str, seq_len: int, heads: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(1)
-        draw = partial(torch.randn, generator=generator, device=device)
         self.learned: list[Tensor] = []
         if score == "none":
             self.score_mod: ScoreMod = lambda score, b, h, i, j: score
         elif score == "alibi":
             slopes = 2.0 ** -(8 / heads * torch.arange(1, heads + 1, device=device))
             self.score_mod = lambda score, b, h, i, j: score - slopes[h] * (i - j)
-        elif score in ("distances", "table"):
-            table, of_distances = draw(heads, seq_len), score == "distances"
+        elif score == "distances":
+            table = torch.randn(heads, seq_len, generator=generator, device=device)
             self.learned = [table.requires_grad_()]
-            self.score_mod = lambda score, b, h, i, j: score + table[h, (i - j).abs() if of_distances else i - j]
-        elif score == "softcap":
-            self.score_mod = lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
+            self.score_mod = lambda score, b, h, i, j: score + table[h, (i - j).abs()]
         else:
-            lengths = torch.tensor(document_lengths(seq_len))
-            ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
-            bias = draw(len(lengths), len(lengths))
-            self.learned = [bias.requires_grad_()] if score.startswith("learned") else []
-            self.score_mod = lambda score, b, h, i, j: score + bias[ids[i], ids[j]]
+            self.score_mod = lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
 
 
-SCORES = ("none", "distances", "alibi", "softcap", "documents", "learned documents", "table")
+SCORES = ("none", "distances", "alibi", "softcap")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options(__doc__, time_limit=True)
     add = parser.add_argument
-    add("--scores", nargs="+", choices=SCORES, default=list(SCORES[:5]))
+    add("--scores", nargs="+", choices=SCORES, default=list(SCORES))
     add("--rows", type=int, nargs="+", default=[8192, 16384, 2048], help="rows per rank, in this order")
     add("--heads", default="32/8", help="query heads/kv heads")
     add("--head-dim", type=int, default=128)
@@ -125,11 +114,9 @@ def compiled(device_type: str) -> Callable[..., Tensor]:
     return torch.compile(torch_flex_attention, dynamic=False) if device_type == "cuda" else torch_flex_attention
 
 
-def ours(
-    function: Function, rows: int, args: argparse.Namespace, ranks: Ranks, method: str = "ring"
-) -> Callable[..., Tensor]:
+def ours(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks) -> Callable[..., Tensor]:
     options: dict[str, Any] = {"mesh": ranks.mesh, "seq_dim": 2, "layout": ZigZag(), "mask": Mask()}
-    options |= {"method": method, "kernel": args.kernel, "enable_gqa": True}
+    options |= {"method": "ring", "kernel": args.kernel, "enable_gqa": True}
     return lambda q, k, v: flex_attention(q, k, v, function.score_mod, **options)
 
 
@@ -144,25 +131,22 @@ class Core(nn.Module):
         return self.call(q, k, v, **self.options)
 
 
-def torchs(
-    function: Function, rows: int, args: argparse.Namespace, ranks: Ranks, mended: bool = False
-) -> Callable[..., Tensor]:
+def torchs(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks) -> Callable[..., Tensor]:
     from torch.distributed.tensor.experimental._context_parallel._attention import (
         _ContextParallel,
         _create_cp_block_mask,
     )
     from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
-    seq_len, score_mod = rows * ranks.size, function.score_mod
+    seq_len = rows * ranks.size
     balancer = _HeadTailLoadBalancer(seq_len, ranks.size, ranks.device)
     with torch.compiler.set_stance("force_eager"):  # compiled, its kernel keeps PyTorch's assembler busy for minutes
         block_mask = _create_cp_block_mask(causal, 1, 1, seq_len, seq_len, ranks.mesh, balancer)
-    if mended:
-        of_keys = balancer._generate_indices()[0].long()
-        of_queries = of_keys.chunk(ranks.size)[ranks.rank].contiguous()
+    of_keys = balancer._generate_indices()[0].long()
+    of_queries = of_keys.chunk(ranks.size)[ranks.rank].contiguous()
 
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return function.score_mod(score, b, h, of_queries[q_idx], of_keys[kv_idx])
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return function.score_mod(score, b, h, of_queries[q_idx], of_keys[kv_idx])
 
     core = Core(compiled(args.device), score_mod, block_mask)
     style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
@@ -174,12 +158,7 @@ def floor(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks)
     return Core(compiled(args.device), function.score_mod, block_mask)
 
 
-CONTESTANTS: dict[str, Callable[..., Callable[..., Tensor]]] = {
-    "cp_mesh": ours,
-    "cp_mesh gather": partial(ours, method="all_gather"),
-    "torch": torchs,
-    "torch mended": partial(torchs, mended=True),
-}
+CONTESTANTS: dict[str, Callable[..., Callable[..., Tensor]]] = {"cp_mesh": ours, "torch mended": torchs}
 FLOOR = "floor"
 
 

@@ -4,11 +4,9 @@
 
 Parts are the feed-forward layer and the projections of attention (without attention) of Llama-3-8B and 70B.
 Contestants: "cp_mesh", `OverlappedColwise` and `OverlappedRowwise`; "cp_mesh again", which gathers the input again in
-the backward; "cp_mesh NCCL" and "cp_mesh copies", with transport="functional" and "symmetric_memory"; "cp_mesh at
-once", whose matmuls wait for all rows in the forward, and in the backward of a row-wise linear; "cp_mesh compiled",
-"cp_mesh" under torch.compile; "torch", `ColwiseParallel` and `RowwiseParallel` with the sequence sharded between them;
-"torch compiled", the same under torch.compile, and "torch async", that with `_micro_pipeline_tp`; "floor", the matmuls
-of one rank without communication.
+the backward; "cp_mesh NCCL", with transport="functional"; "cp_mesh compiled", under torch.compile; "torch",
+`ColwiseParallel` and `RowwiseParallel` with the sequence sharded between them; "torch async", the same under
+torch.compile with `_micro_pipeline_tp`; "floor", the matmuls of one rank without communication.
 
 A gate runs first: outputs and gradients of few rows, each compared with float64. If a contestant fails it or cannot
 run, its row has only a status. In each repeat every contestant runs ``--calls`` calls in sequence, after a barrier. A
@@ -48,11 +46,7 @@ from decoding import bound_of, judge  # noqa: E402
 from report import machine, options, spread  # noqa: E402
 
 from cp_mesh import parallelize  # noqa: E402
-from cp_mesh.tensor_parallel import (  # noqa: E402
-    OverlappedColwise,
-    OverlappedRowwise,
-    overlap,
-)
+from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
@@ -117,47 +111,40 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def ours(
-    module: Any, tp: DeviceMesh, again: bool = False, transport: Any = "auto", backend: str | None = None
-) -> nn.Module:
+def ours(module: Any, tp: DeviceMesh, again: bool = False, transport: Any = "auto", compile: bool = False) -> nn.Module:
     columns = OverlappedColwise(*module.columns, recompute_all_gather=again, transport=transport)
     module = parallelize(module, tp, {"": columns, module.row: OverlappedRowwise(transport=transport)})
-    return module if backend is None else compiled(module, backend)
+    return compiled(module) if compile else module
 
 
-def compiled(module: nn.Module, backend: str, options: Any = None) -> nn.Module:
+def compiled(module: nn.Module, options: Any = None) -> nn.Module:
     torch._dynamo.config.recompile_limit = 256  # else later parts and lengths would silently run uncompiled
-    return torch.compile(module, backend=backend, dynamic=False, options=options)  # type: ignore[return-value]
+    return torch.compile(module, dynamic=False, options=options)  # type: ignore[return-value]
 
 
-def torchs(module: Any, tp: DeviceMesh, backend: str | None = None, micro_pipeline: bool = False) -> nn.Module:
+def torchs(module: Any, tp: DeviceMesh, micro_pipeline: bool = False) -> nn.Module:
     inputs = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan = {"": inputs, module.row: RowwiseParallel(output_layouts=Shard(1))}
     parallelize_module(module, tp, plan | {name: ColwiseParallel() for name in module.columns})
-    if backend is None:
+    if not micro_pipeline:
         return module
-    if micro_pipeline and tp.device_type != "cuda":
+    if tp.device_type != "cuda":
         raise NotImplementedError("_micro_pipeline_tp needs symmetric memory of GPUs")
-    if micro_pipeline:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        enable_symm_mem_for_group(tp.get_group().group_name)
-    return compiled(module, backend, {"_micro_pipeline_tp": micro_pipeline})
+    enable_symm_mem_for_group(tp.get_group().group_name)
+    return compiled(module, {"_micro_pipeline_tp": True})
 
 
 CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
     "cp_mesh": ours,
     "cp_mesh again": partial(ours, again=True),
     "cp_mesh NCCL": partial(ours, transport="functional"),
-    "cp_mesh copies": partial(ours, transport="symmetric_memory"),
-    "cp_mesh at once": partial(ours, transport="functional"),
-    "cp_mesh compiled": partial(ours, backend="inductor"),
+    "cp_mesh compiled": partial(ours, compile=True),
     "torch": torchs,
-    "torch compiled": partial(torchs, backend="inductor"),
-    "torch async": partial(torchs, backend="inductor", micro_pipeline=True),
+    "torch async": partial(torchs, micro_pipeline=True),
 }
-FLOOR, AT_ONCE = "floor", "cp_mesh at once"
-PER_PRODUCT = overlap.PER_PRODUCT
+FLOOR = "floor"
 
 
 class Run:
@@ -165,7 +152,7 @@ class Run:
 
     def __init__(self, name: str, part: str, rows: int, args: argparse.Namespace, ranks: Ranks, tp: DeviceMesh) -> None:
         torch.manual_seed(0)
-        self.name, dtype = name, getattr(torch, args.dtype)
+        dtype = getattr(torch, args.dtype)
         with torch.device(ranks.device):
             module = PARTS[part](**({"share": ranks.size} if name == FLOOR else {})).to(dtype)
             x, self.dout = (torch.randn(1, rows, next(module.children()).in_features) for _ in range(2))  # type: ignore[arg-type]
@@ -177,7 +164,6 @@ class Run:
         self.x.requires_grad_()
 
     def forward(self) -> Tensor:
-        overlap.PER_PRODUCT = float("inf") if self.name == AT_ONCE else PER_PRODUCT  # what a part of a product costs
         out = self.module(self.x)
         if isinstance(out, AsyncCollectiveTensor):
             out.trigger_wait()

@@ -56,7 +56,7 @@ LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
 class Layer(NamedTuple):
     """A rule, its numbers of heads and channels, and the features of the layer around it, 0 for the rule alone.
 
-    ``decays``: numbers of decay a head, 0, 1 or K.
+    ``decays``: numbers of decay a head, 1 or K.
     """
 
     rule: str
@@ -72,15 +72,12 @@ LAYERS = {
     "gdn": Layer("gated_delta_rule", 16, 48, 128, 128),
     "kda": Layer("kda", 32, 32, 128, 128, decays=128),
     "ssd": Layer("gla", 8, 128, 128, 64),  # in half precision, as mamba-ssm computes it
-    "delta": Layer("delta_rule", 16, 48, 128, 128, decays=0),
-    "gla": Layer("gla", 16, 16, 128, 128, decays=128),
     "gdn layer": Layer("gated_delta_rule", 16, 32, 128, 128, 4096),
     "tiny gdn": Layer("gated_delta_rule", 2, 4, 8, 8),
-    "tiny kda": Layer("kda", 2, 2, 8, 8, decays=8),
     "tiny layer": Layer("gated_delta_rule", 2, 4, 8, 8, 32),
 }
 TAPS = 4
-FLA = {"gated_delta_rule": "gated_delta_rule", "kda": "kda"}  # modules of fla.ops that take cp_context
+FLA = ("gated_delta_rule", "kda")  # modules of fla.ops that take cp_context
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,9 +123,9 @@ def whole_inputs(layer: Layer, rows: int, device: torch.device, dtype: torch.dty
     q, k = (F.normalize(normal(1, rows, layer.H, layer.K), dim=-1).to(dtype) for _ in range(2))
     v, grad = (normal(1, rows, layer.HV, layer.V).to(dtype) for _ in range(2))
     g = -normal(1, rows, layer.HV, layer.decays).abs() * torch.logspace(-5, -1, layer.HV, device=device)[:, None]
-    decays = [g.squeeze(-1) if layer.decays == 1 else g] if layer.decays else []
+    decay = g.squeeze(-1) if layer.decays == 1 else g
     beta = [] if layer.rule == "gla" else [normal(1, rows, layer.HV).sigmoid().to(dtype)]
-    return [q, k, v, *decays, *beta, grad], []
+    return [q, k, v, decay, *beta, grad], []
 
 
 def whole_layer(
@@ -204,7 +201,7 @@ class Run:
             build, group = import_module("fla.ops.cp").build_cp_context, ranks.mesh.get_group()
             context = build(options["cu_seqlens"], group, TAPS, cu_seqlens_cpu=bounds, layout=layout)
             options = {"cp_context": context, "cu_seqlens": context.cu_seqlens}
-        function = getattr(import_module(f"fla.ops.{FLA[layer.rule]}"), f"chunk_{FLA[layer.rule]}")
+        function = getattr(import_module(f"fla.ops.{layer.rule}"), f"chunk_{layer.rule}")
         convolution = import_module("fla.modules.causal_conv1d").causal_conv1d
         convolve = lambda x, taps: convolution(x, taps, activation="silu", **options)[0]  # noqa: E731
         return Functions(partial(function, **options), convolve, norm_by_fla)

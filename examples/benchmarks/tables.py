@@ -54,7 +54,6 @@ TRAINERS = {
     "cp_mesh": "cp_mesh",
     "ulysses": "Ulysses, same kernel",
     "torch_allgather": "PyTorch context_parallel, all-gather",
-    "torch_alltoall": "PyTorch context_parallel, all-to-all",
     "torch_linears": "cp_mesh, PyTorch's linears",
 }
 

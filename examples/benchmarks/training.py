@@ -82,7 +82,7 @@ COST = (
     *("date", "commit", "gpu", "world", "torch", "settings", "blocks", *SHAPE, "precision", "recompute", "steps"),
     *("tokens_per_gpu", "cp_ms", "dp_ms", "ratio", "cp_peak_gib", "dp_peak_gib", "grad_difference", "status"),
 )
-VARIANTS = ("cp_mesh", "ulysses", "torch_allgather", "torch_alltoall")
+VARIANTS = ("cp_mesh", "ulysses", "torch_allgather")
 OF_TP = ("cp_mesh", "torch_linears")
 OF_PACKED = ("cp_mesh", "dp")
 OURS = {*OF_TP, *OF_PACKED}
@@ -104,7 +104,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--recompute", choices=("selective", "full", "none"), default="selective", help="selective: all but attention")
     add("--loss", choices=("own", "torch"), default="own", help="own: see above; torch: F.cross_entropy for all")
-    add("--variants", nargs="+", choices=(*VARIANTS, *OF_TP[1:]), help="default: all but torch_alltoall")
+    add("--variants", nargs="+", choices=(*VARIANTS, *OF_TP[1:]), help="default: all")
     add("--tp", type=int, default=1, help="ranks of tp; the others are cp")
     add("--kernel", default="auto", help="kernel of cp_mesh")
     add("--transport", default="auto", help="transport of cp_mesh")
@@ -113,7 +113,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=60.0, help="start no further measured round after this time; one always runs")
     args = parser.parse_args(arguments)
     able = OF_PACKED if args.packed else VARIANTS if args.tp == 1 else OF_TP
-    args.variants = args.variants or list(able[:3])
+    args.variants = args.variants or list(able)
     if strangers := sorted({*args.variants} - {*able}):
         parser.error(f"--variants with --tp {args.tp}: expected {', '.join(able)}, got {', '.join(strangers)}")
     if args.packed and (args.tp > 1 or len(args.variants) < 2):
@@ -244,7 +244,7 @@ class SwitchedCore(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cp_mesh, self.dp, self.ulysses = CoreAttention(), CoreAttention(), UlyssesCore()
-        self.torch_allgather, self.torch_alltoall = StockCore(), StockCore()
+        self.torch_allgather = StockCore()
         self.chosen = "cp_mesh"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -329,19 +329,20 @@ class CPMeshVariant:
 class TorchVariant:
     """PyTorch's `context_parallel` around forward and backward, with tokens, labels and positions as its buffers."""
 
-    def __init__(self, model: Llama, mesh: DeviceMesh, args: argparse.Namespace, ranks: Ranks, rotation: str) -> None:
-        self.model, self.mesh, self.rotation = model, mesh, rotation
-        self.name = self.core = f"torch_{rotation}"
+    name = core = "torch_allgather"
+
+    def __init__(self, model: Llama, mesh: DeviceMesh, args: argparse.Namespace, ranks: Ranks) -> None:
+        self.model, self.mesh = model, mesh
         self.backend = SDPBackend.CUDNN_ATTENTION if ranks.device.type == "cuda" else None
         self.refusal: str | None = None  # one that raises is found by `compare`
-        self.settings = f"kernel={'cudnn' if self.backend else 'cpu'} rotate={rotation}"
+        self.settings = f"kernel={'cudnn' if self.backend else 'cpu'} rotate=allgather"
 
     @contextmanager
     def _active(self, buffers: list[Tensor], dims: list[int]) -> Iterator[None]:
         # Private as a module, but the only home of set_rotate_method in all versions since 2.4.
         from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
 
-        set_rotate_method(self.rotation)
+        set_rotate_method("allgather")
         context = context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers))
         with context, sdpa_kernel(self.backend) if self.backend else nullcontext():
             yield
@@ -443,7 +444,7 @@ class Trainer:
             return UlyssesVariant(*given)
         if name in OURS:
             return CPMeshVariant(name, *given)
-        return TorchVariant(*given, rotation=name.removeprefix("torch_"))
+        return TorchVariant(*given)
 
     def _checkpoint(self, variant: Variant) -> Callable[..., Tensor] | None:
         """Made once: compiled blocks ask whether it is the one that they were compiled for."""
