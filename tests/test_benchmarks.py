@@ -16,10 +16,6 @@ RUNS = {
         "--device cpu --local-len 16 --gate-len 16 --heads 4/2 --mask causal documents --repeats 2 "
         "--seconds-per-case 0.01 --contestants default cp_mesh/ring/zigzag/reference/functional"
     ),
-    "batches": (
-        "--device cpu --heads 4/2 --head-dim 16 --seq-len 96 --median 10 --window 6 --layers 1 --batches 7 --blocks 1 "
-        "--layouts balanced zigzag --gate-len 16"
-    ),
     "decoding": "--device cpu --heads 4/2 --head-dim 8 --cached 64 --gate-len 61 --repeats 2 --calls 3",
     "flex": (
         "--device cpu --rows 128 --gate-rows 128 --heads 4/2 --head-dim 16 --repeats 2 --calls 1 --scores distances "

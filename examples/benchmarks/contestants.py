@@ -37,12 +37,6 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.kernels.table import KERNELS
 
 
-def pairs_of_window(num: int, left: int) -> int:
-    """Pairs of a causal document of so many tokens, of which each sees itself and so many before it."""
-    hidden = max(0, num - left - 1)
-    return num * (num + 1) // 2 - hidden * (hidden + 1) // 2
-
-
 @dataclass(frozen=True)
 class Case:
     """One shape on one rank of a group."""
@@ -89,7 +83,8 @@ class Case:
         if self.pattern in DOCUMENTS:
             return sum(n * (n + 1) // 2 if self.causal else n * n for n in DOCUMENTS[self.pattern](self.seq_len))
         assert self.mask.window is not None and self.mask.window[0] is not None
-        return pairs_of_window(self.seq_len, self.mask.window[0])
+        num, hidden = self.seq_len, max(0, self.seq_len - self.mask.window[0] - 1)
+        return num * (num + 1) // 2 - hidden * (hidden + 1) // 2
 
     @property
     def cuts(self) -> Cuts | None:
