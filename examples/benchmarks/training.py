@@ -11,7 +11,8 @@ vocabulary the output matrix would dominate. Weights, FSDP2, optimizer, recomput
 tokens are the same objects or the same code for all variants (Ulysses holds contiguous tokens). Variants differ in
 context-parallel attention and in the loss function. Before anything is timed, losses and gradients on one batch must
 agree. Then whole steps take turns: forward, backward, gradient clipping, AdamW. A rival that raises is left out; its
-status has the reason. Garbage is collected only between rounds.
+status has the reason. Garbage is collected only between rounds. ringmaster and DeepSpeed's Ulysses are in attention.py
+alone: they register attention of Transformers' models, and a step would differ by that attention only.
 
 With `--tp` there are two variants of linears over tp, and both use cp_mesh's attention: "cp_mesh" has cp_mesh's
 linears, embedding and vocabulary-parallel loss; "torch_linears" has PyTorch's styles, which gather whole logits. Each
@@ -440,11 +441,9 @@ class Trainer:
 
     def _variant(self, name: str, args: argparse.Namespace) -> Variant:
         given = self.model, self.mesh, args, self.ranks
-        if name == "ulysses":
-            return UlyssesVariant(*given)
         if name in OURS:
             return CPMeshVariant(name, *given)
-        return TorchVariant(*given)
+        return UlyssesVariant(*given) if name == "ulysses" else TorchVariant(*given)
 
     def _checkpoint(self, variant: Variant) -> Callable[..., Tensor] | None:
         """Made once: compiled blocks ask whether it is the one that they were compiled for."""
