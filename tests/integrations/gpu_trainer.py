@@ -73,16 +73,17 @@ def apart(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return padded([{"input_ids": ids[i:j]} for i, j in itertools.pairwise([*begins, len(ids)])])
 
 
-def model(case: str, device: str) -> Any:
+def model(case: str, device: torch.device) -> Any:
     transformers.set_seed(0)
     family, sizes, others = MODELS[case]
     shape = dict(zip(SIZES, sizes, strict=True)) | others
     if "layer_types" in shape:
         shape["layer_types"] = [shape["layer_types"], "full_attention"]
-    if case in OF_TRL and device == "cpu":
+    if case in OF_TRL and device.type == "cpu":
         shape |= {name: x // 16 for name, x in shape.items() if name.endswith(("_size", "_dim"))}
     config = AutoConfig.for_model(family, vocab_size=VOCABULARY, num_hidden_layers=2, use_cache=False, **shape)
-    return AutoModelForCausalLM.from_config(config)
+    with device:
+        return AutoModelForCausalLM.from_config(config)
 
 
 def train(case: str, dtype: str, device: str) -> list[float]:
@@ -113,7 +114,7 @@ def train(case: str, dtype: str, device: str) -> list[float]:
         kind, arguments = Trainer, TrainingArguments(**given)
         data["data_collator"] = padded if case == "plain" else DataCollatorWithFlattening()
     kind = context_parallel(kind) if ranks > 1 else kind
-    trainer = kind(model=model(case, device), args=arguments, **data)
+    trainer = kind(model=model(case, arguments.device), args=arguments, **data)
     if ranks == 1 and case == "hybrid":
         collator = trainer.data_collator
         trainer.data_collator = lambda rows: apart(collator(rows))
