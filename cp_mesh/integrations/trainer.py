@@ -28,20 +28,21 @@ from cp_mesh.training.checks.config import check_adapters
 from cp_mesh.training.style_helpers import SUMS
 from cp_mesh.wrap import STYLE, replaced
 
-_OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer")
+_OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
 _PACKING = ("packing", "eval_packing")
 _NO_LOGITS = ("aux_loss", "router_logits", *OF_IMAGES)
-_LOCAL = "it would read logits of this rank's rows with whole labels"
+_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+"""Of Liger, which applies the second by default: it replaces the forward that shards the batch."""
+_LOCAL = "leave it out: it would read logits of this rank's rows with whole labels"
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_smoothing_factor": ((0,), f"{_LOCAL}; cp_mesh.cross_entropy takes label_smoothing= in your own loop"),
-    "neftune_noise_alpha": ((None,), "its noise depends on the length of a sequence, and differs between ranks"),
-    "use_liger_kernel": ((False,), "it replaces the forward that shards the batch"),
+    "neftune_noise_alpha": ((None,), "leave it out: its noise depends on a sequence's length, and on the rank"),
     "torch_compile": ((False,), "compile layers instead: layer.compile() for each, before training"),
-    "use_cache": ((False, None), "a cache would hold this rank's rows"),
-    "eval_use_gather_object": ((False,), "only tensors are gathered"),
+    "use_cache": ((False, None), "leave it out: a cache would hold this rank's rows"),
+    "eval_use_gather_object": ((False,), "leave it out: only tensors are gathered"),
     "train_sampling_strategy": (
         ("random", "sequential", "group_by_length"),
-        "its sampler gives different batches to the cp ranks",
+        "leave it out: its sampler gives different batches to the cp ranks",
     ),
 }
 """TrainingArguments with their supported values, and why others are not supported."""
@@ -62,7 +63,7 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
     `cp_mesh.sum_gradients`: the mean of gradients is right here.
 
     Args:
-        trainer: `transformers.Trainer`, `trl.SFTTrainer`, or a subclass with the same loss.
+        trainer: `transformers.Trainer`, `trl.SFTTrainer`, `trl.DPOTrainer`, or a subclass with the same loss.
         **options: options of `cp_mesh.integrations.transformers.parallelize`: layout, dropout_seed, watch, method,
             kernel, and other options of `cp_mesh.attention`.
 
@@ -83,9 +84,9 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
         refuse("context_parallel", "a class of Trainers", type(trainer).__name__, hint)
     for name in ("compute_loss", "prediction_step"):
         if getattr(trainer, name).__module__ not in _OWNERS:
-            what, expected = f"context_parallel({trainer.__name__}): {name}", "that of Trainer or SFTTrainer"
-            hint = f"its code would read this rank's rows as if they were all; leave its {name} out"
-            refuse(what, expected, "its own", hint, UnsupportedError)
+            what = f"context_parallel({trainer.__name__}): {name}"
+            hint = "it would read this rank's rows as if they were all; take one of these, or a loop of your own"
+            refuse(what, "that of Trainer, SFTTrainer or DPOTrainer", "its own", hint, UnsupportedError)
     if given := sorted({"mesh", "data", "gather_output"} & options.keys()):
         refuse("context_parallel", "options of attention", ", ".join(given), "leave it out: the Trainer sets it")
     members = {"_options": options, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
@@ -110,14 +111,17 @@ class _ContextParallel(Trainer):
             for name, value in self._packing.items():
                 setattr(self.args, name, value)
         self._check()
-        mesh, config, model = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config, self._base_model
-        parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
-        for part in model.modules():  # all of them, since FSDP2 may wrap only some, as with PEFT
-            setattr(part, SUMS, False)  # suppresses the warning of averaged gradients, which are right here
+        mesh, config = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config
         # the routers' loss is summed over dp if the Trainer multiplies the loss, and averaged in TRL
         summed = self.args.average_tokens_across_devices and not hasattr(self, "aux_loss_enabled")
-        _adapter(model).losses.shares = config.cp_size if summed else 1
-        if hasattr(self, "_tp_size"):  # SFTTrainer divides its token count by it
+        reference = getattr(self, "ref_model", None)
+        for model in (self._base_model, *([] if reference is None else [self.accelerator.unwrap_model(reference)])):
+            parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
+            for part in model.modules():  # all of them, since FSDP2 may wrap only some, as with PEFT
+                setattr(part, SUMS, False)  # suppresses the warning of averaged gradients, which are right here
+            losses = _adapter(model).losses
+            losses.shares, losses.gathered = config.cp_size if summed else 1, hasattr(self, "ref_model")
+        if hasattr(self, "_tp_size"):  # TRL divides its token count by it
             self._tp_size *= self.get_cp_size()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -148,6 +152,12 @@ class _ContextParallel(Trainer):
         for name, (available, hint) in _ARGUMENTS.items():
             if (value := getattr(self.args, name)) not in available:
                 refuse(f"{where}: {name}", available[0], value, hint, UnsupportedError)
+        if self.args.use_liger_kernel:
+            of_liger = self.args.liger_kernel_config or {}
+            if given := [name for name in _LOSSES if of_liger.get(name)]:
+                hint = "leave it out: the loss of cp_mesh covers all ranks"
+                refuse(f"{where}: liger_kernel_config", f"{given[0]}=False", True, hint, UnsupportedError)
+            self.args.liger_kernel_config = of_liger | dict.fromkeys(_LOSSES, False)
         for name, hint in {"compute_loss_func": _LOCAL, "model_init": "build the model and pass it"}.items():
             if getattr(self, name) is not None:
                 refuse(f"{where}: {name}", None, "a function", hint, UnsupportedError)
@@ -186,6 +196,7 @@ class _ContextParallel(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         _adapter(self._base_model)
+        inputs.pop("skip_logits", None)  # for Liger's forward
         if getattr(model, SUMS, False):
             hint = "leave sum_gradients out: the Trainer multiplies the loss by the number of ranks"
             refuse(type(self).__name__, "gradients that FSDP2 averages", "cp_mesh.sum_gradients", hint)

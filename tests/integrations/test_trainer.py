@@ -555,7 +555,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         _make(parallelism_config=ParallelismConfig(cp_size=2, tp_size=2)),
         "tp_size: expected 1, got 2",
     ),
-    "kernels of Liger": (_make(use_liger_kernel=True), "use_liger_kernel: expected False"),
+    "a loss of Liger": (
+        _make(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True}),
+        "liger_kernel_config: expected fused_linear_cross_entropy=False, got True",
+    ),
     "the root compiled": (_make(torch_compile=True), "layer.compile()"),
     "a cache": (_make(use_cache=True), "use_cache: expected False"),
     "gathered objects": (_make(eval_use_gather_object=True), "eval_use_gather_object"),
@@ -602,8 +605,8 @@ def test_refused_options_and_classes() -> None:
     for options in ({"gather_output": True}, {"data": None}):
         with pytest.raises(ArgumentError, match="the Trainer sets it"):
             context_parallel(Trainer, **options)
-    for kind in (trl.DPOTrainer, type("Own", (Trainer,), {"prediction_step": _make})):
-        with pytest.raises(UnsupportedError, match="expected that of Trainer or SFTTrainer"):
+    for kind in (trl.GRPOTrainer, type("Own", (Trainer,), {"prediction_step": _make})):
+        with pytest.raises(UnsupportedError, match="expected that of Trainer, SFTTrainer or DPOTrainer"):
             context_parallel(kind)
     with pytest.raises(ArgumentError, match=re.escape("context_parallel(Trainer)(model, args, ...)")):
         context_parallel(object())  # type: ignore[arg-type]

@@ -30,10 +30,11 @@ class ModelLosses:
         shares: the divisor of the routers' loss: the number of ranks whose losses are summed.
         like_mixtral: whether the routers' loss is `balancing_loss`; None before the check.
         compared: whether the sum of both losses was compared with the model's loss.
+        gathered: whether TRL's log-probabilities are those of the whole batch; gradients of cp ranks are then summed.
     """
 
     def __init__(self, data: DeviceMesh | dist.ProcessGroup) -> None:
-        self.data, self.shares, self.compared = data, len(ranks_of(data)), False
+        self.data, self.shares, self.compared, self.gathered = data, len(ranks_of(data)), False, False
         self.like_mixtral: bool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLosses:
@@ -124,7 +125,10 @@ class ModelLosses:
         finally:
             hook.remove()
         note_loss(output.log_probs, self.data, output.log_probs.new_ones(()))
-        return type(output)(**{name: x for name, x in output.items() if name != "loss"})
+        found = {name: x for name, x in output.items() if name != "loss"}
+        if self.gathered:  # without that of the last token, which has no next one
+            found |= {name: batch.sequence.unshard(x)[:, :-1] for name, x in found.items() if x.ndim > 0}
+        return type(output)(**found)
 
 
 def balancing_loss(
