@@ -1,19 +1,17 @@
-"""Fine-tune on texts that TRL's SFTTrainer packs: torchrun --nproc-per-node 2 examples/finetune_sft.py"""
+"""Fine-tune on texts that TRL's SFTTrainer packs.
 
-import os
+accelerate launch --config_file examples/accelerate.yaml examples/finetune_sft.py
+"""
 
 import offline  # or a hub: load_dataset, AutoTokenizer.from_pretrained, AutoModelForCausalLM.from_pretrained
 import torch
-from accelerate import ParallelismConfig
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from cp_mesh.integrations.trainer import context_parallel
 
 arguments = SFTConfig(
-    output_dir="build/finetune_sft",
-    parallelism_config=ParallelismConfig(cp_size=int(os.environ["WORLD_SIZE"])),
-    fsdp=True,
+    output_dir="build/finetune_sft",  # parallelism_config and fsdp are those of accelerate.yaml
     use_cpu=not torch.cuda.is_available(),
     packing=True,  # into sequences of max_length=1024 tokens, sharded over all ranks
     per_device_train_batch_size=1,

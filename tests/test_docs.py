@@ -206,7 +206,7 @@ def test_commands_exist(name: str) -> None:
         if program == ".ci/run":
             assert (ROOT / program).exists()
             continue
-        assert program in ("python", "python3", "torchrun"), words
+        assert program in ("python", "python3", "torchrun", "accelerate"), words
         for i, word in enumerate(rest):
             if word == "-m":
                 assert rest[i + 1] == "cp_mesh", words

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -37,7 +38,7 @@ from datasets import Dataset  # noqa: E402
 from families import IMAGE, VOCABULARY, build, build_with_images  # noqa: E402
 from inside import inner  # noqa: E402
 from ranks import REFUSALS, on_ranks  # noqa: E402
-from scripts import blocks, run_script  # noqa: E402
+from scripts import Done, blocks, run_script  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from cp_mesh import ArgumentError, Contiguous, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
@@ -618,7 +619,14 @@ def test_refused_options_and_classes() -> None:
 @pytest.mark.parametrize("name", ["finetune_transformers", pytest.param("finetune_sft", marks=pytest.mark.full)])
 def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_script(ROOT / "examples" / f"{name}.py", [], 2)
+    script = ROOT / "examples" / f"{name}.py"
+    if name == "finetune_sft":  # whose ranks accelerate starts
+        given = ["--config_file", script.with_name("accelerate.yaml"), "--main_process_port", "0", script]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, given)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        done = Done(ended.returncode, ended.stdout + ended.stderr)
+    else:
+        done = run_script(script, [], 2)
     assert done.returncode == 0, done.printed
     losses = [float(x) for x in re.findall(r"'loss': '([\d.]+)'", done.printed)]
     evaluated = [float(x) for x in re.findall(r"'eval_loss': ([\d.]+)", done.printed)]
