@@ -3,12 +3,13 @@
     python tests/integrations/gpu_trainer.py --gpus 2                # a table; exits with 1 if any line fails
     python tests/integrations/gpu_trainer.py --gpus 2 --device cpu   # on ranks of gloo
 
-It needs Transformers and accelerate. With TRL, SFTTrainer packs documents for two layers of Qwen3-8B, of Gemma-3-1B
-with windows of 64 tokens and of Qwen3.5-9B: random weights, 512 words, on CPUs a sixteenth of the features. In
-float32, without TF32, losses, gradient norms and the loss of an evaluation may differ from one GPU's by 1e-5, as in
-test_trainer.py; norms of Qwen3.5, which are large, are left out in both. In bfloat16 they are compared with one GPU's
-in float32: they may be off by twice as much as one GPU in bfloat16 is at worst, and by the rounding of each rank's
-share of the loss, which FSDP2 gives in bfloat16 by accelerate's settings, with cp_mesh and without.
+It needs Transformers and accelerate. With liger-kernel the Trainer applies that. With TRL, SFTTrainer packs documents
+for two layers of Qwen3-8B, of Gemma-3-1B with windows of 64 tokens and of Qwen3.5-9B: random weights, 512 words, on
+CPUs a sixteenth of the features. In float32, without TF32, losses, gradient norms and the loss of an evaluation may
+differ from one GPU's by 1e-5, as in test_trainer.py; norms of Qwen3.5, which are large, are left out in both. In
+bfloat16 they are compared with one GPU's in float32: they may be off by twice as much as one GPU in bfloat16 is at
+worst, and by the rounding of each rank's share of the loss, which FSDP2 gives in bfloat16 by accelerate's settings,
+with cp_mesh and without.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ _LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "plain": ("llama", (256, 512, 64, 4, 2), {}),
     "packed": ("llama", (256, 512, 64, 4, 2), {}),
+    "liger": ("llama", (256, 512, 64, 4, 2), {}),
     "dense": ("qwen3", (4096, 12288, 128, 32, 8), {}),
     "windows": ("gemma3_text", (1152, 6912, 256, 4, 1), {"sliding_window": 64, "layer_types": "sliding_attention"}),
     "hybrid": ("qwen3_5_text", (4096, 12288, 256, 16, 4), _LINEAR | {"layer_types": "linear_attention"}),
 }
 """By case: a family, `SIZES`, and what else its config has; `layer_types` is that of the first layer, of two."""
 OF_TRL = ("dense", "windows", "hybrid")
-CASES = [f"{case} {dtype}" for case in MODELS if case not in OF_TRL or find_spec("trl") for dtype in ROUNDING]
+NEEDED = dict.fromkeys(OF_TRL, "trl") | {"liger": "liger_kernel" if torch.cuda.is_available() else "no CPU kernels"}
+CASES = [f"{case} {dtype}" for case in MODELS if find_spec(NEEDED.get(case, "torch")) for dtype in ROUNDING]
 
 
 def rows() -> list[dict[str, list[int]]]:
@@ -111,8 +114,10 @@ def train(case: str, dtype: str, device: str) -> list[float]:
         given |= {"packing": True, "max_length": 1024, "per_device_train_batch_size": 1, "learning_rate": 0.03}
         kind, arguments = SFTTrainer, SFTConfig(**given)
     else:
+        if case == "liger":
+            given |= {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
         kind, arguments = Trainer, TrainingArguments(**given)
-        data["data_collator"] = padded if case == "plain" else DataCollatorWithFlattening()
+        data["data_collator"] = DataCollatorWithFlattening() if case == "packed" else padded
     kind = context_parallel(kind) if ranks > 1 else kind
     trainer = kind(model=model(case, arguments.device), args=arguments, **data)
     if ranks == 1 and case == "hybrid":

@@ -98,6 +98,17 @@ def apart(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return padded(found)
 
 
+def texts(ids: list[list[int]]) -> list[str]:
+    return [" ".join(f"w{i}" for i in row) for row in ids]
+
+
+def pairs(rows: list[dict[str, list[int]]]) -> list[dict[str, str]]:
+    """Prompts with two answers, of which the second is another prompt's."""
+    prompts, answers = (texts([row["input_ids"][place] for row in rows]) for place in (slice(9), slice(9, None)))
+    every = zip(prompts, answers, answers[1:] + answers[:1], strict=True)
+    return [{"prompt": f"{prompt} ", "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in every]
+
+
 class Streamed(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         return iter(rows())
@@ -107,10 +118,11 @@ class Characters(transformers.PreTrainedTokenizerFast):
     """What SFTTrainer asks of a tokenizer when its data are tokens."""
 
     def __init__(self) -> None:
-        from tokenizers import Tokenizer, models
+        from tokenizers import Tokenizer, models, pre_tokenizers
 
         words = {f"w{i}": i for i in range(VOCABULARY)}
         made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
         super().__init__(tokenizer_object=made, pad_token="w0", eos_token="w2", unk_token="w0")
 
 
@@ -134,18 +146,18 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
     """A trainer of this rank.
 
     Args:
-        kind: "Trainer" or "SFTTrainer".
+        kind: "Trainer", "SFTTrainer" or "DPOTrainer".
         case: "plain", sequences padded to the longest, or "packed".
         dp: the size of dp_shard; the other ranks are those of cp.
         parallel: with cp; otherwise the class as it is.
         **changes: of its arguments, the trainer, the model, or options of context_parallel.
     """
-    size, of_trl = dist.get_world_size(), kind == "SFTTrainer"
+    size, of_trl, of_pairs = dist.get_world_size(), kind != "Trainer", kind == "DPOTrainer"
 
     def taken(*names: str) -> dict[str, Any]:
         return {name: changes.pop(name) for name in names if name in changes}
 
-    made: Any = trl.SFTTrainer if of_trl else Trainer
+    made: Any = getattr(trl, kind) if of_trl else Trainer
     options = taken("layout", "dropout_seed", "method")
     made = context_parallel(made, **options) if parallel else made
     arguments: dict[str, Any] = {
@@ -170,17 +182,23 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
     given = {"model": peft.get_peft_model(model, lora) if lora and not of_trl else model}
     data = {"train_dataset": rows(), "eval_dataset": rows()[:6]}
     if of_trl:
-        arguments |= {"packing": case == "packed", "max_length": 48, "gradient_checkpointing": False}
-        data = {name: Dataset.from_list(x) for name, x in data.items()} | {"processing_class": Characters()}
+        arguments |= {"max_length": 48, "gradient_checkpointing": False}
+        arguments |= {} if of_pairs else {"packing": case == "packed"}
+        data = {name: Dataset.from_list(pairs(x) if of_pairs else x) for name, x in data.items()}
+        data["processing_class"] = Characters()
         if changes.get("padding_free"):
             data["train_dataset"] = trl.pack_dataset(data["train_dataset"], 48)
         given |= {"peft_config": lora} if lora else {}
+        if of_pairs and not lora:
+            given["ref_model"] = build(family, "sdpa").float()
+            given["ref_model"].model.norm.weight.data.mul_(0.7)
     else:
         flattening = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
         data["data_collator"] = flattening if case == "packed" else padded
     given |= data | taken(*OF_TRAINER)
+    configs = {"SFTTrainer": trl.SFTConfig, "DPOTrainer": trl.DPOConfig}
     with nullcontext() if parallel else fsdp_on_cpus():
-        trainer = made(args=(trl.SFTConfig if of_trl else TrainingArguments)(**arguments | changes), **given)
+        trainer = made(args=configs.get(kind, TrainingArguments)(**arguments | changes), **given)
     if unpacked:
         collator = trainer.data_collator
         trainer.data_collator = lambda rows: apart(collator(rows))
@@ -200,8 +218,11 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in found.items()}
 
 
-LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen", "aux_loss")
-EVALUATED = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_aux_loss")
+LOGGED = (
+    *("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen", "aux_loss"),
+    *("rewards/chosen", "rewards/margins", "logits/rejected"),
+)
+EVALUATED = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_aux_loss", "eval_rewards/margins")
 
 
 def only(log: dict[str, float], names: tuple[str, ...]) -> dict[str, float]:
@@ -221,7 +242,7 @@ def train(
         trainer = make(kind, case, dp, parallel, **dict(changes))
         trainer.train()
         ignored = None if parallel else [*ROUTED]
-        predicted = [] if kind == "SFTTrainer" else [torch.tensor(x) for x in trainer.predict(rows()[:6], ignored)[:2]]
+        predicted = [] if kind != "Trainer" else [torch.tensor(x) for x in trainer.predict(rows()[:6], ignored)[:2]]
         if folder:
             trainer.save_model(folder)
         for number, row in enumerate(rows()[:6] if predicted and case == "plain" else ()):
@@ -317,12 +338,16 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a loss of routers in TRL, of padded rows": ("SFTTrainer", "plain", ROUTERS),
     "a loss of routers, means of each rank": ("Trainer", "packed", ROUTERS | {"average_tokens_across_devices": False}),
     "images": ("Trainer", "plain", {"images": True, **_wrapping("Gemma3DecoderLayer")}),
+    "pairs": ("DPOTrainer", "plain", {}),
+    "pairs, losses of tokens": ("DPOTrainer", "plain", {"loss_type": "sft", "ld_alpha": 0.5}),
+    "pairs, adapters": ("DPOTrainer", "plain", {"lora": "layers"}),
+    "pairs, routers": ("DPOTrainer", "plain", ROUTERS),
     "a stream": ("Trainer", "plain", {"train_dataset": Streamed()}),
 }
 """Arguments that change what is computed, or how, and what is equal to one rank all the same."""
 QUICK = (
     *("means of each rank", "packed before", "checkpointing", "a loss of TRL", "clipping"),
-    *("a loss of routers, means of each rank", "a loss of routers in TRL", "images"),
+    *("a loss of routers, means of each rank", "a loss of routers in TRL", "images", "pairs"),
 )
 
 
@@ -334,6 +359,12 @@ def test_arguments(pool: Any, name: str) -> None:
     alone = {name: x for name, x in changes.items() if name != "fsdp_config"}
     found = pool(2).run(train, kind, case, 1, True, tuple(changes.items()), timeout=TIMEOUT)[0]
     check(found, without_cp(pool, kind, case, 1, tuple(alone.items())))
+
+
+@pytest.mark.full
+def test_pairs_over_dp(pool: Any) -> None:
+    found = pool(4).run(train, "DPOTrainer", "plain", 2, timeout=TIMEOUT)[0]
+    check(found, without_cp(pool, "DPOTrainer", "plain", 2), over_dp=True)
 
 
 @pytest.mark.full
@@ -458,6 +489,18 @@ def test_options_are_followed() -> None:
             found.append(logged(trainer))
     one, same, other = found
     assert one == same and abs(one[0]["loss"] - other[0]["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "DPOTrainer"))
+@on_ranks(2, timeout=TIMEOUT)
+def test_losses_of_liger_are_off(kind: str) -> None:
+    """In training; in an evaluation without metrics the Trainer tells Liger's forward to leave logits out."""
+    with launched(), mock.patch("transformers.trainer.apply_liger_kernel") as apply:
+        trainer = make(kind, max_steps=1, use_liger_kernel=True, liger_kernel_config={"rope": False})
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] > 0
+    (_, config), _ = apply.call_args
+    assert config == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -669,7 +712,7 @@ def test_the_page_runs() -> None:
     names: dict[str, Any] = {
         **{"dataset": rows(), "collator": padded, "tokenizer": characters},
         **{"model": build("llama", "sdpa").float(), "model_to_tune": build("llama", "sdpa").float()},
-        "texts": Dataset.from_list([{"text": " ".join(f"w{i}" for i in row["input_ids"])} for row in rows()]),
+        "texts": Dataset.from_dict({"text": texts([row["input_ids"] for row in rows()])}),
     }
     found, as_written = [], TrainingArguments.__post_init__
 
