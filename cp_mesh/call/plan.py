@@ -27,7 +27,7 @@ from cp_mesh.geometry.layouts import check_layout, parse_layout
 from cp_mesh.geometry.mask import NONE, TENSORS, parse_mask
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.geometry.survey import parse_sources
-from cp_mesh.kernels.contract import Request, shortfalls
+from cp_mesh.kernels.contract import RECORDED, Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS, choose_kernel
@@ -154,7 +154,7 @@ def _resolve(
     make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank, degree=degree, sources=sources)
     request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
-    warn_if_slow(kernel, options.kernel, request(schedule))
+    warn_of_choice(kernel, options.kernel, request(schedule))
     settings = method.settings(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
     kind = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
@@ -186,9 +186,16 @@ class Plans:
         return plan
 
 
-def warn_if_slow(kernel: Kernel, asked: str, request: Request) -> None:
-    """Warn if "auto" finds only the reference kernel on a GPU."""
-    if kernel.name != "reference" or asked != "auto" or request.device != "cuda":
+def warn_of_choice(kernel: Kernel, asked: str, request: Request) -> None:
+    """Warn if "auto" finds only the reference kernel on a GPU, or the GPU is of a kind that was not tried."""
+    if asked != "auto" or request.device != "cuda":
+        return
+    if kernel.name != "reference":
+        if request.compute_capability not in RECORDED:
+            warn(
+                f"kernel={kernel.name!r} runs on a GPU of compute capability {request.compute_capability}, on which "
+                "cp_mesh has no recorded run. python3 tests/gpu.py tests it; naming the kernel ends this warning"
+            )
         return
     fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
     lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in fast)

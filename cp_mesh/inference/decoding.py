@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
-from cp_mesh.call.plan import compute_capability_of, warn_if_slow
+from cp_mesh.call.plan import compute_capability_of, warn_of_choice
 from cp_mesh.call.spec import AttentionSpec, Tensors, check_dense, check_scores, check_tensors, make_scores, make_spec
 from cp_mesh.comm.agreement import compare, refusing
 from cp_mesh.comm.fingerprints import fingerprint
@@ -260,7 +260,7 @@ def _request(query: Tensor, value: Tensor, full: bool, scores: Scores) -> Reques
 @lru_cache(maxsize=64)  # every step makes the same request
 def _choose(name: str, request: Request) -> Kernel:
     kernel = choose_kernel(name, request)
-    warn_if_slow(kernel, name, request)
+    warn_of_choice(kernel, name, request)
     return kernel
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from cp_mesh._torch import cpu_flash, cudnn, flash
 from cp_mesh.geometry.host_tensors import lasting
 from cp_mesh.geometry.mask import CAUSAL, Band
-from cp_mesh.kernels.contract import Capability, Pairs
+from cp_mesh.kernels.contract import RECORDED, Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, Kernel
 from cp_mesh.kernels.scores import Scores
 
@@ -48,14 +48,16 @@ def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    if k.shape[2] == 1:  # cuDNN does not support it
+    # cuDNN refuses one key; of one query it is wrong on B200 (pytorch#193893) or gives NaN (cudnn-frontend#1072)
+    if 1 in (q.shape[2], k.shape[2]):
         return _fa2_forward(q, k, v, cover, scores)
     out, lse, *_ = cudnn.forward(q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scores.scale)
     return out, lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
-    if t.k.shape[2] == 1:
+    # in full tiles of such lengths dq is NaN where exp(-lse) overflows: pytorch#196678, on an H200 without a mask too
+    if 1 in (t.q.shape[2], t.k.shape[2]) or (t.k.shape[2] % 128 == 64 and t.cover != CAUSAL):
         return _fa2_backward(t)
     _, seed, offset = _philox(t.q.device)
     # cuDNN reads lse as contiguous; a slice of rows of the running lse is not
@@ -96,6 +98,7 @@ CUDNN = Kernel(
         devices=("cuda",),
         dtypes=_HALF,
         compute_capability=(9, 0),
+        auto_on=RECORDED,
         max_head_dim=128,
         head_dim_multiple=8,
         deterministic=False,

@@ -98,6 +98,10 @@ class KernelTile:
         return parts
 
 
+RECORDED = ((9, 0),)
+"""Compute capabilities of the GPUs in docs/results: H100 and H200."""
+
+
 @dataclass(frozen=True)
 class Capability:
     """What a kernel supports: the one source for the choice of kernels, the errors and the docs table.
@@ -118,6 +122,7 @@ class Capability:
         features: the `Scores.features` it supports.
         deterministic_features: features whose gradients are bitwise reproducible; None: all.
         only_on: if given, the compute capabilities (major, minor) that the kernel was made for.
+        auto_on: if given, those on which "auto" takes it; on others it is taken by name.
         lacking: a function that returns which requirement is not installed, or None. It may import packages, and must
             return the same on all ranks.
     """
@@ -137,6 +142,7 @@ class Capability:
     features: frozenset[str] = frozenset()
     deterministic_features: frozenset[str] | None = None
     only_on: tuple[tuple[int, int], ...] = ()
+    auto_on: tuple[tuple[int, int], ...] = ()
     lacking: Callable[[], str | None] = lambda: None
 
 
@@ -155,8 +161,11 @@ class Request:
     features: frozenset[str] = frozenset()
 
 
-def shortfalls(capability: Capability, request: Request) -> list[str]:
-    """What the request needs and the kernel lacks, in words; empty if the kernel supports the request."""
+def shortfalls(capability: Capability, request: Request, *, named: bool = False) -> list[str]:
+    """What the request needs and the kernel lacks, in words; empty if the kernel supports the request.
+
+    ``named``: the user named this kernel.
+    """
     missing = []
     if request.device not in capability.devices:
         missing.append(f"device {request.device} (has {', '.join(capability.devices)})")
@@ -164,6 +173,8 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
         missing.append(f"compute capability {request.compute_capability} (needs {capability.compute_capability})")
     elif capability.only_on and request.compute_capability not in capability.only_on:
         missing.append(f"compute capability {request.compute_capability} (made for {capability.only_on})")
+    elif capability.auto_on and request.compute_capability not in capability.auto_on and not named:
+        missing.append(f"a recorded run on compute capability {request.compute_capability} (by name it runs)")
     if request.dtype not in capability.dtypes:
         missing.append(f"{request.dtype} (has {', '.join(str(dtype) for dtype in capability.dtypes)})")
     for cover in sorted(request.covers - set(capability.covers)):

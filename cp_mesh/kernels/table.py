@@ -42,7 +42,7 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     if name not in KERNELS:
         known = ", ".join(["auto", *KERNELS])
         refuse("kernel", f"one of {known}", repr(name), "kernel='auto' picks one that works")
-    missing = shortfalls(KERNELS[name].capability, request)
+    missing = shortfalls(KERNELS[name].capability, request, named=True)
     if missing:
         other = next(able, None)
         hint = "no kernel can serve this call" if other is None else f"kernel={other.name!r} can serve this call"

@@ -147,7 +147,8 @@ def kernel_table() -> str:
         devices = ", ".join(has.devices)
         if has.compute_capability > (0, 0):
             only = [f"sm_{major}{minor}" for major, minor in has.only_on]
-            devices += f" ({', '.join(only) or 'sm_{}{}+'.format(*has.compute_capability)})"
+            devices += f" ({', '.join(only) or 'sm_{}{}+'.format(*has.compute_capability)}"
+            devices += "".join(f"; auto: sm_{major}{minor}" for major, minor in has.auto_on) + ")"
         dims = f"multiples of {has.head_dim_multiple}" if has.head_dim_multiple > 1 else "any"
         dims += f" from {has.min_head_dim}" if has.min_head_dim > 1 else ""
         dims += f" to {has.max_head_dim}" if has.max_head_dim < 1 << 30 else ""

@@ -333,7 +333,7 @@ def named_kernel(
     kernel, missing = KERNELS[name], [""]
     for by_documents in (POSITIONAL.isdisjoint(features), False):
         schedule = make(by_documents)
-        missing = shortfalls(replace(kernel.capability, lacking=lambda: None), request(schedule))
+        missing = shortfalls(replace(kernel.capability, lacking=lambda: None), request(schedule), named=True)
         if not missing:
             return schedule, kernel
     raise UnsupportedError(f"kernel={name!r} lacks {'; '.join(missing)}; kernel='auto' works")
