@@ -1,10 +1,13 @@
 """Kernels that run on the CPU, through their contract, against the oracle; and how a kernel is chosen."""
 
+import csv
 import importlib
 import math
 import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +20,8 @@ from inside import (
     CAUSAL,
     FULL,
     KERNELS,
+    BackwardTile,
+    Band,
     Capability,
     Distances,
     Kernel,
@@ -39,6 +44,7 @@ flex = room("kernel")
 choose_kernel = inner("table", "choose_kernel")
 accumulation_dtype = inner("combine", "accumulation_dtype")
 VECTORS = inner("scores", "VECTORS")
+RECORDED, warn_of_choice = inner("kernels.contract", "RECORDED"), inner("call.plan", "warn_of_choice")
 kept_weights, philox = inner("dropout", "kept_weights", "philox")
 
 SCALE = 0.3
@@ -217,7 +223,7 @@ def test_dropped_weights_are_as_even_as_independent_ones(p):
 # --- which kernel is taken
 CPU = Request("cpu", (0, 0), torch.float32, frozenset({"full", "causal"}), 64, 64, False, False)
 H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat16)
-OLD = replace(H200, compute_capability=(7, 5))
+OLD, B200 = (replace(H200, compute_capability=x) for x in ((7, 5), (10, 0)))
 
 
 def covers(wanted: Request, *names: str) -> Request:
@@ -239,6 +245,10 @@ def covers(wanted: Request, *names: str) -> Request:
         (replace(H200, dtype=torch.float16), "cudnn"),
         (replace(H200, head_dim=256, v_head_dim=256), "fa2"),
         (replace(H200, compute_capability=(8, 0)), "fa2"),
+        (B200, "fa2"),
+        (replace(B200, head_dim=256, v_head_dim=256), "fa2"),
+        (replace(B200, compute_capability=(12, 0)), "fa2"),
+        (covers(B200, "full", "pairs"), "triton"),
         (replace(H200, dtype=torch.float32), "triton"),
         (replace(OLD, dtype=torch.float32), "reference"),
         (replace(H200, dtype=torch.float64), "reference"),
@@ -284,6 +294,67 @@ def test_a_kernel_that_cannot_serve_is_refused_with_one_that_can(wanted: Request
     message = f"kernel={name!r} lacks {lacks}; kernel={choose_kernel('auto', wanted).name!r} can serve this call"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
         choose_kernel(name, wanted)
+
+
+def test_cudnn_is_taken_by_name_where_no_run_is_recorded() -> None:
+    assert choose_kernel("cudnn", B200) is KERNELS["cudnn"]
+    (lack,) = shortfalls(KERNELS["cudnn"].capability, B200)
+    assert lack == "a recorded run on compute capability (10, 0) (by name it runs)"
+
+
+GPUS = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}
+
+
+def test_recorded_gpus_are_those_of_the_records() -> None:
+    found = set()
+    for path in (Path(__file__).parent.parent / "docs" / "results").glob("*.csv"):
+        with path.open(newline="") as file:
+            found |= {row["gpu"] for row in csv.DictReader(file) if row.get("gpu")}
+    assert {GPUS[name] for name in found} == set(RECORDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "warned"),
+    [
+        ("fa2", B200, "fa2' runs on a GPU of compute capability (10, 0), on which cp_mesh has no recorded run"),
+        ("cudnn", H200, ""),
+        ("cpu_flash", CPU, ""),
+        ("reference", OLD, "no fast kernel can serve this call"),
+    ],
+)
+def test_what_auto_warns_of(name: str, wanted: Request, warned: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Of a kernel that nobody tried on this GPU, and of a slow one; a name is a choice."""
+    warn_of_choice(KERNELS[name], name, wanted)
+    assert not recwarn
+    warn_of_choice(KERNELS[name], "auto", wanted)
+    assert [warned in str(x.message) for x in recwarn] == [True] * bool(warned)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "cover", "forward", "backward"),
+    [
+        (65, 128, FULL, "cudnn", "cudnn"),
+        (128, 192, FULL, "cudnn", "flash"),
+        (192, 192, CAUSAL, "cudnn", "cudnn"),
+        (1, 128, FULL, "flash", "flash"),
+        (128, 1, FULL, "flash", "flash"),
+    ],
+)
+def test_tiles_that_cudnn_computes_wrongly_are_not_its(
+    rows: int, keys: int, cover: Band, forward: str, backward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = torch.zeros(1, 2, rows, 8), torch.zeros(1, 2, keys, 8)
+    lse, called = torch.zeros(1, 2, rows), []
+    for name in ("cudnn", "flash"):
+
+        def record(*given: Any, scale: float, name: str = name) -> tuple[Tensor, ...]:
+            called.append(name)
+            return q, lse, k
+
+        monkeypatch.setattr(room("aten"), name, SimpleNamespace(forward=record, backward=record))
+    KERNELS["cudnn"].forward(q, k, k, cover, SCORES)
+    KERNELS["cudnn"].backward(BackwardTile(q, q, k, k, q, lse, None, cover, SCORES))
+    assert called == [forward, backward]
 
 
 def test_all_shortfalls_are_told():
