@@ -143,7 +143,7 @@ def _lacks() -> str | None:
         found = found and hasattr(lowering, "FixedLayout") and hasattr(lowering, "empty_strided")
     except ImportError:
         found = False
-    return None if found else f"the operators of flex_attention as in PyTorch 2.11 to 2.14 (found {torch.__version__})"
+    return None if found else f"the operators of flex_attention as in PyTorch 2.11 to 2.15 (found {torch.__version__})"
 
 
 FLEX = Kernel(
