@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -112,8 +113,9 @@ class _ContextParallel(Trainer):
                 setattr(self.args, name, value)
         self._check()
         mesh, config = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config
+        own = not (self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs)
         # the routers' loss is summed over dp if the Trainer multiplies the loss, and averaged in TRL
-        summed = self.args.average_tokens_across_devices and not hasattr(self, "aux_loss_enabled")
+        summed = not own and not hasattr(self, "aux_loss_enabled")
         reference = getattr(self, "ref_model", None)
         for model in (self._base_model, *([] if reference is None else [self.accelerator.unwrap_model(reference)])):
             parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
@@ -121,6 +123,7 @@ class _ContextParallel(Trainer):
                 setattr(part, SUMS, False)  # suppresses the warning of averaged gradients, which are right here
             losses = _adapter(model).losses
             losses.shares, losses.gathered = config.cp_size if summed else 1, hasattr(self, "ref_model")
+            losses.own_counts = own
         if hasattr(self, "_tp_size"):  # TRL divides its token count by it
             self._tp_size *= self.get_cp_size()
 
@@ -161,10 +164,9 @@ class _ContextParallel(Trainer):
         for name, hint in {"compute_loss_func": _LOCAL, "model_init": "build the model and pass it"}.items():
             if getattr(self, name) is not None:
                 refuse(f"{where}: {name}", None, "a function", hint, UnsupportedError)
-        if not self.model_accepts_loss_kwargs:
-            hint = "give its forward **kwargs, and do not set accepts_loss_kwargs = False"
-            what = "a model whose loss is divided by num_items_in_batch, the tokens of all ranks"
-            refuse(where, what, type(self.model).__name__, hint, UnsupportedError)
+        if not any(x.kind is x.VAR_KEYWORD for x in signature(self._base_model.forward).parameters.values()):
+            what = "a model whose forward takes num_items_in_batch, by which its loss is divided"
+            refuse(where, what, type(self.model).__name__, "give its forward **kwargs", UnsupportedError)
         check_adapters(self.model)
         if hasattr(self.model, "peft_config") and hasattr(self, "aux_loss_enabled"):
             head = self._base_model.get_output_embeddings()
@@ -202,19 +204,23 @@ class _ContextParallel(Trainer):
             refuse(type(self).__name__, "gradients that FSDP2 averages", "cp_mesh.sum_gradients", hint)
         steps = getattr(self, "current_gradient_accumulation_steps", 1)
         if num_items_in_batch is None and "labels" in inputs:
-            num_items_in_batch = self._count(inputs)
-            self.current_gradient_accumulation_steps = 1  # TRL divides the routers' loss by it if there is a count
+            count = self._count(inputs)
+            if self.model_accepts_loss_kwargs or hasattr(self, "aux_loss_enabled"):
+                scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+                num_items_in_batch = count * scale
+                self.current_gradient_accumulation_steps = 1  # TRL divides the routers' loss by it if there is a count
+            else:  # Trainer would neither pass the count on nor multiply the loss
+                inputs = inputs | {"num_items_in_batch": count}
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.current_gradient_accumulation_steps = steps
 
     def _count(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the loss divisor in an evaluation of SFTTrainer: the mean over cp is then the mean of this batch."""
+        """Return the loss divisor where the Trainer has none: the mean over cp is then the mean of this batch."""
         labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
         valid = inputs.get("shift_labels", labels).ne(IGNORED).sum()
-        scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return valid * scale / self.get_cp_size()
+        return valid / self.get_cp_size()
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None

@@ -168,17 +168,27 @@ class ShardedModel(OverCP):
         return run_in_mode(group_name, root.seq_len, self._tokens(arguments), forward, **arguments)
 
     @announced
-    def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Run the eager forward of a root with this rank's ``arguments``, and send its error to the other ranks."""
+    def run_eagerly(
+        self,
+        root: Root,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: dict[str, Any],
+        part: nn.Module | None = None,
+    ) -> Any:
+        """Run the eager forward of a root with this rank's ``arguments``, and send its error to the other ranks.
+
+        ``part``: the one that gets rows of a shard; None: all of the root.
+        """
         note_callers()
         token = ROOT.set(root)
         try:
-            return self._run_watched(root, module, forward, arguments)
+            return self._run_watched(root, module, forward, arguments, part or module)
         finally:
             ROOT.reset(token)
 
     def _run_watched(
-        self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
+        self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any], part: nn.Module
     ) -> Any:
         """Run the forward; watch the first one of training or evaluation, with or without gradients.
 
@@ -190,7 +200,7 @@ class ShardedModel(OverCP):
         _check_masks(module, arguments)
         try:
             if self.sequence.cp_size > 1:
-                refuse_unplanned(module)
+                refuse_unplanned(part)
                 if self.positions is None:
                     own = {name: x for name, x in arguments.items() if name not in self.inputs}
                     refuse_counted(root.sequence, cores_of(module), own, self._local_rows(arguments))

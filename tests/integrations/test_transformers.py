@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
 
-from families import FAMILIES, OLD, VOCABULARY, build, build_with_images  # noqa: E402
+from families import FAMILIES, OLD, VOCABULARY, WITH_IMAGES, build, build_with_images  # noqa: E402
 from inside import inner  # noqa: E402
 from oracle import (  # noqa: E402
     NAME,
@@ -83,7 +83,7 @@ def test_families(pool: Any, family: str, num_ranks: int) -> None:
         *(pytest.param(*x, marks=pytest.mark.full) for x in [("plain", 3), ("packed", 2), ("left padded", 3)]),
     ],
 )
-@pytest.mark.parametrize("family", IMAGES)
+@pytest.mark.parametrize("family", sorted({*IMAGES} & {*WITH_IMAGES}))
 def test_images(pool: Any, family: str, case: str, num_ranks: int) -> None:
     exact(pool, num_ranks, *(Case(family, case, x, build_with_images) for x in (ZigZag(), Striped())))
 

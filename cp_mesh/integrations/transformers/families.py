@@ -40,8 +40,8 @@ HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
 """Suffixes of class names whose outputs are rows of the sequence."""
 _CAUSAL = (*HEADS[:2], "ForConditionalGeneration")
 IMAGES = (
-    *("gemma3", "got_ocr2", "internvl", "llava", "mistral3", "paligemma"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
+    *("gemma3", "gemma4", "got_ocr2", "internvl", "llava", "mistral3", "paligemma"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
 )
 """Models with images, by the model_type of their config: they insert image features into the token embeddings and pass
 these to a text tower, whose rows are sharded."""

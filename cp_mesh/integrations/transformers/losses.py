@@ -29,6 +29,7 @@ class ModelLosses:
         data: the ranks over which the loss is a mean.
         shares: the divisor of the routers' loss: the number of ranks whose losses are summed.
         like_mixtral: whether the routers' loss is `balancing_loss`; None before the check.
+        own_counts: whether num_items_in_batch is of this rank's cp group, not of all ranks.
         compared: whether the sum of both losses was compared with the model's loss.
         gathered: whether TRL's log-probabilities are those of the whole batch; gradients of cp ranks are then summed.
     """
@@ -36,6 +37,7 @@ class ModelLosses:
     def __init__(self, data: DeviceMesh | dist.ProcessGroup) -> None:
         self.data, self.shares, self.compared, self.gathered = data, len(ranks_of(data)), False, False
         self.like_mixtral: bool | None = None
+        self.own_counts = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLosses:
         return self
@@ -47,7 +49,9 @@ class ModelLosses:
         if (batch := Batch.now()) is None:
             hint = "see cp_mesh.cross_entropy"
             refuse("loss_function", "a call in the forward of a parallel model", "one outside", hint)
-        share = cross_entropy(logits, labels, self.data, count=num_items_in_batch)
+        own = num_items_in_batch if self.own_counts else None
+        share = cross_entropy(logits, labels, self.data, count=num_items_in_batch if own is None else 1)
+        share = share if own is None else share / own
         with torch.inference_mode(False):  # inference tensors have no version counter
             batch.loss = share.clone() if share.is_inference() else share
         batch.version = times_written(batch.loss)

@@ -36,11 +36,14 @@ from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.wrap import INPUT, STYLE, check_module, replace_forward
 
 _LAST = "_cp_mesh_sequence"
-OF_IMAGES = ("image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states", "rope_deltas")
+OF_IMAGES = (
+    *("image_outputs", "video_outputs", "audio_outputs", "image_hidden_states", "video_hidden_states", "rope_deltas"),
+)
 """Output entries, by their names in Transformers 5.24 and before, that do not hold rows of the sequence."""
 _OF_TEXT = (
     *("inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict"),
     *("output_hidden_states", "num_items_in_batch", "visual_pos_masks", "deepstack_visual_embeds"),
+    *("per_layer_inputs", "output_router_logits"),
 )
 """Known arguments of a text tower."""
 _NOT_OVER_TP = ("inputs_embeds", "output_hidden_states", "fused_lm_head")
@@ -175,7 +178,7 @@ class _Adapter:
         return self._run(torch.compiler.is_compiling(), module, forward, args, kwargs)
 
     @torch.compiler.disable(reason="compile the layers of a parallel model, not the whole")
-    def _run(self, traced: bool, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, traced: bool, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with refusing(self.sequence.mesh.get_group):
             if traced:
                 hint = "for layer in model.model.layers: layer.compile()"
@@ -188,7 +191,8 @@ class _Adapter:
             batch, arguments = self.shard(module, whole)
         self.style.compare({name: x for name, x in whole.items() if isinstance(x, torch.Tensor)}, batch.sequence.layout)
         of_rows = partial(self.run_on_rows, batch, module, forward, whole)
-        output = self.style.run_eagerly(batch, module, of_rows, arguments)
+        text = None if self.facts.text is None else module.base_model.language_model
+        output = self.style.run_eagerly(batch, module, of_rows, arguments, text)
         module.__dict__[_LAST] = batch.sequence
         return self._gather(batch.sequence, output) if self.gather_output else output
 
@@ -202,7 +206,8 @@ class _Adapter:
         batch, given = Batch.now(), {name: x for name, x in kwargs.items() if x is not None}
         if batch is None:
             return forward(*args, **kwargs)  # raises in `make_mask`
-        given.pop("logits_to_keep", None)  # `read` refuses values other than 0
+        for name in ("logits_to_keep", "labels"):  # `read` refuses values other than 0; labels are the head's
+            given.pop(name, None)
         if unknown := [*map(type, args), *sorted(given.keys() - _OF_TEXT)]:
             hint = "it is not known whether they hold rows of the sequence; this model is not supported"
             refuse(type(text).__name__, f"arguments among {', '.join(_OF_TEXT)}", unknown, hint, UnsupportedError)
@@ -211,11 +216,15 @@ class _Adapter:
                 hint = "this model makes its masks itself, so it is not supported"
                 refuse(type(text).__name__, "padding [B, S]", list(padding.shape), hint, UnsupportedError)
             del given["attention_mask"]  # part of the batch's mask
+        if self.facts.num_mixers:  # whose masks Transformers does not ask for
+            given["attention_mask"] = masks_of_layers(text, batch.attention(Said(causal=True)))
         given["use_cache"] = False  # not every model passes it on
         sequence, embeds = batch.sequence, given["inputs_embeds"]
         ids = given.get("position_ids", torch.arange(embeds.shape[1], device=embeds.device)[None])
         check_lengths(text.config, self.facts.accepted, sequence, ids.flatten(0, -2))
-        given["inputs_embeds"] = sequence.shard({"inputs_embeds": embeds})["inputs_embeds"]
+        for name in ("inputs_embeds", "per_layer_inputs"):
+            if name in given:
+                given[name] = sequence.shard({name: given[name]})[name]
         given["position_ids"] = sequence.shard({"position_ids": ids}, dim=ids.ndim - 1)["position_ids"]
         if "visual_pos_masks" in given:  # tokens to which some layers add image features, one feature row per token
             marked = given["visual_pos_masks"]
@@ -281,7 +290,7 @@ class _Adapter:
         seed = sequence.dropout_seed(self.steps, self.dropout_seed, self.replica, tokens.device)
         assert sequence.seq_len is not None
         batch = Batch(sequence, sequence.seq_len, mask=mask, counted=counted, options=self.options, seed=seed)
-        if self.facts.num_mixers:  # whose masks Transformers does not ask for
+        if self.facts.num_mixers and self.facts.text is None:
             arguments["attention_mask"] = masks_of_layers(module, batch.attention(Said(causal=True)))
         if whole.get("output_router_logits", getattr(config, "output_router_logits", False)):
             self.losses.check_router(module)
