@@ -125,14 +125,15 @@ HYBRIDS: dict[str, Callable[[], tuple[type, Any]]] = {
 }
 # fmt: on
 """Of attention and recurrent layers or convolutions, a layer of each."""
-IMAGE = 95
-"""The token in whose place features of images are put."""
+IMAGE, VIDEO, SOUND = 95, 94, 93
+"""The tokens in whose place features are put."""
 
 
 def _images(model: str, config: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> Any:
     def make() -> tuple[type, Any]:
         parts = {"text_config": {**_BASE, **text}, "vision_config": vision}
-        return getattr(tf, model), getattr(tf, config)(**parts, image_token_id=IMAGE, **options)
+        tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": SOUND}
+        return getattr(tf, model), getattr(tf, config)(**parts, **tokens, **options)
 
     return make
 
@@ -140,10 +141,21 @@ def _images(model: str, config: str, text: dict[str, Any], vision: dict[str, Any
 _TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 _PATCHES = {"depth": 1, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
 _SEVERAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_MERGED = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 16}
+_POOLED = _TOWER | {"patch_size": 2, "pooling_kernel_size": 2, "head_dim": 8, "num_key_value_heads": 2}
+_GEMMA4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
 # fmt: off
 WITH_IMAGES: dict[str, Callable[[], tuple[type, Any]]] = {
     "gemma3": _images(*("Gemma3ForConditionalGeneration", "Gemma3Config"), {**_MIXED, "head_dim": 16,
         "query_pre_attn_scalar": 24}, _TOWER | {"image_size": 16}, mm_tokens_per_image=16),
+    "gemma4": _images(*("Gemma4ForConditionalGeneration", "Gemma4Config"), {**_MIXED, **_GEMMA4, "head_dim": 8,
+        "use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}, _POOLED),
+    "gemma4_e2b": _images(*("Gemma4ForConditionalGeneration", "Gemma4Config"), {**_GEMMA4, "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 10, "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+        _POOLED, audio_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "subsampling_conv_channels": [32, 8], "output_proj_dims": 16}),
     "got_ocr2": _images(*("GotOcr2ForConditionalGeneration", "GotOcr2Config"), {"model_type": "qwen2"}, _TOWER
         | {"image_size": 32, "output_channels": 16, "mlp_dim": 24, "window_size": 4, "global_attn_indexes": [0]}),
     "internvl": _images(*("InternVLForConditionalGeneration", "InternVLConfig"), {"model_type": "qwen2"}, _TOWER
@@ -161,9 +173,11 @@ WITH_IMAGES: dict[str, Callable[[], tuple[type, Any]]] = {
         | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}),
     "qwen2_5_vl": _images(*("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"), _SEVERAL, _PATCHES
         | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 8}),
+    "qwen3_5": _images("Qwen3_5ForConditionalGeneration", "Qwen3_5Config", _GDN | _SEVERAL_OF_TEXT, _PATCHES | _MERGED),
+    "qwen3_5_moe": _images(*("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig"), _GDN | _GDN_EXPERTS
+        | _SEVERAL_OF_TEXT, _PATCHES | _MERGED),
     "qwen3_vl": _images(*("Qwen3VLForConditionalGeneration", "Qwen3VLConfig"), _SEVERAL | {"head_dim": 8}, _PATCHES
-        | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "depth": 2}
-        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}),
+        | _MERGED | {"depth": 2, "deepstack_visual_indexes": [0, 1]}),
 }
 # fmt: on
 """Of models with images: a tower for these of one layer. An image of Gemma-3 has more tokens than a window."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -21,12 +22,24 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from families import HYBRIDS, OLD, VOCABULARY, build  # noqa: E402
+from families import HYBRIDS, IMAGE, OLD, VOCABULARY, build, build_with_images  # noqa: E402
 from inside import inner  # noqa: E402
-from oracle import B, Case, S, Step, apart, batch, differences, documents_of, kept, over_ranks  # noqa: E402
+from oracle import (  # noqa: E402
+    B,
+    Case,
+    S,
+    Step,
+    Wide,
+    apart,
+    batch,
+    differences,
+    documents_of,
+    kept,
+    over_ranks,
+    tokens_of,
+)
 from ranks import on_ranks  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from cp_mesh import ArgumentError, Contiguous, Striped, UnsupportedError, ZigZag, verify_model  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
@@ -44,20 +57,22 @@ LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "stri
 LEFT = "left padded, all but the first token"
 
 
-class Wide(TorchFunctionMode):
-    """Casts to float32 are to float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func, args = Tensor.double, args[:1]
-        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+def of_document(given: dict[str, Tensor], b: int, at: Tensor, images: Iterator[Tensor]) -> dict[str, Tensor]:
+    """What the family's own code gets for a document at these places of row b, with its own images alone."""
+    found = {"input_ids": given["input_ids"][b, at][None]}
+    if own := [next(images) for _ in range(int((found["input_ids"] == IMAGE).sum()) // tokens_of("qwen"))]:
+        found |= {"pixel_values": torch.cat(own), "image_grid_thw": given["image_grid_thw"][: len(own)]}
+        found["mm_token_type_ids"] = given["mm_token_type_ids"][b, at][None]
+    if "pixel_values" in given and "position_ids" in given:
+        found["position_ids"] = given["position_ids"][:, b : b + 1, at]
+    return found
 
 
 def by_documents(model: Any, given: dict[str, Tensor]) -> Step:
     """By the family's own code; logits of padding are zeros."""
+    images = iter(given["pixel_values"].chunk(3) if "pixel_values" in given else ())
     model.config.get_text_config().use_cache = False
-    ids, labels = given["input_ids"], given["labels"]
+    labels = given["labels"]
     documents = documents_of(given)
     documents = torch.zeros(B, S, dtype=torch.long) if documents is None else documents.expand(B, S)
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)  # a document's last token has the next one's first, too
@@ -65,7 +80,7 @@ def by_documents(model: Any, given: dict[str, Tensor]) -> Step:
     for b in range(B):
         for document in documents[b].unique():
             at = ((documents[b] == document) & kept(given)[b]).nonzero()[:, 0]
-            rows = model(input_ids=ids[b, at][None]).logits[0]
+            rows = model(**of_document(given, b, at, images)).logits[0]
             logits[b, at] = rows.detach().double()
             total = total + F.cross_entropy(rows, next_labels[b, at], ignore_index=-100, reduction="sum")
     loss = total / (next_labels != -100).sum()
@@ -76,8 +91,8 @@ def by_documents(model: Any, given: dict[str, Tensor]) -> Step:
 def compare(rank: int, case: Case, wide: bool = True) -> tuple[float, float]:
     """How far the worst of logits, loss and gradients is from one rank with our kernel, and from the family's code."""
     with Wide() if wide else nullcontext():
-        alone = over_ranks(Case(case.family, case.batch, "auto", cp=1))
-        own, found = by_documents(build(case.family, "eager"), case.given), over_ranks(case)
+        alone = over_ranks(Case(case.family, case.batch, "auto", case.made, cp=1))
+        own, found = by_documents(case.made(case.family, "eager"), case.given), over_ranks(case)
         one, other = (max(differences(case, found, wanted, 1e-3).values()) for wanted in (alone, own))
         return one, other
 
@@ -97,6 +112,19 @@ def test_hybrids(pool: Any, full: bool, family: str, case: str, layout: str, siz
         pytest.skip("in the full form")
     for found in pool(size).run(compare, Case(family, case, LAYOUTS[layout]), timeout=120.0):
         assert found[0] < BOUND and found[1] < (TABLES if family == "minimax" else BOUND), found
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "size"),
+    [
+        *(("plain", "zigzag", 2), ("packed", "striped", 2), (LEFT, "auto", 3)),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in [("packed", "auto", 4), ("padded", "contiguous", 3)]),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_hybrids_with_images(pool: Any, family: str, case: str, layout: str, size: int) -> None:
+    for found in pool(size).run(compare, Case(family, case, LAYOUTS[layout], build_with_images), timeout=120.0):
+        assert max(found) < BOUND, found
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])

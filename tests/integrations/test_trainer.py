@@ -37,6 +37,7 @@ from accelerate.utils import TorchContextParallelConfig  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from families import IMAGE, VOCABULARY, build, build_with_images  # noqa: E402
 from inside import inner  # noqa: E402
+from oracle import Wide, pixels, tokens_of  # noqa: E402
 from ranks import REFUSALS, on_ranks  # noqa: E402
 from scripts import Done, blocks, run_script  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
@@ -79,13 +80,15 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {k: torch.tensor([x[k] + [v] * (longest - len(x[k])) for x in rows]) for k, v in fill.items()}
 
 
-def with_images(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+def with_images(family: str, batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """One at the beginning of each row, another for every first token."""
-    found, first = padded(batch), torch.tensor([x["input_ids"][0] for x in batch])
-    found["input_ids"].clamp_(max=IMAGE - 1)[:, :16] = IMAGE
-    found["labels"][:, :16] = -100
-    found["token_type_ids"] = (found["input_ids"] == IMAGE).long()
-    return found | {"pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).view(3, 16, 16) * first.view(-1, 1, 1, 1) / 50}
+    found, first, width = padded(batch), torch.tensor([x["input_ids"][0] for x in batch]), tokens_of(family)
+    found["input_ids"].clamp_(max=IMAGE - 5)[:, :width] = IMAGE
+    found["labels"][:, :width] = -100
+    found["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = (found["input_ids"] == IMAGE).long()
+    images = pixels(family, len(batch), width)
+    shades = (first / 50).repeat_interleave(len(images["pixel_values"]) // len(batch))
+    return found | images | {"pixel_values": (images["pixel_values"].T * shades).T}
 
 
 def apart(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -174,11 +177,14 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
     family, of_model = changes.pop("family", "llama"), taken("attention_dropout")
     if changes.pop("routers", False):
         family, of_model = "mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    if changes.pop("images", False):
-        model = build_with_images("gemma3", "sdpa").double()
-        changes |= {"data_collator": with_images, "remove_unused_columns": False}
+    if of_images := changes.pop("images", None):
+        model = build_with_images(of_images, "sdpa")
+        collator = functools.partial(with_images, of_images)
+        changes |= {"data_collator": collator, "remove_unused_columns": False}
     else:
         model = build(family, "sdpa", **of_model).float()
+    if changes.pop("means", False):
+        model.accepts_loss_kwargs = False
     given = {"model": peft.get_peft_model(model, lora) if lora and not of_trl else model}
     data = {"train_dataset": rows(), "eval_dataset": rows()[:6]}
     if of_trl:
@@ -237,7 +243,10 @@ def train(
     rank: int, kind: str, case: str, dp: int = 1, parallel: bool = True, changes: Any = (), folder: str = ""
 ) -> dict[str, Any]:
     """Six steps, an evaluation and a prediction; the model is saved to the folder."""
-    with launched(), warnings.catch_warnings(record=True) as caught:
+    wide = (
+        Wide() if "images" in dict(changes) else nullcontext()
+    )  # as float32 in layers is far from 1e-5 after six steps
+    with launched(), warnings.catch_warnings(record=True) as caught, wide:
         warnings.simplefilter("always")
         trainer = make(kind, case, dp, parallel, **dict(changes))
         trainer.train()
@@ -314,6 +323,8 @@ def test_six_steps(pool: Any, full: bool, kind: str, case: str) -> None:
 
 
 ROUTERS = {"routers": True}
+MEANS = {"means": True}
+"""Of a model that is not told the number of tokens, as Gemma 4 and most of Qwen with images."""
 
 
 def _wrapping(layer: str, **options: Any) -> dict[str, Any]:
@@ -322,6 +333,8 @@ def _wrapping(layer: str, **options: Any) -> dict[str, Any]:
 
 CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "means of each rank": ("Trainer", "plain", {"average_tokens_across_devices": False}),
+    "means of each batch": ("Trainer", "plain", MEANS | {"routers": True}),
+    "means of each batch in TRL": ("SFTTrainer", "packed", MEANS),
     "checkpointing": ("Trainer", "packed", {"activation_checkpointing": True}),
     "checkpointing by FSDP": ("Trainer", "plain", {"fsdp_config": {"activation_checkpointing": True}}),
     "weights of rank 0": ("Trainer", "plain", {"fsdp_config": {"cpu_ram_efficient_loading": True}}),
@@ -337,7 +350,16 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a loss of routers in TRL": ("SFTTrainer", "packed", ROUTERS),
     "a loss of routers in TRL, of padded rows": ("SFTTrainer", "plain", ROUTERS),
     "a loss of routers, means of each rank": ("Trainer", "packed", ROUTERS | {"average_tokens_across_devices": False}),
-    "images": ("Trainer", "plain", {"images": True, **_wrapping("Gemma3DecoderLayer")}),
+    **{
+        f"images of {family}": ("Trainer", "plain", {"images": family, **_wrapping(layer)})
+        for family, layer in {
+            "gemma3": "Gemma3DecoderLayer",
+            "gemma4": "Gemma4TextDecoderLayer",
+            "qwen2_5_vl": "Qwen2_5_VLDecoderLayer",
+            "qwen3_vl": "Qwen3VLTextDecoderLayer",
+            "qwen3_5": "Qwen3_5DecoderLayer",
+        }.items()
+    },
     "pairs": ("DPOTrainer", "plain", {}),
     "pairs, losses of tokens": ("DPOTrainer", "plain", {"loss_type": "sft", "ld_alpha": 0.5}),
     "pairs, adapters": ("DPOTrainer", "plain", {"lora": "layers"}),
@@ -347,7 +369,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Arguments that change what is computed, or how, and what is equal to one rank all the same."""
 QUICK = (
     *("means of each rank", "packed before", "checkpointing", "a loss of TRL", "clipping"),
-    *("a loss of routers, means of each rank", "a loss of routers in TRL", "images", "pairs"),
+    *("a loss of routers, means of each rank", "a loss of routers in TRL", "images of gemma4", "pairs"),
 )
 
 
@@ -369,19 +391,21 @@ def test_pairs_over_dp(pool: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_routers_and_copies_over_dp(pool: Any, kind: str) -> None:
-    """Of routers each dp rank has a loss of its own, so that dp alone is what it is compared with.
-
-    HSDP: two copies of models that two ranks of dp and two of cp share, against one rank.
-    """
-    changes = tuple(ROUTERS.items())
+@pytest.mark.parametrize("changed", [ROUTERS, MEANS, {"average_tokens_across_devices": False}], ids=str)
+def test_losses_of_each_dp_rank(pool: Any, kind: str, changed: dict[str, bool]) -> None:
+    """Of routers, or where ranks are not told the tokens of all, so that dp alone is what it is compared with."""
+    changes = tuple(changed.items())
     found = pool(4).run(train, kind, "plain", 2, True, changes, timeout=TIMEOUT)[0]
     check(found, without_cp(pool, kind, "plain", 2, changes), over_dp=True)
-    if kind == "Trainer":
-        wanted = without_cp(pool, kind, "plain")
-        for found in pool(8).run(train, kind, "plain", 4, True, (("copies", 2),), timeout=TIMEOUT):
-            check_losses(found, wanted)
-            check_weights(found["weights"], wanted["weights"])
+
+
+@pytest.mark.full
+def test_copies_over_dp(pool: Any) -> None:
+    """HSDP: two copies of models that two ranks of dp and two of cp share, against one rank."""
+    wanted = without_cp(pool, "Trainer", "plain")
+    for found in pool(8).run(train, "Trainer", "plain", 4, True, (("copies", 2),), timeout=TIMEOUT):
+        check_losses(found, wanted)
+        check_weights(found["weights"], wanted["weights"])
 
 
 @pytest.mark.parametrize(

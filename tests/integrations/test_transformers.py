@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
 
-from families import FAMILIES, OLD, VOCABULARY, WITH_IMAGES, build, build_with_images  # noqa: E402
+from families import FAMILIES, HYBRIDS, OLD, VOCABULARY, WITH_IMAGES, build, build_with_images  # noqa: E402
 from inside import inner  # noqa: E402
 from oracle import (  # noqa: E402
     NAME,
@@ -80,11 +80,12 @@ def test_families(pool: Any, family: str, num_ranks: int) -> None:
     ("case", "num_ranks"),
     [
         *(("plain", 2), ("packed", 3), ("left padded", 2)),
-        *(pytest.param(*x, marks=pytest.mark.full) for x in [("plain", 3), ("packed", 2), ("left padded", 3)]),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in [("plain", 3), ("packed", 4), ("left padded", 3)]),
     ],
 )
-@pytest.mark.parametrize("family", sorted({*IMAGES} & {*WITH_IMAGES}))
+@pytest.mark.parametrize("family", sorted(WITH_IMAGES.keys() - HYBRIDS))  # of which test_hybrids has those with images
 def test_images(pool: Any, family: str, case: str, num_ranks: int) -> None:
+    assert {*IMAGES} <= {*WITH_IMAGES}
     exact(pool, num_ranks, *(Case(family, case, x, build_with_images) for x in (ZigZag(), Striped())))
 
 
@@ -123,7 +124,20 @@ OTHERS: dict[str, tuple[int, list[Case]]] = {
     "fsdp over dp and cp": (4, [Case("llama", "packed", "auto", dp=2, fsdp=True)]),
 }
 if not OLD:
-    OTHERS["fsdp, images"] = (2, [Case("gemma3", "plain", "auto", build_with_images, fsdp=True, checkpoint=False)])
+    OTHERS["fsdp, images"] = (
+        2,
+        [
+            Case("gemma3", "plain", "auto", build_with_images, fsdp=True, checkpoint=False),
+            *(Case(x, "packed", "auto", build_with_images, fsdp=True) for x in ("gemma4_e2b", "qwen3_vl")),
+        ],
+    )
+    OTHERS["videos and sounds"] = (
+        3,
+        [
+            *(Case(x, "videos", Striped(), build_with_images) for x in WITH_IMAGES if x.startswith(("qwen", "gemma4"))),
+            Case("gemma4_e2b", "sounds", ZigZag(), build_with_images),
+        ],
+    )
     OTHERS["tp of Transformers"] = (
         4,
         [Case(family, case, tp=2) for family in ("llama", "mistral", "qwen3") for case in ("plain", "packed")],

@@ -180,7 +180,7 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
     """The CSV row of a family, without versions."""
     import ranks
     import test_hybrids
-    from oracle import Case, compare
+    from oracle import Case, Wide, compare
 
     tp = ranks.mesh((dist.get_world_size() // tp_size, tp_size), ("cp", "tp"))["tp"] if tp_size > 1 else None
     row: dict[str, Any] = {"family": family, "class": name, "checkpoint": RELEASED.get(family, ("default",))[0]}
@@ -209,7 +209,7 @@ def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
         cases = [plain, replace(plain, batch="packed", layout=Striped())]
         if tp is not None:
             cases = [replace(case, layout=Striped(), tp=tp_size, linears={}) for case in cases]
-        with test_hybrids.Wide() if tp is None else contextlib.nullcontext():
+        with Wide() if tp is None else contextlib.nullcontext():
             for _, found in compare(dist.get_rank(), *cases):
                 worst = {key: max(x, worst.get(key, 0.0)) for key, x in found.items()}
     except (ArgumentError, UnsupportedError) as error:
