@@ -636,6 +636,29 @@ def check_table(rows: list[dict[str, str]]) -> None:
         assert row["reason"] if row["verdict"] == "refused" else float(row["gradient"]) < BOUND
 
 
+@newest
+def test_what_the_page_says_of_towers() -> None:
+    """FLOPs of a step: 6 for a weight and token, 12 for a pair and channel; and inputs of layers in bfloat16."""
+    vision, patches, length = transformers.Qwen3_5Config().vision_config, 4, 2**16
+    shape = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24}
+    shape |= {"num_key_value_heads": 4, "linear_num_value_heads": 48, "head_dim": 256}
+    vision.out_hidden_size = shape["hidden_size"]
+    config = transformers.Qwen3_5TextConfig(**shape)
+    with torch.device("meta"):
+        models = transformers.AutoModel.from_config(vision), transformers.Qwen3_5ForCausalLM(config)
+    of_tower, of_text = (
+        sum(x.numel() for name, x in model.named_parameters() if "embed" not in name or "patch" in name)
+        for model in models
+    )
+    of_image = patches * (6 * of_tower + 12 * patches * 1024 * vision.hidden_size * vision.depth) / 2
+    of_token = 6 * of_text + 12 * length / 2 * 24 * 256 * config.layer_types.count("full_attention")
+    shares = [round(100 * of_image / (of_image + of_token / size)) for size in (2, 8)]
+    kept = patches * vision.depth * vision.hidden_size * 2 / 1024
+    page = " ".join((ROOT / "docs" / "transformers.md").read_text().split())
+    assert "{} % of a rank's FLOPs on 2 ranks, {} % on 8;".format(*shares) in page
+    assert f"the tower keeps {kept:.0f} KiB per image token" in page
+
+
 @on_ranks(2)
 def test_the_page_runs() -> None:
     whole, packed = mesh((1, 2, 1), ("dp", "cp", "tp")), batch("packed")
