@@ -36,9 +36,7 @@ from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.wrap import INPUT, STYLE, check_module, replace_forward
 
 _LAST = "_cp_mesh_sequence"
-OF_IMAGES = (
-    *("image_outputs", "video_outputs", "audio_outputs", "image_hidden_states", "video_hidden_states", "rope_deltas"),
-)
+OF_IMAGES = ("image_outputs", "video_outputs", "image_hidden_states", "video_hidden_states", "rope_deltas")
 """Output entries, by their names in Transformers 5.24 and before, that do not hold rows of the sequence."""
 _OF_TEXT = (
     *("inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict"),
