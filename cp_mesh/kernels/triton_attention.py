@@ -56,8 +56,13 @@ class Config:
     apart: bool = False
 
 
-def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
-    """Block sizes from the static table; ``head_dim`` is the larger one, ``scored`` whether scores have features."""
+def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False, capability: tuple[int, int] = (9, 0)) -> Config:
+    """Block sizes from the static table; ``head_dim`` is the larger one, ``scored`` whether scores have features.
+
+    Before Hopper a program has less shared memory: 163 KiB on compute capability 8.0, then 99.
+    """
+    if dtype != torch.float32 and capability < (9, 0) and head_dim > (128 if capability == (8, 0) else 64):
+        return OLDER_CONFIG
     if dtype != torch.float32 and scored and head_dim > 128:
         return WIDE_SCORED_CONFIG
     configs = FLOAT_CONFIGS if dtype == torch.float32 else HALF_CONFIGS
@@ -70,6 +75,7 @@ HALF_CONFIGS = (
     (128, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(128, 64, 8, 3))),
     (256, Config(Blocks(128, 32, 8), Blocks(32, 128, 8), Blocks(128, 32, 8), apart=True)),
 )
+OLDER_CONFIG = Config(Blocks(64, 32), Blocks(32, 32), Blocks(64, 16), apart=True)
 WIDE_SCORED_CONFIG = Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)
 # Tensor cores have no exact fp32 products. Products are computed in registers, which only fit small blocks.
 FLOAT_CONFIGS = (
@@ -112,7 +118,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from cp_mesh.kernels.triton_forward import forward_kernel
 
-    config = config or config_for(q.dtype, max(q.shape[3], v.shape[3]), bool(scores.features))
+    config = config or config_for(q.dtype, max(q.shape[3], v.shape[3]), bool(scores.features), _capability(q))
     out, lse = _empty_like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         rows = None if isinstance(cover, Band) else _mask_rows(cover, (config.forward,))
@@ -128,7 +134,8 @@ def _backward(
     assert t.delta is not None, "uses_delta is set"
     scores, cover = t.scores, t.cover
     assert isinstance(cover, Band | Pairs), "choose_kernel gives sequences to kernels that support them"
-    config = config or config_for(t.q.dtype, max(t.q.shape[3], t.v.shape[3]), bool(scores.features))
+    largest = max(t.q.shape[3], t.v.shape[3])
+    config = config or config_for(t.q.dtype, largest, bool(scores.features), _capability(t.q))
     by_key, by_query = config.key_gradients, config.query_gradients
     dq = _empty_like(t.q, t.q.shape[3])
     dk, dv = (_empty_like(x, x.shape[3]) if into is None else into for x, into in ((t.k, t.dk), (t.v, t.dv)))
@@ -145,6 +152,11 @@ def _backward(
         if parts.bias is not None and t.q.numel():
             launch.bias_gradient(bias_gradient_kernel, by_query, read, rows_read, parts.bias)
     return (dq, dk, dv, parts.sum()) if scores.wanted else (dq, dk, dv)
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    """Of a GPU; on CPUs, where kernels are interpreted or compiled alone, that of Hopper."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
 
 
 def _empty_like(x: Tensor, dim: int) -> Tensor:
@@ -280,7 +292,7 @@ class _Launch:
 
 def _describable(x: Tensor) -> bool:
     """Whether to load blocks of [B, H, S, D] by descriptor (TMA); not for fp32, where pointers need fewer registers."""
-    if x.element_size() > 2 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0)):
+    if x.element_size() > 2 or _capability(x) < (9, 0):
         return False
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
     aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)
