@@ -17,10 +17,12 @@ import pytest
 class HopperDriver:
     """What Triton asks of a driver before it compiles."""
 
+    arch = 90
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -56,7 +58,8 @@ class Hopper:
         self._monkeypatch, self._capsys = monkeypatch, capsys
         monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
         monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-        monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+        self.driver = HopperDriver()
+        monkeypatch.setattr(triton.runtime.driver, "_active", self.driver)
 
     def __call__(self, launch: Callable[[], Any], *modules: ModuleType) -> Compiled:
         compiled: dict[str, list[Any]] = defaultdict(list)

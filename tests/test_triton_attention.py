@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from dense import dense_attention, make_qkv
-from hopper import Hopper
+from hopper import Compiled, Hopper
 from inside import (
     CAUSAL,
     FULL,
@@ -540,6 +540,29 @@ Blocks that spill nothing were slower. PyTorch 2.11 has Triton 3.6, which spills
 """
 
 
+def compile_passes(hopper: Hopper, dtype: torch.dtype, cover: str, dims: tuple[int, int], feature: str) -> Compiled:
+    """Forward and backward of a tile."""
+    triton_backward = room("triton_backward")
+    triton_dropout = room("triton_dropout")
+    triton_forward = room("triton_forward")
+    triton_visits = room("triton_visits")
+
+    def empty(heads: int, last: int) -> Tensor:
+        return torch.empty(1, 300, heads, last, dtype=dtype).transpose(1, 2)
+
+    (dim, v_dim), scores = dims, Scores(0.3, **COMPILED[feature])
+    scores = replace(scores, wanted=scores.features & {"alibi_slopes", "bias"})
+    q, k, v, dout = empty(8, dim), empty(2, dim), empty(2, v_dim), empty(8, v_dim)
+    statistics, what = torch.empty(1, 8, 300), COVERS[cover](torch.arange(300))
+
+    def launch() -> None:
+        triton_attention._forward(None, q, k, v, what, scores)
+        tile = BackwardTile(dout, q, k, v, None, statistics, statistics, what, scores)
+        triton_attention._backward(None, tile)
+
+    return hopper(launch, triton_visits, triton_dropout, triton_forward, triton_backward)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize(
     ("dtype", "cover", "dims", "feature"),
@@ -570,29 +593,11 @@ def test_compiles_for_hopper(
 
     Programs of four warps share a processor with another, which hides what they wait for.
     """
-    triton_backward = room("triton_backward")
-    triton_dropout = room("triton_dropout")
-    triton_forward = room("triton_forward")
-    triton_visits = room("triton_visits")
-
-    def empty(heads: int, last: int) -> Tensor:
-        return torch.empty(1, 300, heads, last, dtype=dtype).transpose(1, 2)
-
-    (dim, v_dim), scores = dims, Scores(0.3, **COMPILED[feature])
-    scores = replace(scores, wanted=scores.features & {"alibi_slopes", "bias"})
-    q, k, v, dout = empty(8, dim), empty(2, dim), empty(2, v_dim), empty(8, v_dim)
-    statistics, what = torch.empty(1, 8, 300), COVERS[cover](torch.arange(300))
-
-    def launch() -> None:
-        triton_attention._forward(None, q, k, v, what, scores)
-        tile = BackwardTile(dout, q, k, v, None, statistics, statistics, what, scores)
-        triton_attention._backward(None, tile)
-
-    compiled = hopper(launch, triton_visits, triton_dropout, triton_forward, triton_backward)
+    compiled = compile_passes(hopper, dtype, cover, dims, feature)
     assert len(compiled.kernels) == (3 if cover == "band" else 5) + feature.endswith(WITH_A_KERNEL)
     spills = compiled.spills
     if feature == "none":
-        assert max(spills) <= SPILLED[dim], compiled.log
+        assert max(spills) <= SPILLED[dims[0]], compiled.log
     rows = compiled.kernels.get("grains_kernel")
     assert cover == "band" or "__assertfail" in rows[0].asm["ptx"], "positions above 31 bits"
     for name, kernels in compiled.kernels.items():
@@ -603,6 +608,28 @@ def test_compiles_for_hopper(
             if dtype == torch.bfloat16 and name not in ("grains_kernel", "blocks_kernel", "words_kernel"):
                 assert "wgmma.mma_async" in kernel.asm["ptx"], name
                 assert "cp.async.bulk.tensor" in kernel.asm["ptx"], name
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize(
+    ("capability", "kib", "dim"),
+    [
+        pytest.param(*gpu, dim, marks=[pytest.mark.nightly("compiled")] * ((gpu[0], dim) != ((8, 9), 128)))
+        for gpu, dim in product((((8, 0), 163), ((8, 9), 99), ((10, 0), 227), ((12, 0), 99)), (64, 128, 256))
+    ],
+    ids=str,
+)
+@pytest.mark.full
+def test_other_gpus_have_the_memory(
+    capability: tuple[int, int], kib: int, dim: int, hopper: Hopper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory of a program: on an A100, an L40, a B200 and an RTX 5090."""
+    hopper.driver.arch = 10 * capability[0] + capability[1]
+    monkeypatch.setattr(triton_attention, "_capability", lambda x: capability)
+    for feature in ("none", "bias", "dropout"):
+        compiled = compile_passes(hopper, torch.bfloat16, "documents", (dim, dim), feature)
+        for name, kernels in compiled.kernels.items():
+            assert max(kernel.metadata.shared for kernel in kernels) <= kib << 10, (name, feature)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor) -> list[Tensor]:
