@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, began, failed = parse_arguments(argv), time.monotonic(), False
     ranks = Ranks(args.device)
     about = machine(ranks.device, ranks.size, args.commit)
-    about["packages"] += "".join(f" {name}={metadata.version(name)}" for name in ("transformers", "accelerate", "trl"))
+    about["packages"] += "".join(f" {name}={metadata.version(name)}" for name in ("accelerate", "trl"))
     about |= {"layers": args.layers, "optimizer": args.optim, "warmup": args.warmup, "steps": args.steps}
     of_cp_mesh = dict[tuple[int, str], dict[str, Any]]()
     for seq_len, name, documents in itertools.product(args.seq_len, args.contestants, args.documents):

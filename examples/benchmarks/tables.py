@@ -19,6 +19,7 @@ DOCUMENTS = (
     "README.md",
     "docs/support.md",
     "docs/kernels.md",
+    "docs/trainer.md",
     "docs/performance.md",
     "docs/decoding.md",
     "docs/linears.md",
@@ -143,6 +144,48 @@ def speed_table(name: str, commit: str, heads: tuple[str, str], modes: Sequence[
     )
 
 
+RIVALS = {
+    "cp_mesh": "cp_mesh/",
+    "Ulysses, same kernel": "ulysses/",
+    "ring-flash-attention": "ring_flash_attn/",
+    "ringmaster": "ringmaster/",
+    "DeepSpeed": "deepspeed/",
+    "PyTorch": "torch/",
+}
+"""Beginnings of the names of contestants, of which a line has the best."""
+
+
+def rivals_table() -> str:
+    """TFLOP/s of single calls, by the tokens of both GPUs."""
+    columns = [("causal", 32768), ("causal", 131072), ("documents", 32768), ("documents", 131072)]
+    rows = [row for row in read("rivals_2xh200.csv") if row["fwdbwd_ms"]]
+    lines = []
+    for words, begin in RIVALS.items():
+        own = [row for row in rows if row["contestant"].startswith(begin)]
+        found = [
+            max((float(x["tflops_fwdbwd"]) for x in own if (x["mask"], int(x["seq_len"])) == column), default=None)
+            for column in columns
+        ]
+        lines.append([words, *("" if x is None else f"{x:.0f}" for x in found)])
+    titles = [short(length) + (" packed" if mask == "documents" else "") for mask, length in columns]
+    return markdown(["tokens", *titles], lines)
+
+
+def sft_table() -> str:
+    """Tokens a second of both GPUs by SFTTrainer."""
+    rows = {(x["contestant"], x["documents"], x["seq_len"], x["layers"]): x for x in read("sft_2xh200.csv")}
+    columns = [("65536", "4"), ("131072", "4"), ("262144", "4"), ("131072", "36")]
+    lines = []
+    for words, *line in (
+        ("cp_mesh", "cp_mesh", "one"),
+        ("accelerate", "accelerate", "one"),
+        ("cp_mesh, packed", "cp_mesh", "packed"),
+    ):
+        found = [rows.get((*line, *column)) for column in columns]
+        lines.append([words, *(f"{int(x['tokens_per_s']):,}" if x else "" for x in found)])
+    return markdown(["tokens/s", *(f"{short(int(x))}, {layers} layers" for x, layers in columns)], lines)
+
+
 def documents_table() -> str:
     """Packed documents, FlashAttention-4: both machines, balanced against zigzag."""
     lines = []
@@ -164,6 +207,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "5f7ddfa", ("32", "8")),
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
+    "rivals": rivals_table,
+    "TRL": sft_table,
     "training steps": lambda: steps_table(read("training_2xh100.csv")).replace(", eager", ""),
     "decoding": decoding_table,
     "linears": linears_table,
