@@ -1,7 +1,7 @@
 """Create `.venv` in this repository with cp_mesh and its tools, then continue inside it. Standard library only.
 
 `.venv-integrations` has the packages of the extra `integrations`, in the tested versions. `.venv-integrations-NAME` has
-those of the extra `integrations-NAME`: "4" for Transformers 4, "titan-0.3" for torchtitan. Each may be
+those of the extra `integrations-NAME`: "4" for Transformers 4, "titan-0.3" for torchtitan, "axolotl". Each may be
 made with another release of PyTorch, in a folder of its own (`Environment.with_torch`).
 
 If the running interpreter has PyTorch 2.11 or later, that PyTorch is used; otherwise the version in `constraints.txt`
@@ -51,7 +51,7 @@ class Environment(NamedTuple):
 TOOLS = Environment(ROOT / ".venv", "dev,mixers,train")  # mixers: Transformers would call its kernels on CPUs too
 INTEGRATIONS = {
     f"--{name}": Environment(ROOT / f".venv-{name}", f"dev,{name.replace('.', '-')}")
-    for name in ("integrations", "integrations-4", "integrations-titan-0.3")
+    for name in ("integrations", "integrations-4", "integrations-titan-0.3", "integrations-axolotl")
 }
 """Environments by the option of tests/run.py."""
 

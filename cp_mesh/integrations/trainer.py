@@ -29,7 +29,7 @@ from cp_mesh.training.checks.config import check_adapters
 from cp_mesh.training.style_helpers import SUMS
 from cp_mesh.wrap import STYLE, replaced
 
-_OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
+_OWNERS = (Trainer.__module__, *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "axolotl.core.trainers.base"))
 _PACKING = ("packing", "eval_packing")
 _NO_LOGITS = ("aux_loss", "router_logits", *OF_IMAGES)
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
