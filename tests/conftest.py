@@ -23,7 +23,7 @@ from ranks import Pools
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full form; see run.py")
     parser.addoption("--nightly", metavar="PART", help="only this part of what neither form runs; see run.py")
-    for name in ("--integrations", "--integrations-4", "--integrations-titan-0.3"):
+    for name in ("--integrations", "--integrations-4", "--integrations-titan-0.3", "--integrations-axolotl"):
         parser.addoption(name, action="store_true", help="in an environment with other packages; see run.py")
     parser.addoption("--torch", metavar="VERSION", help="in an environment with this release of PyTorch; see run.py")
     parser.addoption("--part", metavar="1/3", help="one third of the tests")

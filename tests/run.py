@@ -9,7 +9,8 @@ Other arguments are pytest's: a file or -k runs what it names of the quick form,
 (`file::test`) runs in any form. `pytest` without this script does the same, in an environment that has cp_mesh and its
 tools.
 `--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions;
-`--integrations-4` does with Transformers 4, `--integrations-titan-0.3` with torchtitan.
+`--integrations-4` does with Transformers 4, `--integrations-titan-0.3` with torchtitan, `--integrations-axolotl` with
+axolotl.
 `--torch=2.14.1` runs any of these with that release of PyTorch, in an environment of its own.
 """
 
