@@ -299,7 +299,7 @@ def test_a_kernel_that_cannot_serve_is_refused_with_one_that_can(wanted: Request
 def test_cudnn_is_taken_by_name_where_no_run_is_recorded() -> None:
     assert choose_kernel("cudnn", B200) is KERNELS["cudnn"]
     (lack,) = shortfalls(KERNELS["cudnn"].capability, B200)
-    assert lack == "a recorded run on compute capability (10, 0) (by name it runs)"
+    assert lack == "a trial on compute capability (10, 0) (by name it runs)"
 
 
 GPUS = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}
@@ -316,7 +316,7 @@ def test_recorded_gpus_are_those_of_the_records() -> None:
 @pytest.mark.parametrize(
     ("name", "wanted", "warned"),
     [
-        ("fa2", B200, "fa2' runs on a GPU of compute capability (10, 0), on which cp_mesh has no recorded run"),
+        ("fa2", B200, "fa2' was not tried on a GPU of compute capability (10, 0)"),
         ("cudnn", H200, ""),
         ("cpu_flash", CPU, ""),
         ("reference", OLD, "no fast kernel can serve this call"),

@@ -193,8 +193,8 @@ def warn_of_choice(kernel: Kernel, asked: str, request: Request) -> None:
     if kernel.name != "reference":
         if request.compute_capability not in RECORDED:
             warn(
-                f"kernel={kernel.name!r} runs on a GPU of compute capability {request.compute_capability}, on which "
-                "cp_mesh has no recorded run. python3 tests/gpu.py tests it; naming the kernel ends this warning"
+                f"kernel={kernel.name!r} was not tried on a GPU of compute capability {request.compute_capability}. "
+                "tests/gpu.py of cp_mesh's repository tests it there; naming the kernel ends this warning"
             )
         return
     fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]

@@ -16,7 +16,8 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.trainer import context_parallel
 
 _KEYS = {
-    **dict.fromkeys(("rl", "reward_model", "process_reward_model"), "its trainer has a loss of its own"),
+    **dict.fromkeys(("rl", "orpo_alpha", "reward_model", "process_reward_model"), "its trainer has a loss of its own"),
+    "dp_shard_size": "the plugin computes it, of the number of ranks",
     "trainer_cls": "the plugin chooses the trainer",
     "use_ray": "its workers do not get context_parallel_size",
     **dict.fromkeys(("deepspeed", "fsdp"), "use fsdp_version: 2 with fsdp_config"),
@@ -37,6 +38,8 @@ class ContextParallelPlugin(BasePlugin):
     def register(self, cfg: dict[str, Any]) -> None:
         # axolotl would ask for ring-flash-attn where it finds this key, and shard the batch itself
         self.size = cfg.pop("context_parallel_size", None) or 1
+        if old := cfg.get("sequence_parallel_degree"):
+            refuse("axolotl: sequence_parallel_degree", "context_parallel_size", old, "rename the key")
         if self.size == 1:
             return
         for key, hint in _KEYS.items():
@@ -59,6 +62,11 @@ class ContextParallelPlugin(BasePlugin):
 
     def get_trainer_cls(self, cfg: Any) -> type[Trainer] | None:
         return None if self.size == 1 else context_parallel(_AxolotlTrainer)
+
+    def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
+        if self.size > 1 and not isinstance(trainer, _AxolotlTrainer):
+            hint = "leave out the plugin that brings it"
+            refuse("axolotl with context_parallel_size", "the trainer of this plugin", type(trainer).__name__, hint)
 
 
 class _AxolotlTrainer(AxolotlTrainer):

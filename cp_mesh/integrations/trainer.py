@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from inspect import signature
 from typing import Any
 
@@ -83,8 +84,8 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         hint = "context_parallel(Trainer)(model, args, ...) makes one"
         refuse("context_parallel", "a class of Trainers", type(trainer).__name__, hint)
-    for name in ("compute_loss", "prediction_step"):
-        if getattr(trainer, name).__module__ not in _OWNERS:
+    for name in ("compute_loss", "prediction_step", "_compute_loss", "compute_ref_log_probs"):
+        if getattr(trainer, name, Trainer.compute_loss).__module__ not in _OWNERS:
             what = f"context_parallel({trainer.__name__}): {name}"
             hint = "it would read this rank's rows as if they were all; take one of these, or a loop of your own"
             refuse(what, "that of Trainer, SFTTrainer or DPOTrainer", "its own", hint, UnsupportedError)
@@ -155,11 +156,15 @@ class _ContextParallel(Trainer):
         for name, (available, hint) in _ARGUMENTS.items():
             if (value := getattr(self.args, name)) not in available:
                 refuse(f"{where}: {name}", available[0], value, hint, UnsupportedError)
+        if hasattr(self, "aux_loss_enabled") and not self.args.average_tokens_across_devices:
+            hint = "leave it out: TRL takes a share of less than one token of a rank for one token"
+            refuse(f"{where}: average_tokens_across_devices", True, False, hint, UnsupportedError)
         if self.args.use_liger_kernel:
             of_liger = self.args.liger_kernel_config or {}
             if given := [name for name in _LOSSES if of_liger.get(name)]:
                 hint = "leave it out: the loss of cp_mesh covers all ranks"
                 refuse(f"{where}: liger_kernel_config", f"{given[0]}=False", True, hint, UnsupportedError)
+            self.args = copy(self.args)  # the caller's may serve a Trainer without cp
             self.args.liger_kernel_config = of_liger | dict.fromkeys(_LOSSES, False)
         for name, hint in {"compute_loss_func": _LOCAL, "model_init": "build the model and pass it"}.items():
             if getattr(self, name) is not None:

@@ -148,7 +148,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Request:
-    """What a call needs from its kernel. Equal on all ranks, so that all ranks choose the same kernel."""
+    """What a call needs from its kernel. Ranks whose GPUs differ may choose different kernels, and are refused."""
 
     device: str
     compute_capability: tuple[int, int]
@@ -174,7 +174,7 @@ def shortfalls(capability: Capability, request: Request, *, named: bool = False)
     elif capability.only_on and request.compute_capability not in capability.only_on:
         missing.append(f"compute capability {request.compute_capability} (made for {capability.only_on})")
     elif capability.auto_on and request.compute_capability not in capability.auto_on and not named:
-        missing.append(f"a recorded run on compute capability {request.compute_capability} (by name it runs)")
+        missing.append(f"a trial on compute capability {request.compute_capability} (by name it runs)")
     if request.dtype not in capability.dtypes:
         missing.append(f"{request.dtype} (has {', '.join(str(dtype) for dtype in capability.dtypes)})")
     for cover in sorted(request.covers - set(capability.covers)):

@@ -19,7 +19,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.sequence.losses import note_loss
 from cp_mesh.training.loss import cross_entropy
 
-_ROUTER = "model.config.output_router_logits"
+_ROUTER = "model.config.get_text_config().output_router_logits"
 
 
 class ModelLosses:
@@ -29,7 +29,7 @@ class ModelLosses:
         data: the ranks over which the loss is a mean.
         shares: the divisor of the routers' loss: the number of ranks whose losses are summed.
         like_mixtral: whether the routers' loss is `balancing_loss`; None before the check.
-        own_counts: whether num_items_in_batch is of this rank's cp group, not of all ranks.
+        own_counts: whether the Trainer's num_items_in_batch is of this cp group, not of all ranks; None: no Trainer.
         compared: whether the sum of both losses was compared with the model's loss.
         gathered: whether TRL's log-probabilities are those of the whole batch; gradients of cp ranks are then summed.
     """
@@ -37,7 +37,7 @@ class ModelLosses:
     def __init__(self, data: DeviceMesh | dist.ProcessGroup) -> None:
         self.data, self.shares, self.compared, self.gathered = data, len(ranks_of(data)), False, False
         self.like_mixtral: bool | None = None
-        self.own_counts = False
+        self.own_counts: bool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLosses:
         return self
@@ -49,9 +49,11 @@ class ModelLosses:
         if (batch := Batch.now()) is None:
             hint = "see cp_mesh.cross_entropy"
             refuse("loss_function", "a call in the forward of a parallel model", "one outside", hint)
-        own = num_items_in_batch if self.own_counts else None
-        share = cross_entropy(logits, labels, self.data, count=num_items_in_batch if own is None else 1)
-        share = share if own is None else share / own
+        if self.own_counts is not None and num_items_in_batch is None:
+            what = "a forward that passes the Trainer's num_items_in_batch on"
+            refuse("loss_function", what, "none", "pass its **kwargs to loss_function", UnsupportedError)
+        share = cross_entropy(logits, labels, self.data, count=1 if self.own_counts else num_items_in_batch)
+        share = share / num_items_in_batch if self.own_counts else share
         with torch.inference_mode(False):  # inference tensors have no version counter
             batch.loss = share.clone() if share.is_inference() else share
         batch.version = times_written(batch.loss)
