@@ -390,8 +390,11 @@ def test_pairs_over_dp(pool: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changed", [ROUTERS, MEANS, {"average_tokens_across_devices": False}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [*itertools.product(KINDS, (ROUTERS, MEANS)), ("Trainer", {"average_tokens_across_devices": False})],
+    ids=str,
+)
 def test_losses_of_each_dp_rank(pool: Any, kind: str, changed: dict[str, bool]) -> None:
     """Of routers, or where ranks are not told the tokens of all, so that dp alone is what it is compared with."""
     changes = tuple(changed.items())
@@ -606,6 +609,18 @@ def _no_kwargs() -> None:
     make("Trainer", model=model)
 
 
+def _drops_counts() -> None:
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **given: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = build("llama", "sdpa").float()
+    model.__class__ = LlamaForCausalLM
+    make("Trainer", model=model).train()
+
+
 def _adapted(config: Any) -> Any:
     return lambda: make("Trainer", model=peft.get_peft_model(build("llama", "sdpa").float(), config))
 
@@ -637,6 +652,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "build the model and pass it",
     ),
     "a model without counts": (_no_kwargs, "a model whose forward takes num_items_in_batch"),
+    "a model that drops counts": (_drops_counts, "a forward that passes the Trainer's num_items_in_batch on"),
+    "means of each rank in TRL": (
+        _make("SFTTrainer", average_tokens_across_devices=False),
+        "average_tokens_across_devices: expected True, got False",
+    ),
     "dispatched batches": (_make(accelerator_config={"dispatch_batches": True}), "dispatch_batches"),
     "batches of each rank": (_train(data_collator=other_on_each_rank), "the same input_ids on every cp rank"),
     "sums of gradients": (_train(callbacks=[Does(sum_gradients)]), "leave sum_gradients out"),
@@ -673,7 +693,8 @@ def test_refused_options_and_classes() -> None:
     for options in ({"gather_output": True}, {"data": None}):
         with pytest.raises(ArgumentError, match="the Trainer sets it"):
             context_parallel(Trainer, **options)
-    for kind in (trl.GRPOTrainer, type("Own", (Trainer,), {"prediction_step": _make})):
+    own = {"prediction_step": Trainer, "_compute_loss": trl.DPOTrainer, "compute_ref_log_probs": trl.DPOTrainer}
+    for kind in (trl.GRPOTrainer, *(type("Own", (base,), {name: _make}) for name, base in own.items())):
         with pytest.raises(UnsupportedError, match="expected that of Trainer, SFTTrainer or DPOTrainer"):
             context_parallel(kind)
     with pytest.raises(ArgumentError, match=re.escape("context_parallel(Trainer)(model, args, ...)")):
