@@ -104,6 +104,7 @@ class _ContextParallel(Trainer):
     """
 
     _options: dict[str, Any]
+    args: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._packing: dict[str, Any] = {}
