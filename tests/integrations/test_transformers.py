@@ -439,7 +439,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "labels of other rows": (given(labels=torch.ones(B, 9, dtype=torch.long)), "labels"),
     "routers of another kind": (
         given(output_router_logits=True),
-        "another loss of routers; model.config.output_router_logits = False",
+        "another loss of routers; model.config.get_text_config().output_router_logits = False",
     ),
     "routers with other weights": (call(_without_weight, "mixtral"), "a model without router_aux_loss_coef"),
     "another loss of routers": (
