@@ -86,12 +86,18 @@ def run(folder: Path, name: str, ranks: int | None = None, **changes: Any) -> An
 def test_refusals() -> None:
     plugin = inner("integrations.axolotl", "ContextParallelPlugin")()
     given = {"rl": "dpo", "reward_model": True, "trainer_cls": "mine.Trainer", "use_ray": True, "deepspeed": "x.json"}
+    given |= {"orpo_alpha": 0.1, "dp_shard_size": 4}
     for key, value in (given | {"tensor_parallel_size": 2, "expert_parallel_size": 2}).items():
         with pytest.raises(UnsupportedError, match=f"{key}: expected none"):
             plugin.register(CP | {key: value})
     for changes in ({"fsdp_version": 1}, {"fsdp_config": None}):
         with pytest.raises(ArgumentError, match="fsdp_version: 2 with fsdp_config"):
             plugin.register(CP | changes)
+    with pytest.raises(ArgumentError, match="rename the key"):
+        plugin.register({"sequence_parallel_degree": 2})
+    plugin.register(dict(CP))
+    with pytest.raises(ArgumentError, match="expected the trainer of this plugin, got object"):
+        plugin.post_trainer_create({}, object())
     plugin.register({"context_parallel_size": 1, "rl": "dpo"})
     assert plugin.get_trainer_cls({}) is None and plugin.get_training_args({}) is None
 
